@@ -202,7 +202,7 @@ class TrainingRun:
                     model_bytes=facts.num_parameters * DTYPES[config.policy.precision].itemsize,
                 ),
             ),
-            deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+            deadline=SaveDeadline(config.checkpointing.must_save_by_s),
             interruption=interruption,
         )
 

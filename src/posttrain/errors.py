@@ -22,6 +22,18 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
 
 
+class RegistryError(InputError):
+    """The registry or a request to it is invalid; the message names the cause and the remedy."""
+
+
+class RegistryBusy(RegistryError):
+    """Another process held the lock longer than the waiting time. Nothing was changed."""
+
+
+class RegistryConflict(RegistryError):
+    """The registry is no longer in the state that the caller expected. Nothing was changed."""
+
+
 # What the user can fix at the path that the error names: it is missing, of another kind, not allowed, not a name.
 _OF_A_PATH = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,

@@ -48,7 +48,7 @@ class Holder:
         return cls(socket.gethostname(), os.getpid(), _machine(), _created(os.getpid()) or 0.0, command, now_text())
 
     @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Holder:
+    def read(cls, content: Mapping[str, object]) -> Holder:
         """KeyError, ValueError or TypeError if `content` describes no holder."""
         return cls(**{field.name: _plain(field.type, content[field.name]) for field in fields(cls)})
 
@@ -69,7 +69,7 @@ class Holder:
         return f"process {self.pid} on {self.host} ({self.command}), since {self.since}"
 
 
-def _plain(kind: object, value: Any) -> Any:
+def _plain(kind: object, value: object) -> Any:
     return {"str": str, "int": int, "float": float}[str(kind)](value)
 
 

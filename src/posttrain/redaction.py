@@ -245,7 +245,7 @@ def is_secret_key(name: str) -> bool:
     return _SECRET_KEY.search(name) is not None
 
 
-def without_credentials(value: Any, key: str = "", replace: Replace = hide) -> Any:
+def without_credentials(value: object, key: str = "", replace: Replace = hide) -> Any:
     """Settings, of any depth, without credentials: those in a text, and the whole text under a key such as `password`."""
     if isinstance(value, dict):
         return {name: without_credentials(inner, str(name), replace) for name, inner in value.items()}
@@ -267,7 +267,7 @@ def _is_left_out(secret: str) -> bool:
     return secret == HIDDEN or REFERENCE.search(secret) is not None
 
 
-def name_credentials(settings: Any, key: str = "") -> None:
+def name_credentials(settings: object, key: str = "") -> None:
     """From now on the credentials in these settings, and the variables that they name as a key, are secrets."""
     without_credentials(settings, key, _name)
     if isinstance(settings, dict):

@@ -18,8 +18,8 @@ from posttrain.attempts import Attempt, holder_of
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.store import STATUS
 from posttrain.config import LoadedConfig, RunConfig
+from posttrain.config.base import ConfigError
 from posttrain.config.changes import ConfigChange, changes_since
-from posttrain.config.errors import ConfigError
 from posttrain.config.tree import DEFAULT
 from posttrain.errors import FolderHeld, InputError, exit_code_of, reason_of
 from posttrain.redaction import redact

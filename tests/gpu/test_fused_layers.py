@@ -32,7 +32,7 @@ from torch import Tensor
 
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
-from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
 

@@ -16,9 +16,9 @@ from made_runs import append, conversation_group, make_run, write_attempt, write
 
 from posttrain.serve.listener import listen
 from posttrain.ui.access import Access
+from posttrain.ui.app import WatchServer
 from posttrain.ui.catalogue import Catalogue
 from posttrain.ui.places import LocalPlace
-from posttrain.ui.server import WatchServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

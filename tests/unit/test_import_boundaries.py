@@ -80,3 +80,12 @@ def test_import_posttrain_loads_no_heavy_packages_and_knows_its_names() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "program", ["environments/worker.py", "environments/sandbox/guest.py", "launch/local/namespaces.py"]
+)
+def test_programs_of_other_processes_start_without_posttrain(program: str) -> None:
+    """A worker gets its `sys.path` over a pipe; the others have no posttrain at all."""
+    script = "import runpy, sys; sys.modules['posttrain'] = None; runpy.run_path(sys.argv[1])"
+    subprocess.run([sys.executable, "-I", "-c", script, str(PACKAGE / program)], check=True, timeout=60)

@@ -354,7 +354,7 @@ def test_signals_are_as_they_were_after_the_run(tmp_path: Path) -> None:
 
 def test_the_deadline_ends_the_run_with_a_checkpoint_and_success(tmp_path: Path) -> None:
     now = [0.0]
-    run = scene(tmp_path, SaveDeadline("00:00:00:10", clock=lambda: now[0]))
+    run = scene(tmp_path, SaveDeadline(10, clock=lambda: now[0]))
 
     def take_three_seconds(step: int) -> None:
         now[0] += 3

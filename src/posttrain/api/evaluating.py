@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.api.inputs import Inputs
 from posttrain.api.settings import (
@@ -19,6 +19,7 @@ from posttrain.api.settings import (
     overrides_of,
 )
 from posttrain.api.start import quieten_libraries
+from posttrain.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from posttrain.api.settings import Config, Data, Reward
@@ -32,7 +33,7 @@ def evaluate(
     reward: Reward | None = None,
     config: Config | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> Evaluation:
     """Measure a model: `evaluate("results/grpo", "gsm8k").summary.score`.
 
@@ -44,8 +45,8 @@ def evaluate(
 
     inputs = Inputs(str(DEFAULT_FOLDER))
     try:
-        words: dict[str, Any] = {"generation.model_name": str(model)}
-        row: Mapping[str, Any] = {}
+        words: JsonObject = {"generation.model_name": str(model)}
+        row: JsonMapping = {}
         if data is not None:
             block, row = _problems(data, inputs)
             words |= {f"data.{key}": value for key, value in block.items()}
@@ -71,7 +72,7 @@ def evaluate(
     return read_evaluation(folder)
 
 
-def _problems(data: Data, inputs: Inputs) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _problems(data: Data, inputs: Inputs) -> tuple[JsonObject, JsonMapping]:
     from posttrain.api.settings import rows_of
 
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):

@@ -1,4 +1,4 @@
-"""A reward function of a Python program as a file that worker processes load, with a name that says what is in it.
+"""A reward function of a Python program as a file that worker processes load, with a digest of its content in its name.
 
 A function that can be imported is recorded by its name, `package.module:name`. Any other (of a script, a notebook, a lambda, a
 closure) is pickled by value. The digest in the file's name covers the source of the function and of the functions it calls,
@@ -36,13 +36,13 @@ class PickledFunction:
         return f"{self.name}-{self.digest}"
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """A name of letters, digits and underscores."""
     name = str(getattr(function, "__name__", "") or type(function).__name__)
     return re.sub(r"\W", "_", name).strip("_") or "function"
 
 
-def importable_name(function: Callable[..., Any]) -> str | None:
+def importable_name(function: Callable[..., object]) -> str | None:
     """`package.module:name` if another process can import the function under this name."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not name or module == "__main__" or module not in sys.modules:
@@ -55,7 +55,7 @@ def importable_name(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found is function else None
 
 
-def pickled(function: Callable[..., Any]) -> PickledFunction:
+def pickled(function: Callable[..., object]) -> PickledFunction:
     import cloudpickle
 
     name = name_of(function)

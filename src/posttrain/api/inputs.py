@@ -1,6 +1,6 @@
 """What a Python program hands over as objects, as files: rows of data and reward functions, in `inputs/` of the run folder.
 
-The name of a file contains a digest of its content. So `config.yaml` says which data and which reward a run was trained with,
+The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained with,
 another one counts as another setting, and the command line can resume the run from its config.
 """
 
@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from posttrain.api.functions import DIGEST_LENGTH, importable_name, pickled
 from posttrain.errors import InputError
@@ -29,7 +28,7 @@ class Inputs:
         self._folder = folder  # of the run, as an expression of the config
         self._staged = tempfile.TemporaryDirectory(prefix="posttrain-")
 
-    def add_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    def add_rows(self, name: str, rows: Iterable[Mapping[str, object]]) -> str:
         """The path of a file with these rows."""
         digest = hashlib.sha256()
         staged = Path(self._staged.name, name)
@@ -44,7 +43,7 @@ class Inputs:
         staged.rename(staged.with_name(final))
         return f"{self._folder}/{INPUTS_FOLDER}/{final}"
 
-    def add_function(self, function: Callable[..., Any]) -> str:
+    def add_function(self, function: Callable[..., object]) -> str:
         """What `env.<name>.function` is to be: the name of a function that can be imported, or a file that holds it."""
         if (importable := importable_name(function)) is not None:
             return importable
@@ -55,7 +54,7 @@ class Inputs:
         return f"{self._folder}/{INPUTS_FOLDER}/{found.stem}.pkl:{found.name}"
 
     def write(self, folder: Path) -> None:
-        """Copy them to the folder of the run. A file that is there already stays: its name says that it is the same."""
+        """Copy them to the folder of the run. A file that exists already stays: an equal name means equal content."""
         for staged in Path(self._staged.name).iterdir():
             path = folder / INPUTS_FOLDER / staged.name
             if not path.exists():
@@ -79,7 +78,7 @@ def _line(name: str, number: int, row: object) -> bytes:
         raise InputError(f"{name}, row {number}: {_culprit(row)} ({error})") from error
 
 
-def _culprit(row: Mapping[str, Any]) -> str:
+def _culprit(row: Mapping[str, object]) -> str:
     for column, value in row.items():
         try:
             json.dumps(value, allow_nan=False)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from posttrain.api.functions import name_of
 from posttrain.api.inputs import Inputs
 from posttrain.errors import InputError
+from posttrain.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import datasets
 
-    from posttrain.api.start import Load
     from posttrain.config import LoadedConfig
 
     # A file or folder, a dataset by name, rows, or a map with the keys of a dataset in the config.
-    Data: TypeAlias = str | Path | Iterable[Mapping[str, Any]] | datasets.Dataset | Mapping[str, Any]
+    Data: TypeAlias = str | Path | Iterable[JsonMapping] | datasets.Dataset | JsonMapping
     # A function, `file.py:name`, a type of reward, a map with the keys of a reward, or several: a list, or a map of names.
-    Reward: TypeAlias = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
+    Reward: TypeAlias = Callable[..., object] | str | JsonMapping | Sequence[object]
     # A YAML file, or settings by their dotted keys or nested.
-    Config: TypeAlias = str | Path | Mapping[str, Any]
+    Config: TypeAlias = str | Path | JsonMapping
 
 ENVIRONMENT = "reward"  # the key under `env` of what is given as reward=
 PROMPT_COLUMNS = ("input", "prompt", "question", "problem", "query", "instruction")
@@ -37,11 +37,13 @@ def override(key: str, value: object) -> str:
     return f"{key}={_text(value, key)}"
 
 
-def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+def overrides_of(settings: Mapping[str, object]) -> list[str]:
     return [override(key, value) for key, value in settings.items()]
 
 
-def loaded_config(kind: str, config: Config | None, overrides: Sequence[str]) -> Load:
+def loaded_config(
+    kind: str, config: Config | None, overrides: Sequence[str]
+) -> Callable[[Sequence[str]], LoadedConfig[Any]]:
     """The config from a file or from settings, with overrides; a function of further ones."""
     from posttrain.config import ConfigError, load_config
 
@@ -80,14 +82,14 @@ def _plain(value: object) -> object:
 
 def dataset_block(
     kind: str, name: str, data: Data, inputs: Inputs, reward: Reward | None = None
-) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The section `data.train` or `data.validation`, as `name` says, and the first row where it is at hand."""
-    from posttrain.config.aliases import DATASETS
+) -> tuple[JsonObject, JsonMapping]:
+    """The section `data.train` or `data.validation`, chosen by `name`, and the first row if it is known."""
+    from posttrain.config.aliases import file_dataset
     from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, find_spec
 
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):
         return dict(data), {}
-    own_rows = DATASETS[kind]
+    own_rows = file_dataset(kind)
     if isinstance(data, str | Path):
         path = str(data)
         found = find_spec(path, PREFERENCE_DATASETS if own_rows == "PreferenceDataset" else RESPONSE_DATASETS)
@@ -101,7 +103,7 @@ def dataset_block(
     return {"dataset_name": own_rows, "data_path": path, **_columns(kind, first, reward)}, first
 
 
-def rows_of(data: Any, name: str) -> Sequence[Mapping[str, Any]]:
+def rows_of(data: Any, name: str) -> Sequence[JsonMapping]:
     if type(data).__name__ == "DatasetDict":
         raise InputError(
             f"{name}: a DatasetDict with the splits {', '.join(data)} is given; choose one, such as data['train']"
@@ -111,7 +113,7 @@ def rows_of(data: Any, name: str) -> Sequence[Mapping[str, Any]]:
     return data if hasattr(data, "__getitem__") else list(data)
 
 
-def first_row(path: str) -> Mapping[str, Any]:
+def first_row(path: str) -> JsonMapping:
     """Empty where the data is on the hub: which columns it has is found out when it is read."""
     from posttrain.data.sources import looks_like_path, read_local
 
@@ -120,7 +122,7 @@ def first_row(path: str) -> Mapping[str, Any]:
     return next((row.values for row in islice(read_local(path), 1)), {})
 
 
-def _columns(kind: str, row: Mapping[str, Any], reward: Reward | None) -> dict[str, str]:
+def _columns(kind: str, row: Mapping[str, object], reward: Reward | None) -> dict[str, str]:
     """Which column is the prompt and which the answer, where the rows do not have the config's own names."""
     if kind not in ("grpo", "sft") or not isinstance(row, Mapping):
         return {}
@@ -140,20 +142,20 @@ def _columns(kind: str, row: Mapping[str, Any], reward: Reward | None) -> dict[s
     return found
 
 
-def has_conversations(row: Mapping[str, Any]) -> bool:
+def has_conversations(row: Mapping[str, object]) -> bool:
     """Whether the prompt of the row is a list of messages."""
     column = _prompt_column(row)
     return column is not None and isinstance(row[column], Sequence) and not isinstance(row[column], str)
 
 
-def _prompt_column(row: Mapping[str, Any]) -> str | None:
+def _prompt_column(row: Mapping[str, object]) -> str | None:
     return next((column for column in PROMPT_COLUMNS if column in row), None)
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
 
 
-def environment_block(reward: Reward, inputs: Inputs, *, as_messages: bool) -> dict[str, Any]:
+def environment_block(reward: Reward, inputs: Inputs, *, as_messages: bool) -> JsonObject:
     """The section `env.reward`. `as_messages` is for functions with TRL's signature."""
     if isinstance(reward, Mapping) and not {"type", "function", "rewards"} & set(reward):
         named = dict(reward)
@@ -170,7 +172,7 @@ def environment_block(reward: Reward, inputs: Inputs, *, as_messages: bool) -> d
     return {"rewards": {name: {"type": "python", **one} if "function" in one else one for name, one in blocks.items()}}
 
 
-def _one_reward(reward: Any, inputs: Inputs, as_messages: bool) -> dict[str, Any]:
+def _one_reward(reward: object, inputs: Inputs, as_messages: bool) -> JsonObject:
     from posttrain.config.rewards import REWARD_TYPES
 
     if callable(reward):
@@ -191,7 +193,7 @@ def _one_reward(reward: Any, inputs: Inputs, as_messages: bool) -> dict[str, Any
     )
 
 
-def _callables(reward: Any) -> Iterator[Callable[..., Any]]:
+def _callables(reward: object) -> Iterator[Callable[..., Any]]:
     if callable(reward):
         yield reward
     elif isinstance(reward, Mapping):
@@ -202,7 +204,7 @@ def _callables(reward: Any) -> Iterator[Callable[..., Any]]:
             yield from _callables(one)
 
 
-def _takes_batches(function: Callable[..., Any]) -> bool:
+def _takes_batches(function: Callable[..., object]) -> bool:
     from posttrain.environments.python_function import takes_batches
 
     return takes_batches(function)

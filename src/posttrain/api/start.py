@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import OutOfGpuMemoryError, RankLostError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posttrain.config import LoadedConfig, RunConfig
     from posttrain.run_folder import PreparedFolder
 
-Load = Callable[[Sequence[str]], "LoadedConfig[Any]"]
+Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
 
 
 def start_run(
@@ -24,8 +24,8 @@ def start_run(
     restart: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-    prepare: Callable[[LoadedConfig[Any]], None] = lambda loaded: None,
-) -> tuple[int, LoadedConfig[Any]]:
+    prepare: Callable[[LoadedConfig[RunConfig]], None] = lambda loaded: None,
+) -> tuple[int, LoadedConfig[RunConfig]]:
     """Train until the end, or until there is a reason to stop. Returns the exit code and the config in force.
 
     `load` loads the config with additional overrides. `prepare` is called once the folder is chosen and this process may
@@ -45,7 +45,7 @@ def start_run(
 
 
 def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFolder:
-    from posttrain.models.starting_model import from_checkpoints
+    from posttrain.models.accepted_names import from_checkpoints
     from posttrain.run_folder import prepare_run_folder
 
     return prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)
@@ -54,7 +54,7 @@ def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFol
 def _train(
     kind: str,
     prepared: PreparedFolder,
-    prepare: Callable[[LoadedConfig[Any]], None],
+    prepare: Callable[[LoadedConfig[RunConfig]], None],
     *,
     quiet: bool,
     verbose: bool,
@@ -93,7 +93,7 @@ def _train(
 
 
 def planned(config: RunConfig, device_name: str, max_steps: int) -> str:
-    """What `posttrain plan` says of the run; empty on devices that it does not know, and if it fails."""
+    """The prediction of `posttrain plan`; empty for unknown devices, and if it fails."""
     from posttrain.planning.calibration import GPUS
     from posttrain.planning.plan import estimate_run
     from posttrain.policy.memory.rank import GIB

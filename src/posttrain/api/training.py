@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,11 @@ from posttrain.api.settings import (
     overrides_of,
 )
 from posttrain.api.start import start_run
+from posttrain.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from posttrain.api.settings import Config, Data, Reward
-    from posttrain.config import LoadedConfig
+    from posttrain.config import LoadedConfig, RunConfig
 
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 85  # by SIGTERM or SIGHUP, after saving
@@ -105,13 +105,13 @@ def _train(
     restart: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> Run:
     inputs = Inputs("${checkpointing.checkpoint_dir}")
-    words: dict[str, Any] = {"policy.model_name": str(model)}
+    words: JsonObject = {"policy.model_name": str(model)}
     with ExitStack() as cleanup:
         cleanup.callback(inputs.close)
-        row: Mapping[str, Any] = {}
+        row: JsonMapping = {}
         if data is not None:
             words["data.train"], row = dataset_block(kind, "train", data, inputs, reward)
         if validation is not None:
@@ -120,7 +120,7 @@ def _train(
             words[f"env.{ENVIRONMENT}"] = environment_block(reward, inputs, as_messages=has_conversations(row))
             words["data.default.env_name"] = ENVIRONMENT
 
-        def prepare(loaded: LoadedConfig[Any]) -> None:
+        def prepare(loaded: LoadedConfig[RunConfig]) -> None:
             inputs.write(Path(loaded.config.checkpointing.checkpoint_dir))
             if in_notebook() and not quiet:
                 cleanup.enter_context(LiveChart(_folder(loaded)))
@@ -148,7 +148,7 @@ def _train(
     return run
 
 
-def _folder(loaded: LoadedConfig[Any]) -> Path:
+def _folder(loaded: LoadedConfig[RunConfig]) -> Path:
     from posttrain.run_folder import run_folder
 
     return run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)

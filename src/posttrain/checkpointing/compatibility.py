@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from posttrain.errors import CheckpointError
+from posttrain.json_files import JsonObject
 
 # The names that `transformers` configs use, old families' included. A config has those of its own family.
 _ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")
@@ -53,7 +53,7 @@ def describe_model(
     model_config: Mapping[str, object],
     lora: Mapping[str, object] | None,
     vocabulary: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The description of a model: JSON values only.
 
     `model_config` is `config.to_dict()` of a `transformers` model, `lora` the adapter's settings (None, or `enabled: false`,

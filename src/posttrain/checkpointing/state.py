@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.errors import CheckpointError
+from posttrain.json_files import JsonObject
 
 TRAINING_STATE = "train_dataloader.pt"
 _FORMAT = 1
@@ -26,7 +27,7 @@ _FORMAT = 1
 class TrainingState:
     step: int  # steps that were finished when this was saved
     stream_state: dict[str, object]
-    rng: dict[str, Any]  # for `restore_rng`
+    rng: JsonObject  # for `restore_rng`
     extra: dict[str, int]
 
 
@@ -64,7 +65,7 @@ def load_training_state(folder: Path) -> TrainingState:
     return TrainingState(state["step"], state["stream_state"], state["rng"], state["extra"])
 
 
-def capture_rng() -> dict[str, Any]:
+def capture_rng() -> JsonObject:
     """The state of the global generators of Python, numpy and torch, and of each CUDA device if CUDA is in use."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import re
 import signal
 import threading
 import time
@@ -27,8 +26,6 @@ from posttrain.errors import EXIT_SAVED, StopRequested, Terminated
 
 _EXIT_CODES = {signal.SIGTERM: EXIT_SAVED, signal.SIGHUP: EXIT_SAVED, signal.SIGINT: 130}
 STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable: a file {"deadline": seconds since 1970}, written before SIGTERM is sent
-_FIELD = "checkpointing.checkpoint_must_save_by"
-_FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class StopAtOnce:
@@ -224,8 +221,8 @@ class SaveDeadline:
     The time of saving is not included: choose a limit that leaves room for it.
     """
 
-    def __init__(self, limit: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit_s = None if limit is None else _seconds(limit)
+    def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
         self._clock = clock
         self._started: float | None = None
         self._last_mark = 0.0
@@ -248,15 +245,3 @@ class SaveDeadline:
         assert self._started is not None, "start() comes first"
         mean_step_s = (self._last_mark - self._started) / self._num_steps if self._num_steps else 0.0
         return self._clock() - self._started + mean_step_s >= self.limit_s
-
-
-def _seconds(limit: str) -> int:
-    form = "DD:HH:MM:SS in quotes, for example '00:03:45:00' for 3 hours and 45 minutes"
-    if not isinstance(limit, str):
-        # YAML reads 1:03:45:00 without quotes as a number in base 60.
-        raise ValueError(f"{_FIELD} is {limit!r}, a {type(limit).__name__}; accepted: {form}")
-    match = _FORM.fullmatch(limit.strip())
-    if match is None:
-        raise ValueError(f"{_FIELD} is {limit!r}; accepted: {form}")
-    days, hours, minutes, seconds = map(int, match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

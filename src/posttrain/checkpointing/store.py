@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from posttrain.attempts import Attempt
 from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
 from posttrain.errors import CheckpointError, StorageError, Superseded
-from posttrain.json_files import MAX_FILE_BYTES, parse_json, read_at_most
+from posttrain.json_files import MAX_FILE_BYTES, JsonObject, parse_json, read_at_most
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -210,7 +209,7 @@ class CheckpointStore:
                 self._report(step, folder, problems)
         return None
 
-    def read_info(self, checkpoint: Path) -> dict[str, Any]:
+    def read_info(self, checkpoint: Path) -> JsonObject:
         """The `training_info.json` of a checkpoint."""
         path = checkpoint / INFO
         try:

@@ -97,9 +97,8 @@ class Report:
 
 def examined(folder: Path) -> Report:
     from posttrain.doctor import Doctor
-    from posttrain.doctor.answers import answers_that_show
-    from posttrain.foreign_runs import open_foreign_run
-    from posttrain.foreign_runs.detect import EXPECTED
+    from posttrain.doctor.findings import answers_that_show
+    from posttrain.foreign_runs import EXPECTED, open_foreign_run
     from posttrain.reporting.examination import examine_folder
     from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.recipes import KINDS
 
 SUMMARY = "write a config and data to start from"
 EPILOG = """\
@@ -22,24 +22,12 @@ Nothing is overwritten. The rows show the shape of data and are enough to try a 
 """
 
 
-@dataclass(frozen=True)
-class Starter:
-    data: str  # a file of examples/data
-    further: tuple[str, ...] = ()  # files of examples
-
-
-STARTERS = {
-    "grpo": Starter("prompts.jsonl", ("rewards.py",)),
-    "dpo": Starter("pairs.jsonl"),
-    "rm": Starter("pairs.jsonl"),
-    "sft": Starter("chat.jsonl"),
-}
 EVERYTHING = "all"
 
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "init", SUMMARY, epilog=EPILOG)
-    parser.add_argument("kind", choices=(*STARTERS, EVERYTHING), metavar="KIND", help="grpo, dpo, rm, sft or all")
+    parser.add_argument("kind", choices=(*KINDS, EVERYTHING), metavar="KIND", help=f"{', '.join(KINDS)} or all")
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="default: this folder")
     parser.set_defaults(run=run)
 
@@ -59,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             shutil.copyfile(content, path)
         else:
             path.write_text(content, encoding="utf-8")
-    print("\n".join(_told(args.kind, args.folder, list(files))))
+    print("\n".join(_next_commands(args.kind, args.folder, list(files))))
     return 0
 
 
@@ -76,16 +64,15 @@ def _everything(source: Path) -> dict[str, str | Path]:
 
 def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     """The files name each other without folders, so that commands are given in that folder."""
-    starter = STARTERS[kind]
-    texts = {f"{kind}.yaml": source / "configs" / f"{kind}.yaml"}
-    texts |= {name: source / "examples" / name for name in starter.further}
-    found: dict[str, str | Path] = {starter.data: source / "examples" / "data" / starter.data}
-    for name, path in texts.items():
-        found[name] = re.sub(r"\b(examples/data/|examples/|configs/)", "", path.read_text("utf-8"))
-    return {name: found[name] for name in (f"{kind}.yaml", starter.data, *starter.further)}
+    found: dict[str, str | Path] = {f"{kind}.yaml": source / "configs" / f"{kind}.yaml"}
+    found |= {Path(name).name: source / "examples" / name for name in KINDS[kind].examples}
+    for name in found:
+        if name.endswith((".yaml", ".py")):
+            found[name] = re.sub(r"(examples/data/|examples/|configs/)", "", Path(found[name]).read_text("utf-8"))
+    return found
 
 
-def _told(kind: str, folder: Path, names: list[str]) -> list[str]:
+def _next_commands(kind: str, folder: Path, names: list[str]) -> list[str]:
     here = [] if folder == Path() else [f"  cd {folder}"]
     if kind == EVERYTHING:
         return [f"wrote configs/ and examples/, {len(names)} files. What to type next:", *here, "  ls configs"]

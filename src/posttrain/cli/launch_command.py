@@ -254,8 +254,8 @@ def _counts(report: LintReport) -> str:
 
 
 def _values(args: argparse.Namespace) -> int:
-    from posttrain.launch.chart_values import chart_values
     from posttrain.launch.manifest_files import to_yaml
+    from posttrain.launch.workloads import chart_values
 
     print(to_yaml([chart_values(_request(args)[0])]), end="")
     return 0

@@ -31,7 +31,7 @@ class _Table(Table):
         super().add_row(*(_plain(cell) for cell in cells), **options)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 

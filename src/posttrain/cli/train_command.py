@@ -30,10 +30,10 @@ INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, i
 
 
 def add_parser(commands: Subparsers) -> None:
-    for kind, (summary, _) in KINDS.items():
+    for kind, described in KINDS.items():
         further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
         of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
-        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind, of_kind=of_kind))
+        parser = add_command(commands, kind, described.summary, epilog=EPILOG.format(kind=kind, of_kind=of_kind))
         parser.short_names = short_names(kind)
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)

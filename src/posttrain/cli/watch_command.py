@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
         )
     try:
         from posttrain.ui.access import Access
+        from posttrain.ui.app import run as serve
         from posttrain.ui.catalogue import Catalogue
         from posttrain.ui.places import place_of
-        from posttrain.ui.server import run as serve
     except ModuleNotFoundError as error:
         raise InputError(f'posttrain watch needs {error.name}: pip install "posttrain[ui]"') from error
     folders = args.folders or [DEFAULT_FOLDER]

@@ -3,10 +3,10 @@
 `load_config` reads YAML, applies overrides and returns typed sections. The package is independent of models and devices.
 """
 
+from posttrain.config.base import ConfigError
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
 from posttrain.config.dpo import DpoConfig, DpoRunConfig
-from posttrain.config.errors import ConfigError
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
 from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig, GrpoRunConfig
@@ -23,8 +23,7 @@ from posttrain.config.policy import (
     TokenizerConfig,
 )
 from posttrain.config.run_config import RunConfig
-from posttrain.config.runs import ALL_KINDS, KINDS, Kind
-from posttrain.config.sft import SftConfig, SftRunConfig
+from posttrain.config.runs import ALL_KINDS, KINDS, Kind, SftConfig, SftRunConfig
 
 __all__ = [
     "ALL_KINDS",

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.overrides import parse_override
+from posttrain.config.runs import KINDS, PAIR_KINDS
 
 LORA = "policy.dtensor_cfg.lora_cfg"
 REWARD = "reward"  # the key under `env` of what is given as `reward=file.py:function`
 MANY_EPOCHS = 1_000_000
-DATASETS = {"grpo": "ResponseDataset", "sft": "ResponseDataset", "dpo": "PreferenceDataset", "rm": "PreferenceDataset"}
 # {kind} is the kind of run, whose section has the same name.
 ALIASES = {
     "model": "policy.model_name",
@@ -54,6 +54,11 @@ def aliases_of(kind: str) -> dict[str, str]:
     return {**found, **ALIASES_OF_KIND.get(kind, {})}
 
 
+def file_dataset(kind: str) -> str:
+    """The dataset_name of a file that is named without one."""
+    return "PreferenceDataset" if kind in PAIR_KINDS else "ResponseDataset"
+
+
 def short_names(kind: str) -> tuple[str, ...]:
     return ("lora", "data", *(("reward",) if kind == "grpo" else ()), *aliases_of(kind))
 
@@ -65,7 +70,7 @@ def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
     """
     known = aliases_of(kind)
     expanded = [text for override in overrides for text in _expanded(kind, known, override)]
-    if kind in DATASETS and any(_short_name(override) in ("steps", "max_steps") for override in overrides):
+    if kind in KINDS and any(_short_name(override) in ("steps", "max_steps") for override in overrides):
         return [f"{kind}.max_num_epochs={MANY_EPOCHS}", *expanded]  # first: what else is given replaces it
     return expanded
 
@@ -86,7 +91,7 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     if name == "lora":
         return _lora(text)
     if name == "data" and not value.lstrip().startswith(("{", "[")):
-        return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {_quoted(value)}}}"]
+        return [f"data.train={{dataset_name: {file_dataset(kind)}, data_path: {_quoted(value)}}}"]
     if name == "reward" and kind == "grpo" and not value.lstrip().startswith(("{", "[")):
         key = "function" if {":", "."} & set(value) else "type"
         return [f"env.{REWARD}.{key}={_quoted(value)}", f"data.default.env_name={REWARD}"]

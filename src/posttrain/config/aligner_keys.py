@@ -20,7 +20,7 @@ class Untranslatable(Exception):
 Convert = Callable[[Any], Any]
 
 
-def unchanged(value: Any) -> Any:
+def unchanged(value: object) -> Any:
     return value
 
 
@@ -31,7 +31,7 @@ class TranslatedKey:
     convert: Convert = unchanged
 
 
-def _steps(value: Any) -> int:
+def _steps(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Untranslatable("a share of an epoch is not understood: give a number of steps, e.g. 100")
     return value
@@ -41,7 +41,7 @@ def _max_steps(value: Any) -> int:
     return 1_000_000 if _steps(value) == -1 else value
 
 
-def _val_batches(value: Any) -> int:
+def _val_batches(value: object) -> int:
     if value == 1.0 and isinstance(value, float):
         return -1
     if isinstance(value, bool) or not isinstance(value, int):
@@ -51,14 +51,14 @@ def _val_batches(value: Any) -> int:
     return value
 
 
-def _precision(value: Any) -> str:
+def _precision(value: object) -> str:
     names = {"bf16": "bfloat16", "bf16-mixed": "bfloat16", "32": "float32", "32-true": "float32"}
     if str(value) not in names:
         raise Untranslatable(f"one of {', '.join(names)} is understood")
     return names[str(value)]
 
 
-def _model(value: Any) -> str:
+def _model(value: object) -> str:
     if str(value).endswith(".nemo"):
         raise Untranslatable(
             "a .nemo archive is not read: convert it to a Hugging Face folder with NeMo's own converter for the model, and "
@@ -67,7 +67,7 @@ def _model(value: Any) -> str:
     return str(value)
 
 
-def _optimizer(value: Any) -> str:
+def _optimizer(value: object) -> str:
     names = ("distributed_fused_adam", "fused_adam", "mcore_distributed_optim", "adamw")
     if value not in names:
         raise Untranslatable(
@@ -76,7 +76,7 @@ def _optimizer(value: Any) -> str:
     return "torch.optim.AdamW"
 
 
-def _scheme(value: Any) -> bool:
+def _scheme(value: object) -> bool:
     if value in (None, "none"):
         return False
     if value != "lora":
@@ -94,7 +94,7 @@ _MODULES = {
 }
 
 
-def _monitor(value: Any) -> str:
+def _monitor(value: object) -> str:
     names = {"val_loss": "val:loss", "val_acc": "val:accuracy", "val_rewards_chosen_mean": "val:rewards_chosen_mean"}
     if value not in names:
         raise Untranslatable(f"one of {', '.join(names)} is understood; else use checkpointing.metric_name")

@@ -25,7 +25,7 @@ from posttrain.config.aligner_keys import (
     one_or_all,
     unchanged,
 )
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.interpolation import MISSING, resolve
 from posttrain.config.tree import COMMAND_LINE, Path, Tree, dotted, leaves
 
@@ -77,7 +77,7 @@ class _Translation:
             self._given.values = _without(self._given.values, path)
         return value
 
-    def _put(self, old: str, new: tuple[str, ...], value: Any, convert: Convert = unchanged) -> None:
+    def _put(self, old: str, new: tuple[str, ...], value: object, convert: Convert = unchanged) -> None:
         origin = self._given.origin(tuple(old.split(".")))
         try:
             converted = convert(value)
@@ -93,7 +93,7 @@ class _Translation:
             self._tree.put(tuple(name.split(".")), converted, origin)
         self._warnings.append(f"{origin}: `{old}` is now {names}")
 
-    def _is_set_otherwise(self, path: Path, value: Any, origin: str) -> bool:
+    def _is_set_otherwise(self, path: Path, value: object, origin: str) -> bool:
         """Whether posttrain's own name holds another value, which wins unless it is a file's against the command line's."""
         present = self._tree.get(path, _ABSENT)
         is_overridden = origin == COMMAND_LINE and self._tree.origin(path) != COMMAND_LINE

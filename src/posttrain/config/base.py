@@ -1,4 +1,4 @@
-"""What every section of the config has in common: strict types, no unknown keys, a sentence for each field.
+"""What every section of the config has in common: strict types, no unknown keys, a sentence for each field; and its errors.
 
 A section checks types and ranges of its own fields. Constraints between sections are in `checks.py`; values that posttrain
 does not implement are in `foreign_keys.py`.
@@ -7,9 +7,14 @@ does not implement are in `foreign_keys.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from posttrain.errors import InputError
+from posttrain.redaction import shown_setting
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -18,6 +23,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FreeMap = dict[str, Any]
 MAX_INTEGER = 2**63
+UNKNOWN_KEY = "unknown_key"  # type of an error; the value is not shown, because the key may be a misspelled `api_key`
 MAX_FLOAT = 1e30  # what float32 can still multiply
 
 
@@ -36,7 +42,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _whole_floats_are_integers(cls, value: Any) -> Any:
+    def _whole_floats_are_integers(cls, value: object) -> Any:
         # People write `max_num_steps: 1e6`. A float field turns the integer back into a float.
         if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER:
             return int(value)
@@ -51,3 +57,28 @@ class OpenSection(Section):
     """A section that posttrain reads nothing from but its switch: unknown keys are carried along."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class ConfigError(InputError):
+    """A config problem that the user can repair; the message names the key, where it was set, and the remedy."""
+
+
+def message_of(problem: ErrorDetails) -> str:
+    """Pydantic's message about one value, worded like the config's own errors."""
+    return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def explain_errors(error: ValidationError, path: str = "") -> list[str]:
+    """One line for each key that pydantic refuses; `path` is the key of the map that was validated."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        key = ".".join([*([path] if path else []), *map(str, problem["loc"])])
+        value = problem["input"]
+        if problem["type"] == "missing":
+            line = f"{key} is missing"
+        elif isinstance(value, Mapping) or problem["type"] == UNKNOWN_KEY:
+            line = f"{key}: {message_of(problem)}"
+        else:
+            line = f"{key} is {shown_setting(key, value):.200}: {message_of(problem)}"
+        lines.setdefault(key, line)
+    return list(lines.values())

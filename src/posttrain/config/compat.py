@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.runs import KINDS, Kind
+from posttrain.config.runs import KINDS, SUPERVISED_KINDS, Kind
 from posttrain.config.tree import Path, Tree, dotted
 
 _ABSENT = object()
@@ -87,7 +87,7 @@ RENAMES: tuple[Rename, ...] = (
         "policy.generation",
         reason="nothing is sampled in this kind of run",
         applies=lambda value: value is not None,
-        kinds=tuple(kind for kind in KINDS if kind != "grpo"),
+        kinds=SUPERVISED_KINDS,
     ),
     # NeMo RL says in vLLM's section that sampling is in FP8; here the native engine does it.
     Rename(
@@ -118,7 +118,6 @@ RENAMES: tuple[Rename, ...] = (
         ("rm.max_num_steps",),
         applies=lambda value: value == -1,
         convert=lambda value: 1_000_000,
-        kinds=("rm",),
     ),
 )
 

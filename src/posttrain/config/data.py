@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -150,7 +150,7 @@ class DatasetConfig(Section):
         return self.model_copy(update=missing)
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     return LIST_TAG if isinstance(value, list) else MAP_TAG
 
 

@@ -253,7 +253,7 @@ def _foreign_node(value: object) -> Node:
     return Node("free" if value is None or isinstance(value, list) else "value", nullable=True)
 
 
-def _without_marks(values: Any) -> Any:
+def _without_marks(values: object) -> Any:
     if not isinstance(values, dict):
         return values
     return {key: _without_marks(value) for key, value in values.items() if key != OPEN_MARK}
@@ -265,7 +265,7 @@ def separate(kind: Kind, values: Values) -> tuple[Values, Values]:
     return own or {}, foreign or {}
 
 
-def _separated(node: Node, values: Any) -> tuple[Any, Any]:
+def _separated(node: Node, values: object) -> tuple[Any, Any]:
     if isinstance(values, list) and node.listed:
         pairs = [_separated(node, item) for item in values]
         foreign = {str(index): other for index, (_, other) in enumerate(pairs) if other}

@@ -17,11 +17,10 @@ from pydantic_core import ErrorDetails
 from posttrain.config.aliases import expand_aliases
 from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
 from posttrain.config.aligner_names import translate
-from posttrain.config.base import Section
+from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, message_of
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
 from posttrain.config.dpo import DpoRunConfig
-from posttrain.config.errors import UNKNOWN_KEY, ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
     foreign_environments,

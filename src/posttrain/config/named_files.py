@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Only these are looked up as folders or patterns: any word may happen to be the name of a folder (`split: train`).
 DATA_OR_MODEL = (".data_path", ".dataset_name", ".model_name", ".tokenizer.name")
@@ -28,12 +27,12 @@ class Named:
     part: str = ""  # what of the file is meant: a function
 
 
-def files_named_in(values: Any) -> list[Path]:
+def files_named_in(values: object) -> list[Path]:
     """Files such as `data.jsonl` and `rewards.py:score`, those below folders of data and models, and modules of functions."""
     return list(dict.fromkeys(file for named in settings_with_files(values) for file in named.files))
 
 
-def settings_with_files(values: Any) -> Iterator[Named]:
+def settings_with_files(values: object) -> Iterator[Named]:
     for key, text in _texts(values, ""):
         if not key.endswith(_WRITTEN) and (found := _named(key, text)) is not None:
             yield found
@@ -80,7 +79,7 @@ def _module(text: str) -> Path | None:
     return None
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
     """(dotted key with a dot before it, text)"""
     if isinstance(value, str):
         yield key, value

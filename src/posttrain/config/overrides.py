@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.tree import (
     COMMAND_LINE,
     DEFAULT,
@@ -109,7 +109,7 @@ def _delete(tree: Tree, override: Override, has_default: Callable[[Path], bool])
     tree.remove(override.path)
 
 
-def _assign(tree: Tree, path: Path, value: Any, override: Override) -> None:
+def _assign(tree: Tree, path: Path, value: object, override: Override) -> None:
     _check_way(tree, path, override)
     below = tree.get(path)
     if path[-1] == "name" and isinstance(tree.get(path[:-1]), dict):

@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
 
     @field_validator("state_dtype", "master_weights", mode="before")
     @classmethod
-    def _short_names(cls, value: Any) -> Any:
+    def _short_names(cls, value: object) -> Any:
         return _PRECISIONS.get(value, value) if isinstance(value, str) else value
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path as FilePath
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.overrides import parse_override
 from posttrain.config.tree import COMMAND_LINE, Tree
 from posttrain.config.yaml_files import parse_document

@@ -17,7 +17,7 @@ from posttrain.redaction import REFERENCE, Replace, without_credentials
 REMARK_COLUMN = 60
 
 
-def plain_values(value: Any) -> Any:
+def plain_values(value: object) -> Any:
     """A config as maps, lists and scalars with the keys of YAML files.
 
     A dataset has only the keys that were written: a key that is left out is filled from `data.default`, a null is not.
@@ -37,7 +37,7 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-def with_override_marks(values: Any, defaults: Any, path: Path = ()) -> Any:
+def with_override_marks(values: object, defaults: object, path: Path = ()) -> Any:
     """`values` with `_override_: true` in maps that lack a key of the default, which loading would bring back otherwise."""
     if not isinstance(values, dict) or not isinstance(defaults, dict) or path in REPLACES_BUILT_IN:
         return values
@@ -52,7 +52,7 @@ class Expression(str):
 
 
 def without_credentials_of_config(
-    values: Any, expressions: Mapping[str, str], replace: Replace, path: Path = ()
+    values: object, expressions: Mapping[str, str], replace: Replace, path: Path = ()
 ) -> Any:
     """`values` without credentials. One that was written as a reference to an environment variable is that reference."""
     if isinstance(values, dict):
@@ -120,7 +120,7 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(Expression, _represent_expression)
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, sort_keys=False, allow_unicode=True)
     return str(text).removesuffix("\n").removesuffix("\n...").strip()
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, LiteralString, Union, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, LiteralString, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from posttrain.config.base import FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
-from posttrain.config.errors import UNKNOWN_KEY
+from posttrain.config.base import UNKNOWN_KEY, FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
 from posttrain.config.judge_reward import JudgeRewardConfig
 from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
 
@@ -316,7 +315,7 @@ def refuse_unknown_keys(block: FreeMap, known: Sequence[str], owner: str) -> Non
             raise _located(str(key), value, f"is not a key of {owner}; {hint}", UNKNOWN_KEY)
 
 
-def _located(key: str, value: Any, message: str, type_of_error: LiteralString = "reward_key") -> ValidationError:
+def _located(key: str, value: object, message: str, type_of_error: LiteralString = "reward_key") -> ValidationError:
     # Braces would be taken for places to fill in.
     kind = PydanticCustomError(type_of_error, "{message}", {"message": message})
     return ValidationError.from_exception_data("reward", [InitErrorDetails(type=kind, loc=(key,), input=value)])

@@ -1,19 +1,29 @@
-"""What the config of every kind of run has. Each kind has a file of its own beside this one."""
+"""What the config of every kind of run has. The kinds are in `grpo.py`, `dpo.py`, `evaluation.py` and `runs.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from posttrain.config.base import Section
+from posttrain.config.base import NonNegativeInt, Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig
-from posttrain.config.doctor import DoctorConfig
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.policy import PolicyConfig
+
+
+class DoctorConfig(Section):
+    on_error: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="What an error of the doctor does: a line on the console, or the run saves and stops.",
+    )
+    kl_period: NonNegativeInt | Literal["auto"] = Field(
+        default="auto",
+        description="GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 without.",
+    )
 
 
 class Schedule(Protocol):

@@ -13,8 +13,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.config.base import Section
-from posttrain.config.errors import ConfigError, message_of
+from posttrain.config.base import ConfigError, Section, message_of
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.schema import (

@@ -133,7 +133,7 @@ def forget_arguments_of_another_class(tree: Tree, path: Path, incoming: Values) 
             tree.remove((*path, "kwargs", key))
 
 
-def without_marks(value: Any) -> Any:
+def without_marks(value: object) -> Any:
     if isinstance(value, dict):
         return {key: without_marks(inner) for key, inner in value.items() if key != OVERRIDE_MARK}
     if isinstance(value, list):

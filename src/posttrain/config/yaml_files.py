@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from posttrain.config.base import MAX_INTEGER
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import MAX_INTEGER, ConfigError
 from posttrain.config.tree import Path, Tree, overlay
 from posttrain.errors import near_path
 from posttrain.json_files import read_at_most
@@ -166,7 +165,7 @@ def _collect_lines(node: yaml.Node, path: Path, prefix: str, origins: dict[Path,
         _collect_lines(value, here, prefix, origins)
 
 
-def _with_text_keys(value: Any) -> Any:
+def _with_text_keys(value: object) -> Any:
     if isinstance(value, dict):
         return {str(key): _with_text_keys(inner) for key, inner in value.items()}
     return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value

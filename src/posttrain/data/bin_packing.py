@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.config.policy import PackingAlgorithm
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import keyed_order
 
 Bins = list[list[int]]
 

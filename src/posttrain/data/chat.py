@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.errors import DataError
 from posttrain.json_files import JsonMapping
 from posttrain.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ids = list[int]
 
@@ -64,7 +67,10 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: JsonMapping | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = DEFAULT_TEMPLATE,
+        kwargs: JsonMapping | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
@@ -327,7 +333,7 @@ def is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message["content"].strip())
 
 
-def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
+def _resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The template to write with; None writes contents one after another."""
     if chat_template is None:
         return None
@@ -348,7 +354,7 @@ def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
     return chat_template
 
 
-def _opening_token(tokenizer: Any) -> str:
+def _opening_token(tokenizer: PreTrainedTokenizerBase) -> str:
     """The BOS token where the tokenizer puts one before plain text by itself."""
     if tokenizer.bos_token_id is None:
         return ""

@@ -13,13 +13,13 @@ if TYPE_CHECKING:  # the command line reads names of datasets without torch
     from posttrain.types import Message
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> bool:
     return (
         isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(turn, Mapping) for turn in value)
     )
 
 
-def _text_of(part: Mapping[str, Any], row: Row, place: str, key: str) -> str:
+def _text_of(part: Mapping[str, object], row: Row, place: str, key: str) -> str:
     kind = part.get("type") or ("text" if "text" in part else None)
     if kind != "text":
         raise DataError(
@@ -65,6 +65,6 @@ def as_text(value: object, row: Row, key: str) -> str:
     raise DataError(f"{row.where}: {key!r} must be text, found {shown(value)}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

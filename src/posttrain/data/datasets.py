@@ -20,8 +20,7 @@ from posttrain.data.packed_file import PackedFile
 from posttrain.data.preference_readers import JudgedReader, PairReader
 from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
 from posttrain.data.recorded import RecordedReader, RecordedRows
-from posttrain.data.row_dataset import HoldOut, RowDataset, Table
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import HoldOut, RowDataset, Table, keyed_order
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import JudgedTraceRows, TracePairRows
 from posttrain.data.whole_chat import WholeChatFormat

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
+from posttrain.config.base import explain_errors
 from posttrain.config.data import DatasetConfig
-from posttrain.config.errors import explain_errors
 from posttrain.data.dataset_names import named_path
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.prompts import PromptFiles

@@ -23,7 +23,7 @@ from posttrain.data.bin_packing import PackingAlgorithm, PackingStatistics, pack
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import keyed_order
 from posttrain.errors import reason_of
 from posttrain.json_files import parse_json
 from posttrain.types import Pair

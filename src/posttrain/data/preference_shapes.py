@@ -132,7 +132,7 @@ def read_judgements(row: Row, keys: PreferenceKeys) -> list[Judgement]:
     return [Judgement(asked, response, wanted, templated=_is_templated(row, keys, before, keys.completion))]
 
 
-def split_answer(value: Any, row: Row, key: str) -> tuple[list[Message], str]:
+def split_answer(value: object, row: Row, key: str) -> tuple[list[Message], str]:
     """The answer, and the conversation before it when the value holds that as well."""
     if isinstance(value, dict):  # a single message
         value = [value]

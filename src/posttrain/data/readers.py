@@ -177,7 +177,7 @@ def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:
     return as_text(reference(row, entry, spec), row, entry.output_key or "output")
 
 
-def located(row: Row, render: Callable[..., Made], *arguments: Any) -> Made:
+def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
     """Puts the row's place before what the chat template has to say."""
     try:
         return render(*arguments)

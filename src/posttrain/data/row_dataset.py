@@ -18,9 +18,18 @@ from numpy.typing import NDArray
 
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
-from posttrain.data.shuffling import keyed_order
 from posttrain.json_files import JsonObject
 from posttrain.types import Judged, Pair, Task
+
+
+def keyed_order(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of `length` things that (seed, epoch) decides.
+
+    Only the raw words of Philox are used: numpy promises those for ever, and does not promise `Generator.permutation`.
+    """
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    words = np.random.Philox(key=key).random_raw(length)
+    return np.argsort(words, kind="stable")
 
 
 class TokenColumn:
@@ -82,7 +91,7 @@ class Table(Generic[Item]):
         return hashlib.sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
 
 
-def _verdict(item: Any) -> Any:
+def _verdict(item: object) -> Any:
     """The label of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
     if isinstance(item, Judged):
         return item.desirable

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec  # type: ignore[import-untyped]
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
@@ -122,7 +123,9 @@ def _read_local(path: str, split: str | None, subset: str | None, default_split:
         yield from read_file(filesystem, file, shown)
 
 
-def read_file(filesystem: Any, location: str, file: str, file_format: str | None = None) -> Iterator[Row]:
+def read_file(
+    filesystem: AbstractFileSystem, location: str, file: str, file_format: str | None = None
+) -> Iterator[Row]:
     """The rows of the file at `location`; `file` is its name in messages. An empty file is an error.
 
     `file_format` None: what the name ends in.
@@ -223,13 +226,13 @@ def explained(path: str) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})") from error
 
 
-def require_regular(filesystem: Any, location: str, shown: str) -> None:
+def require_regular(filesystem: AbstractFileSystem, location: str, shown: str) -> None:
     """A pipe would be waited for, and a device has no end. What cannot be found is left to the caller."""
     if isinstance(filesystem, LocalFileSystem) and os.path.exists(location) and not os.path.isfile(location):
         raise DataError(f"{shown}: not a regular file; a pipe or a device cannot be read as data")
 
 
-def filesystem_of(path: str) -> tuple[Any, str]:
+def filesystem_of(path: str) -> tuple[AbstractFileSystem, str]:
     """Where fsspec finds `path`, and what it is called there. Credentials and endpoints come from the environment."""
     try:
         filesystem, root = fsspec.core.url_to_fs(path)
@@ -253,7 +256,7 @@ def not_found(path: str) -> str:
     return message + nearest(missing.name, beside) + ("" if missing.is_absolute() else f"; looked in {Path.cwd()}")
 
 
-def _files_of_split(filesystem: Any, root: str, split: str | None, default_split: str) -> list[str]:
+def _files_of_split(filesystem: AbstractFileSystem, root: str, split: str | None, default_split: str) -> list[str]:
     files = sorted(str(file) for file in filesystem.find(root) if str(file).endswith(FORMATS))
     if not files:
         raise DataError(f"{root}: no data file in this folder; expected files ending in {', '.join(FORMATS)}")
@@ -342,7 +345,7 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(f"{where}: broken JSON: {error}") from error
 
 
-def _refuse_half_pairs(value: Any, where: str) -> None:
+def _refuse_half_pairs(value: object, where: str) -> None:
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from posttrain.json_files import JsonMapping
 
 LARGEST = 49  # so that every number and every sum has two digits
 SHARE_HELD_OUT = 0.1
@@ -63,13 +65,13 @@ def write_data(folder: Path, seed: int) -> None:
         for a, b in train * NUM_CARELESS_ANSWERS:
             yield {"input": question(a, b), "output": answer(careless_answer(a, b, rng))}
 
-    _write_jsonl(folder / "examples.jsonl", examples())
+    write_jsonl(folder / "examples.jsonl", examples())
     for name, pairs in (("train", train), ("unseen", unseen)):
         rows = ({"input": question(a, b), "output": str(a + b)} for a, b in pairs)
-        _write_jsonl(folder / f"{name}.jsonl", rows)
+        write_jsonl(folder / f"{name}.jsonl", rows)
 
 
-def _write_jsonl(path: Path, rows: Iterator[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[JsonMapping]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -88,21 +90,22 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model(folder: Path, seed: int, *, hidden_size: int = 128, intermediate_size: int = 1024) -> int:
     """Write a small random Llama and its tokenizer as a Hugging Face folder; its number of parameters."""
-    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": 3}
+    return save_llama(folder, build_tokenizer(), seed, max_position_embeddings=256, **sizes)
+
+
+def save_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, **config: object) -> int:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=256,
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
+            **config,
         )
     )
     model.save_pretrained(folder)

@@ -6,15 +6,10 @@ model can do both, and GRPO learns which one is rewarded.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from posttrain.demo.arithmetic import answer, build_tokenizer
+from posttrain.demo.arithmetic import answer, build_tokenizer, save_llama, write_jsonl
 from posttrain.json_files import JsonObject
 
 SMALLEST, LARGEST = 32, 99  # so that every product has four digits
@@ -56,36 +51,22 @@ def write_data(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train, unseen = problems(seed)
     rng = random.Random(seed)
-    _write_jsonl(folder / "examples.jsonl", ({"messages": example(a, b, rng)} for a, b in train))
+    write_jsonl(folder / "examples.jsonl", ({"messages": example(a, b, rng)} for a, b in train))
     for name, pairs in (("train", train), ("unseen", unseen)):
-        _write_jsonl(folder / f"{name}.jsonl", ({"input": question(a, b), "output": str(a * b)} for a, b in pairs))
+        write_jsonl(folder / f"{name}.jsonl", ({"input": question(a, b), "output": str(a * b)} for a, b in pairs))
 
 
 def build_model(folder: Path, seed: int, hidden_size: int = 64) -> int:
     """Write a small random Llama and its tokenizer as a Hugging Face folder; its number of parameters."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<calc>"])
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=4 * hidden_size,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 30.0},  # short contexts: it learns to copy
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
+    return save_llama(
+        folder,
+        tokenizer,
+        seed,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 30.0},  # short contexts: it learns to copy
     )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
-def _write_jsonl(path: Path, rows: Iterator[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

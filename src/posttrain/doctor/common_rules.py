@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from posttrain.config.runs import KINDS, SUPERVISED_KINDS
 from posttrain.doctor.findings import Severity
 from posttrain.doctor.history import History
 from posttrain.doctor.rule import Rule, Sighting, lower_lr, percent, short
@@ -91,21 +92,25 @@ def overfit(run: History) -> Sighting | None:
     return Sighting(severity, "validation/loss", now, text, fixes)
 
 
-ALL = ("grpo", "dpo", "rm", "sft")
-SUPERVISED = ("dpo", "rm", "sft")
 SEED = "the health table of the GRPO guide"
 COMMON_RULES = (
-    Rule("not-finite", ALL, not_finite, "loss or gradient not finite: 1 step (warning), 3 steps (error)", SEED),
+    Rule("not-finite", KINDS, not_finite, "loss or gradient not finite: 1 step (warning), 3 steps (error)", SEED),
     Rule(
         "grad-spike",
-        ALL,
+        KINDS,
         grad_spike,
         "gradient norm > 5 (note), > 10 (warning) and 5 x its median; 3 of 10 steps (error)",
         SEED,
     ),
-    Rule("grad-dead", ALL, grad_dead, "gradient norm < 1e-5, 5 steps", "ours"),
+    Rule("grad-dead", KINDS, grad_dead, "gradient norm < 1e-5, 5 steps", "ours"),
     Rule(
-        "loss-diverges", SUPERVISED, loss_diverges, "loss > 1.3 x the start (error), > 3 x its lowest (warning)", SEED
+        "loss-diverges",
+        SUPERVISED_KINDS,
+        loss_diverges,
+        "loss > 1.3 x the start (error), > 3 x its lowest (warning)",
+        SEED,
     ),
-    Rule("overfit", SUPERVISED, overfit, "validation loss rises three times and is > 10 % over its lowest", "ours"),
+    Rule(
+        "overfit", SUPERVISED_KINDS, overfit, "validation loss rises three times and is > 10 % over its lowest", "ours"
+    ),
 )

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.doctor.common_rules import COMMON_RULES
-from posttrain.doctor.findings import Finding, rank, worst_first
+from posttrain.doctor.findings import Finding, Shown, rank, worst_first
 from posttrain.doctor.history import History
 from posttrain.doctor.policy_rules import POLICY_RULES
 from posttrain.doctor.preference_rules import PREFERENCE_RULES
-from posttrain.doctor.rule import Rule, Shown, Sighting
+from posttrain.doctor.rule import Rule, Sighting
 from posttrain.doctor.sampling_rules import SAMPLING_RULES
 from posttrain.json_files import JsonMapping
 
@@ -46,7 +46,7 @@ class Doctor:
             self.observe(row)
 
     def finish(self) -> list[Finding]:
-        """What can be said of the run as a whole, when it is over."""
+        """Findings about the run as a whole, when it is over."""
         return self._apply(rule for rule in self._rules if rule.at_end)
 
     def _apply(self, rules: Iterable[Rule]) -> list[Finding]:

@@ -96,7 +96,7 @@ class History:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def fix(self, key: str, value: str) -> str:
-        """`key=value`, in the words of the system that made the run; empty if it has no such setting."""
+        """`key=value`, with the key of the system that made the run; empty if it has no such setting."""
         if self._names is None:
             return f"{key}={value}"
         return f"{self._names[key]}={value}" if key in self._names else ""

@@ -35,7 +35,7 @@ ENTROPY_WARNING, ENTROPY_ERROR, NO_ENTROPY = 0.2, 0.05, 0.02
 SIGNAL_WARNING, SIGNAL_ERROR = 0.3, 0.1
 COLD = 0.1  # temperatures below sample hardly more than one answer
 TRUNCATION_WARNING, TRUNCATION_ERROR = 0.2, 0.5
-MIN_LENGTH = 16  # tokens: the length of shorter answers says little when it doubles
+MIN_LENGTH = 16  # tokens: shorter answers may double in length without a problem
 PERSISTENCE = 3  # steps
 LONG_PERSISTENCE = 5
 MIN_STEPS_OF_TREND = 50
@@ -69,7 +69,7 @@ def _is_fast(run: History) -> bool:
 def entropy_collapse(run: History) -> Sighting | None:
     start, now = run.start(ENTROPY), run.recent(ENTROPY, PERSISTENCE)
     if start is None or now is None or start < NO_ENTROPY:
-        return None  # what never was does not collapse
+        return None  # it was low from the start
     share = now / start
     severity: Severity
     if share < ENTROPY_ERROR or (now < NO_ENTROPY and share < 0.5):

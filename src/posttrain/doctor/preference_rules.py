@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+from posttrain.config.runs import PAIR_KINDS
 from posttrain.doctor.findings import Severity
 from posttrain.doctor.history import History
 from posttrain.doctor.rule import Rule, Sighting, lower_lr, percent
@@ -95,7 +96,6 @@ def not_learning(run: History) -> Sighting | None:
     return Sighting("warning", ACCURACY, last, text, fixes)
 
 
-PAIRS = ("dpo", "rm")
 OURS = "ours, to be calibrated"
 PREFERENCE_RULES = (
     Rule(
@@ -105,15 +105,21 @@ PREFERENCE_RULES = (
         "chosen and rejected rewards fall by > 1 nat; warning if by more than the gap",
         OURS,
     ),
-    Rule("too-easy", PAIRS, too_easy, "accuracy > 98 % within 20 steps", OURS),
+    Rule("too-easy", PAIR_KINDS, too_easy, "accuracy > 98 % within 20 steps", OURS),
     Rule(
         "memorised",
-        PAIRS,
+        PAIR_KINDS,
         memorised,
         "training accuracy 20 points above held-out (warning), held-out < 60 % (error)",
         OURS,
     ),
-    Rule("equal-pairs", PAIRS, equal_pairs, "tied pairs > 5 % (warning), > 30 % (error), 5 steps after updates", OURS),
-    Rule("worse-than-chance", PAIRS, worse_than_chance, "loss > 1.5 ln 2, 5 steps", OURS),
-    Rule("not-learning", PAIRS, not_learning, "accuracy < 55 % in the last fifth", OURS, at_end=True),
+    Rule(
+        "equal-pairs",
+        PAIR_KINDS,
+        equal_pairs,
+        "tied pairs > 5 % (warning), > 30 % (error), 5 steps after updates",
+        OURS,
+    ),
+    Rule("worse-than-chance", PAIR_KINDS, worse_than_chance, "loss > 1.5 ln 2, 5 steps", OURS),
+    Rule("not-learning", PAIR_KINDS, not_learning, "accuracy < 55 % in the last fifth", OURS, at_end=True),
 )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from posttrain.doctor.findings import Severity
+from posttrain.config.runs import KINDS
+from posttrain.doctor.findings import Severity, Shown
 from posttrain.doctor.history import History
 
 LR = "policy.optimizer.kwargs.lr"
 KL_PENALTY = "loss_fn.reference_policy_kl_penalty"
 MAX_NEW_TOKENS = "policy.generation.max_new_tokens"
-# Which answers of the step show the problem.
-Shown = Literal["any", "best", "longest", "cut", "unscored", "equal"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Rule:
     @property
     def of(self) -> str:
         """The kinds of run in words."""
-        return "all" if len(self.kinds) == 4 else ", ".join(kind.upper() for kind in self.kinds)
+        return "all" if self.kinds == KINDS else ", ".join(kind.upper() for kind in self.kinds)
 
 
 def lower_lr(run: History, factor: float = 10.0) -> str:

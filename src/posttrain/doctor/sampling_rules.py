@@ -26,7 +26,7 @@ PERSISTENCE = 3  # steps
 
 
 def sampler_mismatch(run: History) -> Sighting | None:
-    """Not of tokens that older weights sampled: those differ by right."""
+    """Not of tokens that older weights sampled: those are expected to differ."""
     if run.now(STALE) or run.now(MISMATCH) is None:
         return None
     error = _moving_average(run.tail(MISMATCH, min(20, len(run.values(MISMATCH)))))

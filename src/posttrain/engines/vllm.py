@@ -29,7 +29,7 @@ class VllmEngine:
         max_model_len: int,
         adapter: Path | None = None,
         adapter_rank: int = 16,
-        **options: Any,
+        **options: object,
     ) -> None:
         try:
             import vllm

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import HardwareError, InputError
+from posttrain.json_files import JsonObject
 
 SIDE = Path(__file__).parent / "vllm_side"
 _LENGTH = struct.Struct("<I")
@@ -123,7 +124,7 @@ class VllmProcess:
         except OSError:
             raise self._failure("has ended") from None
 
-    def _answer(self, operation: str, limit_s: float) -> dict[str, Any]:
+    def _answer(self, operation: str, limit_s: float) -> JsonObject:
         """The next frame."""
         give_up_at = time.monotonic() + limit_s
         while (frame := self._whole_frame()) is None:
@@ -141,14 +142,14 @@ class VllmProcess:
             raise self._failure(f"failed during `{operation}`: {frame['error']}")
         return frame
 
-    def _whole_frame(self) -> dict[str, Any] | None:
+    def _whole_frame(self) -> JsonObject | None:
         if len(self._incoming) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming)
         end = _LENGTH.size + length
         if len(self._incoming) < end:
             return None
-        frame: dict[str, Any] = json.loads(self._incoming[_LENGTH.size : end])
+        frame: JsonObject = json.loads(self._incoming[_LENGTH.size : end])
         del self._incoming[:end]
         return frame
 

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -286,7 +285,9 @@ class VllmSampler:
         longest = min(sampling.max_new_tokens, self._max_tokens - len(task.prompt_ids))
         return [*task.prompt_ids, *begun], request_seed(key, task.first_token + len(begun)), longest - len(begun)
 
-    def _completion(self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: Any) -> Completion:
+    def _completion(
+        self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: object
+    ) -> Completion:
         assert isinstance(before, Unfinished)
         if reason not in ("stop", "length"):
             raise VllmError(f"vLLM ended an answer with {reason!r}")

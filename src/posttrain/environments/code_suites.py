@@ -12,7 +12,6 @@ import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.json_files import JsonMapping
@@ -30,7 +29,7 @@ class ProgramSuite:
 @dataclass(frozen=True)
 class CallSuite:
     function: str
-    cases: tuple[tuple[tuple[Any, ...], Any], ...]  # (arguments, expected value), as JSON values
+    cases: tuple[tuple[tuple[object, ...], object], ...]  # (arguments, expected value), as JSON values
     setup: str = ""
 
 
@@ -57,7 +56,7 @@ def suite_of(item: ScoringItem, tests_key: str | None) -> Suite:
     return read_suite(value, item.metadata)
 
 
-def read_suite(value: Any, around: JsonMapping) -> Suite:
+def read_suite(value: object, around: JsonMapping) -> Suite:
     """`around` is where the name of the function and code to run first may stand, if not in the tests themselves."""
     if isinstance(value, str):
         value = _unpacked(value)
@@ -74,7 +73,7 @@ def read_suite(value: Any, around: JsonMapping) -> Suite:
     raise Unscored(f"the tests of the task cannot be read: {value!r:.100} ({type(value).__name__})")
 
 
-def _unpacked(text: str) -> Any:
+def _unpacked(text: str) -> object:
     """Tests that a dataset keeps as JSON in a string."""
     if text.lstrip()[:1] in ("{", "["):
         try:
@@ -185,14 +184,14 @@ def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(value: Any) -> tuple[Any, ...]:
+def _arguments(value: object) -> tuple[object, ...]:
     plain = _plain(value)
     if not isinstance(plain, list):
         raise Unscored(f"the arguments of a call are {plain!r:.80}: a list is needed")
     return tuple(plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.rewards import CodeRewardConfig
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, Suite, suite_of
@@ -131,12 +130,14 @@ class _Bench:
                 "steps": [{"code": text, "counts": counts} for text, counts in suite.steps],
                 **setup,
             }
-        told = _told(self._run(code, job, b"", self.limits).report, token)
-        if "setup" in told:
-            raise Unscored(f"the set-up of the task's tests fails in the sandbox: {told['setup']}")
+        reported = _reported(self._run(code, job, b"", self.limits).report, token)
+        if "setup" in reported:
+            raise Unscored(f"the set-up of the task's tests fails in the sandbox: {reported['setup']}")
         if isinstance(suite, StepSuite):
-            return sum(told.get(str(number)) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts)
-        return sum(_is_value(told.get(str(number)), expected) for number, (_, expected) in enumerate(suite.cases))
+            return sum(
+                reported.get(str(number)) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts
+            )
+        return sum(_is_value(reported.get(str(number)), expected) for number, (_, expected) in enumerate(suite.cases))
 
     def _programs_passed(self, code: str, suite: ProgramSuite, stop_early: bool) -> int:
         started_at = time.monotonic()
@@ -179,29 +180,30 @@ class _Bench:
         raise Unscored(f"the sandbox failed: {failure}")
 
 
-def _told(report: bytes, token: str) -> dict[str, str]:
+def _reported(report: bytes, token: str) -> dict[str, str]:
     """What the guest reported of each step, and of a set-up that fails. Lines without the token are not the guest's."""
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
         match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)
         if match:
-            told.setdefault(match[1], match[2])
-    return told
+            reported.setdefault(match[1], match[2])
+    return reported
 
 
-def _is_value(text: str | None, expected: Any) -> bool:
+def _is_value(text: str | None, expected: object) -> bool:
     try:
         return text is not None and _same_value(json.loads(text), expected)
     except (ValueError, RecursionError):
         return False
 
 
-def _same_value(value: Any, expected: Any) -> bool:
+def _same_value(value: object, expected: object) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
     if isinstance(value, float) or isinstance(expected, float):
-        numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
-        return numbers and math.isclose(value, expected, rel_tol=_FLOAT_TOLERANCE, abs_tol=_FLOAT_TOLERANCE)
+        if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)):
+            return False
+        return math.isclose(value, expected, rel_tol=_FLOAT_TOLERANCE, abs_tol=_FLOAT_TOLERANCE)
     return type(value) is type(expected) and bool(value == expected)
 
 

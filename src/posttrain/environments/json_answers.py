@@ -10,10 +10,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.json_files import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from referencing import Registry
 
 _FENCED = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -42,7 +45,7 @@ def json_text(response: str, where: str) -> str | None:
     return None if where == "fenced" else response
 
 
-def _schema(setup: JsonMapping) -> Any:
+def _schema(setup: JsonMapping) -> object:
     if setup.get("schema_file") is None:
         return setup.get("schema")
     path = Path(setup["base_folder"]) / Path(setup["schema_file"]).expanduser()
@@ -54,7 +57,7 @@ def _schema(setup: JsonMapping) -> Any:
         raise BadSetup(f"schema_file {path} is not JSON: {error}") from None
 
 
-def _validator(schema: Any) -> Callable[[Any], bool]:
+def _validator(schema: object) -> Callable[[object], bool]:
     if schema is None:
         return lambda value: True
     try:
@@ -81,17 +84,17 @@ def _validator(schema: Any) -> Callable[[Any], bool]:
     return fits
 
 
-def _no_registry() -> Any:
+def _no_registry() -> Registry[JsonMapping]:
     from referencing import Registry
 
     return Registry()
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
+def _without_repeats(pairs: list[tuple[str, object]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key stands twice in one object")

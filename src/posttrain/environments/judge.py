@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.judge_reward import (
     DEFAULT_PROMPT,
@@ -257,6 +256,7 @@ def _as_text(value: object) -> str:
 
 def read_score(text: str, setup: JsonMapping) -> float:
     """The score that a verdict states last, within `score_range`. Raises `NoVerdict`."""
+    found: object
     if setup["score_pattern"] is not None:
         found = _last_match(text, setup["score_pattern"])
     else:
@@ -270,15 +270,15 @@ def read_score(text: str, setup: JsonMapping) -> float:
     return score
 
 
-def _worth(found: Any, labels: Mapping[str, float] | None) -> float | None:
+def _worth(found: object, labels: Mapping[str, float] | None) -> float | None:
     if labels is not None:
         worth = {label.casefold(): value for label, value in labels.items()}
         return worth.get(str(found).strip().casefold())
-    if isinstance(found, bool):
+    if isinstance(found, bool) or not isinstance(found, int | float | str):
         return None
     try:
         return float(found)
-    except (TypeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         return None
 
 
@@ -289,7 +289,7 @@ def _last_match(text: str, pattern: str) -> str | None:
     return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
 
 
-def _last_json_value(text: str, key: str) -> Any:
+def _last_json_value(text: str, key: str) -> object:
     """The value of `key` in the last JSON object of the text that has it."""
     decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer(r"\{", text)]):

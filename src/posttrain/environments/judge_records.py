@@ -87,7 +87,7 @@ class UsageFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._told = False
+        self._is_reported = False
 
     def add(self, usage: Usage, cost: float) -> None:
         try:
@@ -98,9 +98,9 @@ class UsageFile:
                     total[name] = total.get(name, 0) + value
                 self._write(total)
         except OSError as error:
-            if not self._told:
+            if not self._is_reported:
                 print(f"warning: usage is not being counted in {self.path}: {error}", file=sys.stderr)
-            self._told = True
+            self._is_reported = True
 
     def _read(self) -> JsonObject:
         try:

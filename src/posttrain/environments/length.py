@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import math_scorer
@@ -61,7 +60,7 @@ def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[st
     return score
 
 
-def units(item: ScoringItem, unit: str) -> Sequence[Any]:
+def units(item: ScoringItem, unit: str) -> Sequence[object]:
     """The completion in pieces: tokens, words, characters."""
     if unit == "words":
         return item.response.split()

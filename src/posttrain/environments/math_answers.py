@@ -82,7 +82,7 @@ def _math_verify_scorer(
     }
     response_targets = tuple(targets[kind] for kind in readings.match_types)
 
-    def read(text: str, targets: tuple[Any, ...]) -> list[Any]:
+    def read(text: str, targets: tuple[object, ...]) -> list[Any]:
         found: list[Any] = parse(text, targets, parsing_timeout=None, raise_on_error=True)
         return found
 

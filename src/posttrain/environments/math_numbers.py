@@ -35,7 +35,7 @@ def equal_only_when_cut_off(truth: Any, answer: Any, precision: int) -> bool:
         return False
 
 
-def divides_by_zero(answer: Any) -> bool:
+def divides_by_zero(answer: object) -> bool:
     """Whether nan, 1/0 or 0/0 stands in the answer as it was read. Such an answer equals nothing; comparing it may not end."""
     from sympy import Basic, Pow, nan, zoo
 
@@ -45,7 +45,7 @@ def divides_by_zero(answer: Any) -> bool:
     return answer.has(nan, zoo) or any(power.base.is_zero and power.exp.is_negative for power in powers)
 
 
-def has_no_value(answer: Any, truth: Any) -> bool:
+def has_no_value(answer: object, truth: object) -> bool:
     """Whether the answer comes to nan, or to an infinity that the reference does not have."""
     from sympy import Basic, nan, oo, zoo
 

@@ -45,18 +45,18 @@ class FunctionLoadError(BadSetup):
     """The function cannot be used; the message names the file or module and the remedy."""
 
 
-def function_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Any]:
+def function_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
     return load_scorer(setup["function"], Path(setup["base_folder"]), as_messages=setup.get("as_messages", False))
 
 
-def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> Callable[[ScoringItem], Any]:
+def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> Callable[[ScoringItem], object]:
     """The function that `spec` names, ready to be called with an item. `as_messages` is for TRL's signature."""
     function = load_function(spec, base_folder)
     is_batched = takes_batches(function)
     arguments_of = _batch_of_one(function, spec, as_messages) if is_batched else _arguments_for(function, spec)
     runner = asyncio.Runner()  # one event loop for the worker's life: clients that a function keeps stay usable
 
-    def score(item: ScoringItem) -> Any:
+    def score(item: ScoringItem) -> object:
         seed_noise(item.noise_key)
         positional, named = arguments_of(item)
         value = function(*positional, **named)
@@ -66,7 +66,7 @@ def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> C
     return score
 
 
-def load_function(spec: str, base_folder: Path) -> Callable[..., Any]:
+def load_function(spec: str, base_folder: Path) -> Callable[..., object]:
     """`path/file.py:name` (relative to `base_folder`), `package.module:name` or `package.module.name`.
 
     `path/file.pkl:name` is a function that was pickled by value, as the Python API does.
@@ -111,11 +111,11 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _unpickled(path: Path) -> Callable[..., Any]:
+def _unpickled(path: Path) -> Callable[..., object]:
     if not path.is_file():
         raise FunctionLoadError(f"there is no file {path}")
     try:
-        function: Callable[..., Any] = pickle.loads(path.read_bytes())
+        function: Callable[..., object] = pickle.loads(path.read_bytes())
     except BaseException as error:
         raise FunctionLoadError(f"{path} cannot be loaded:\n{_error_lines(error)}") from error
     return function
@@ -142,7 +142,7 @@ def _error_lines(error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Callable[..., Any]:
+def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Callable[..., object]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -156,7 +156,7 @@ def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Call
         raise FunctionLoadError(
             f"{module_name}:{attribute} is {found!r:.80} ({type(found).__name__}), not a function; {_callables_of(module)}"
         )
-    result: Callable[..., Any] = found
+    result: Callable[..., object] = found
     return result
 
 
@@ -173,8 +173,8 @@ def _callables_of(module: ModuleType) -> str:
 
 
 def _arguments_for(
-    function: Callable[..., Any], spec: str
-) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
+    function: Callable[..., object], spec: str
+) -> Callable[[ScoringItem], tuple[tuple[object, ...], JsonObject]]:
     """How to call the function: by keyword where its parameters have the known names, else with three in order."""
     try:
         signature = inspect.signature(function)
@@ -199,7 +199,7 @@ def _arguments_for(
     )
 
 
-def takes_batches(function: Callable[..., Any]) -> bool:
+def takes_batches(function: Callable[..., object]) -> bool:
     """Whether it has TRL's signature."""
     try:
         return "completions" in inspect.signature(function).parameters
@@ -208,8 +208,8 @@ def takes_batches(function: Callable[..., Any]) -> bool:
 
 
 def _batch_of_one(
-    function: Callable[..., Any], spec: str, as_messages: bool
-) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
+    function: Callable[..., object], spec: str, as_messages: bool
+) -> Callable[[ScoringItem], tuple[tuple[object, ...], JsonObject]]:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     known = {p.name for p in parameters if p.kind in _BY_KEYWORD}
@@ -217,7 +217,7 @@ def _batch_of_one(
     if missing := sorted(required & set(_TRAINER_ARGUMENTS)):
         raise FunctionLoadError(f"{spec} asks for {', '.join(missing)}, which only TRL's trainer has")
 
-    def arguments(item: ScoringItem) -> tuple[tuple[Any, ...], JsonObject]:
+    def arguments(item: ScoringItem) -> tuple[tuple[object, ...], JsonObject]:
         asked = [message.get("content") for message in item.messages if message.get("role") == "user"]
         values = {
             **item.metadata,
@@ -233,7 +233,7 @@ def _batch_of_one(
     return arguments
 
 
-def _only_one(value: Any) -> Any:
+def _only_one(value: Any) -> object:
     if not hasattr(value, "__len__") or isinstance(value, str | dict) or len(value) != 1:
         raise Unscored(f"the reward function returned {value!r:.80}: a list with one number per completion is needed")
     return value[0]
@@ -250,7 +250,7 @@ def _binds(signature: inspect.Signature, positional: tuple[str, ...], named: dic
     return True
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 

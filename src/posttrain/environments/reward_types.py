@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.json_files import JsonMapping
 
 if TYPE_CHECKING:
+    from posttrain.environments.item import ScoringItem
     from posttrain.environments.settings import RewardSettings
     from posttrain.roles import Environment
 
@@ -42,9 +43,9 @@ IN_PROCESS: dict[str, str] = {
 }
 
 
-def worker_scorer(setup: JsonMapping) -> Callable[[Any], Any]:
+def worker_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
     """The function from an item to what it is worth."""
-    scorer: Callable[[Any], Any] = _named(WORKER_SCORERS[setup["type"]])(setup)
+    scorer: Callable[[ScoringItem], object] = _named(WORKER_SCORERS[setup["type"]])(setup)
     return scorer
 
 

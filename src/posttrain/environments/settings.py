@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from posttrain.config.base import explain_errors
 from posttrain.config.data import EnvironmentConfig
-from posttrain.config.errors import explain_errors
 from posttrain.config.rewards import RewardConfig
 from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError

@@ -34,7 +34,7 @@ class Columns:
     reference: str | None = None
     expected: str | None = None
 
-    def of(self, row: Row, meaning: str) -> Any:
+    def of(self, row: Row, meaning: str) -> object:
         """The value, None if the row has none. A column that was asked for by name must be there."""
         chosen = getattr(self, meaning)
         if chosen is not None:
@@ -90,7 +90,7 @@ def _samples(
             number += 1
 
 
-def _answers(row: Row, columns: Columns) -> Iterator[tuple[str, str, Any, Mapping[str, float] | None, FinishReason]]:
+def _answers(row: Row, columns: Columns) -> Iterator[tuple[str, str, object, Mapping[str, float] | None, FinishReason]]:
     """(where, text, recorded reward, its parts, how it ended) for every answer of a row."""
     completions = row.values.get("completions")
     if columns.response is None and isinstance(completions, list):  # rollouts/step_N.jsonl.gz
@@ -126,7 +126,7 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
     return [{"role": "user", "content": as_text(prompt, row, "prompt")}]
 
 
-def _reference(row: Row, columns: Columns) -> Any:
+def _reference(row: Row, columns: Columns) -> object:
     value = columns.of(row, "reference")
     if isinstance(value, float):
         as_text(value, row, "reference")  # refuses NaN and infinity
@@ -141,7 +141,7 @@ def _text(answer: object, row: Row) -> str:
     return as_text(answer, row, "response")
 
 
-def _recorded(value: Any, where: str) -> float | None:
+def _recorded(value: object, where: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not is_reward(value):

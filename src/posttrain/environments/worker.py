@@ -24,9 +24,11 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from posttrain.json_files import JsonObject
+if TYPE_CHECKING:
+    from posttrain.environments.item import ScoringItem
+    from posttrain.json_files import JsonObject
 
 HEADER = struct.Struct(">QI")
 DUMP_SIGNAL = signal.SIGUSR1  # the parent sends it before it kills: the stack shows where the time went
@@ -57,7 +59,7 @@ def main() -> None:
     serve(request_fd, reply_fd, scorer)
 
 
-def build_scorer(setup: JsonObject) -> Callable[[Any], Any]:
+def build_scorer(setup: JsonObject) -> Callable[[ScoringItem], object]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
     from posttrain.environments.reward_types import worker_scorer
     from posttrain.redaction import name_credentials
@@ -66,7 +68,7 @@ def build_scorer(setup: JsonObject) -> Callable[[Any], Any]:
     return worker_scorer(setup)
 
 
-def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
+def serve(request_fd: int, reply_fd: int, scorer: Callable[[ScoringItem], object]) -> None:
     """Judge completions until the parent closes the pipe."""
     process_id = os.getpid()
     while (request := read_frame(request_fd)) is not None:
@@ -79,7 +81,7 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
             return  # what filled the memory may still be there; the parent starts a fresh process
 
 
-def judge(scorer: Callable[[Any], Any], payload: bytes) -> JsonObject:
+def judge(scorer: Callable[[ScoringItem], object], payload: bytes) -> JsonObject:
     from posttrain.environments.item import PlainReply, to_reward
 
     try:

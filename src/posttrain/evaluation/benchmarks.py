@@ -14,7 +14,7 @@ from typing import Any, Literal
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
 

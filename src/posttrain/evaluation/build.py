@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain import __version__
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
@@ -42,6 +42,9 @@ from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_FOLDER = Path("results/eval")
 ANSWERS = "answers"  # what the progress bar counts
@@ -279,7 +282,7 @@ class EvaluationBuild:
             self.say(f"{config.num_engines} engines share the problems")
         return ShardedEngine(workers), chat
 
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that the config names, if it is not the model's."""
         from posttrain.models.loading import load_tokenizer
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.json_files import parse_json
+from posttrain.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.reward_values import NEEDED, is_reward
 from posttrain.types import Task
 
@@ -100,7 +100,7 @@ class EvaluationSummary:
     pass_threshold: float  # a sample passes if its reward is at least this
     seed: int
     problem_set_hash: str
-    config: Mapping[str, Any]
+    config: JsonMapping
     code_version: str
     model_fingerprint: str | None = None  # of the weights, where they are local
     generated_tokens: int | None = 0  # None where an answer's length is unknown
@@ -148,7 +148,7 @@ def _problem_set_hash(problems: Sequence[tuple[str, str, object]]) -> str:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def problem_row(problem: ProblemResult) -> dict[str, Any]:
+def problem_row(problem: ProblemResult) -> JsonObject:
     row = asdict(problem)
     for sample in row["samples"]:
         if not sample["turns"]:
@@ -257,7 +257,7 @@ def parse_problem(line: str | bytes, where: str) -> ProblemResult:
     return problem
 
 
-def _sample(value: Any, where: str) -> SampleResult:
+def _sample(value: object, where: str) -> SampleResult:
     sample: SampleResult = _build(SampleResult, value, where)
     if not isinstance(sample.turns, list | tuple):
         raise EvaluationError(f"{where}: turns is {sample.turns!r}; expected a list of role and text")
@@ -271,7 +271,7 @@ def _sample(value: Any, where: str) -> SampleResult:
     return sample
 
 
-def _build(target: type, value: Any, where: str) -> Any:
+def _build(target: type, value: object, where: str) -> Any:
     """The dataclass from a mapping of exactly its fields; those with a default may be absent."""
     row = _mapping(value, where)
     known = {f.name: f for f in fields(target)}
@@ -284,11 +284,11 @@ def _build(target: type, value: Any, where: str) -> Any:
         raise EvaluationError(f"{where}: missing one of the fields {', '.join(missing)}") from None
 
 
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+def _mapping(value: object, where: str) -> JsonMapping:
     if not isinstance(value, Mapping):
         raise EvaluationError(f"{where}: {type(value).__name__}; expected a JSON object")
     return value
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

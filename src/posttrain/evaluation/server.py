@@ -233,7 +233,7 @@ def _failed(reason: str) -> Completion:
     return Completion((), (), "", "stop", error=redact(f"request failed: {reason}"))
 
 
-def _text_of(content: Any) -> str:
+def _text_of(content: object) -> str:
     """Some servers send an answer in parts; only those of type text belong to it. TypeError for anything but text."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")

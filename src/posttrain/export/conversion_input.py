@@ -22,8 +22,7 @@ from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora,
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import TOKENIZER, adapter_base, check_model_folder, find_checkpoint
-from posttrain.models.config_file import problem_in
-from posttrain.models.folder_files import refuse_links_outside, refuse_pipes
+from posttrain.models.folder_checks import problem_in, refuse_links_outside, refuse_pipes
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import explain_config_error
 

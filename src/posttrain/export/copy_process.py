@@ -31,20 +31,20 @@ def convert_beside(
             command, stdin=its_end, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
         )
         os.close(its_end)
-        said = ""
+        output = ""
         while process.returncode is None:
             if is_given_up():
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                _, said = process.communicate(timeout=_PERIOD_S)
+                _, output = process.communicate(timeout=_PERIOD_S)
     finally:
         os.close(our_end)
     if process.returncode != 0:
         shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
-    warnings = [line for line in said.splitlines() if line.startswith(WARNING)]
+    warnings = [line for line in output.splitlines() if line.startswith(WARNING)]
     if process.returncode != 0 and not is_given_up():
         step = checkpoint.name.removeprefix("tmp_").partition(".")[0]
-        warnings.append(f"{WARNING} {step} is saved without its copy: {(said.splitlines() or ['?'])[-1]}")
+        warnings.append(f"{WARNING} {step} is saved without its copy: {(output.splitlines() or ['?'])[-1]}")
     for line in warnings:
         warn(line)
 

@@ -62,7 +62,7 @@ class Adapter:
         return change.T if self.settings.get("fan_in_fan_out") else change
 
 
-def _of_pattern(patterns: JsonMapping | None, module: str, default: Any) -> Any:
+def _of_pattern(patterns: JsonMapping | None, module: str, default: object) -> Any:
     """As peft does: a key is a regular expression for the end of the module's name."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

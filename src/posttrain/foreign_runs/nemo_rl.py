@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.foreign_runs.run import ForeignRun, grouped
+from posttrain.foreign_runs.run import ForeignRun, grouped, kind_of
 from posttrain.foreign_runs.tensorboard_events import scalars
 from posttrain.json_files import JsonObject, parse_json
 
@@ -31,16 +31,8 @@ def read(folder: Path, files: list[Path]) -> ForeignRun:
                 merged.setdefault(step, {"step": step})[KEYS.get(tag, tag)] = value
     rows = [merged[step] for step in sorted(merged)]
     logs = files[0].parent.parent if files[0].parent.name == "tensorboard" else files[0].parent
-    return ForeignRun("NeMo RL", _kind(rows), rows, None, groups=lambda step: _groups(logs, step))
-
-
-def _kind(rows: list[JsonObject]) -> str:
-    keys = {key for row in rows for key in row}
-    if "train/reward" in keys:
-        return "grpo"
-    if "train/rewards_chosen_mean" in keys:
-        return "dpo" if "train/sft_loss" in keys else "rm"
-    return "sft"
+    kind = kind_of(rows, grpo="train/reward", dpo="train/sft_loss", rm="train/rewards_chosen_mean")
+    return ForeignRun("NeMo RL", kind, rows, None, groups=lambda step: _groups(logs, step))
 
 
 def _groups(logs: Path, step: int) -> list[JsonObject]:

@@ -20,6 +20,12 @@ class ForeignRun:
     groups: Callable[[int], list[JsonObject]] = lambda step: []  # the answers of a step, as in our rollouts
 
 
+def kind_of(rows: Iterable[JsonMapping], **metrics: str) -> str:
+    """The first kind whose metric was logged; supervised fine-tuning has none of its own."""
+    logged = {key for row in rows for key in row}
+    return next((kind for kind, metric in metrics.items() if metric in logged), "sft")
+
+
 def translated(rows: Iterable[JsonMapping], keys: Keys) -> list[JsonObject]:
     """One row per step with the metrics that have a name of ours; the step of each row is in `step`."""
     merged: dict[int, JsonObject] = {}

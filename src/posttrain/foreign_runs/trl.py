@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.foreign_runs.run import ForeignRun, grouped, translated
+from posttrain.foreign_runs.run import ForeignRun, grouped, kind_of, translated
 from posttrain.json_files import JsonObject, parse_json
 
 STATE = "trainer_state.json"
@@ -69,16 +69,8 @@ def read(folder: Path, state: Path) -> ForeignRun:
     for row in rows:
         if isinstance(row.get("frac_reward_zero_std"), int | float):
             row["groups_with_signal"] = 1 - row["frac_reward_zero_std"]
-    return ForeignRun("TRL", _kind(rows), translated(rows, KEYS), NAMES, groups=lambda step: _groups(folder, step))
-
-
-def _kind(rows: list[JsonObject]) -> str:
-    keys = {key for row in rows for key in row}
-    if "reward" in keys:
-        return "grpo"
-    if "rewards/chosen" in keys:
-        return "dpo"
-    return "rm" if "margin" in keys else "sft"
+    kind = kind_of(rows, grpo="reward", dpo="rewards/chosen", rm="margin")
+    return ForeignRun("TRL", kind, translated(rows, KEYS), NAMES, groups=lambda step: _groups(folder, step))
 
 
 def _groups(folder: Path, step: int) -> list[JsonObject]:

@@ -52,7 +52,6 @@ class Measurement:
 
     values: Mapping[str, float]  # problem -> value; equal keys are the same problem in both evaluations
     value_range: Range  # of possible values, as far as it is known
-    num_absent: int
 
     @property
     def mean(self) -> float:
@@ -69,7 +68,7 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
             f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of its "
             "answers unscored?"
         )
-    return Measurement(values, _range(check.metric, list(values.values())), len(keys) - len(values))
+    return Measurement(values, _range(check.metric, list(values.values())))
 
 
 def problem_key(problem: ProblemResult) -> str:

@@ -4,8 +4,8 @@
 |---|---|
 | `instances.py`, `prices.py` | machines: GPUs, fabric, allocatable CPU and memory; prices with day, source and region |
 | `launch_request.py` | a run's config and a cluster profile, checked against each other; what travels in the ConfigMap |
-| `pod_template.py`, `workloads.py` | the pod, and Job, JobSet, Volcano Job, RayJob or RayCluster around it |
-| `admin_objects.py`, `chart_values.py` | what an administrator creates once; values of the Helm chart |
+| `pod_template.py`, `workloads.py` | the pod; Job, JobSet, Volcano Job, RayJob or RayCluster around it; values of Helm |
+| `admin_objects.py` | what an administrator creates once |
 | `manifest_files.py` | YAML of objects, written to and read from files |
 | `lint/` | checks of manifests, from here or elsewhere, in layers |
 | `cost.py` | hours, dollars, interruptions |

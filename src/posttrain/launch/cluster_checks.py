@@ -1,5 +1,5 @@
-"""What a run needs of a cluster before it is created: namespace, claim, operators, queues, secrets, permissions. Asks, and
-creates nothing. What this user may not see is reported as unknown, never as missing."""
+"""What a run needs of a cluster before it is created: namespace, claim, operators, queues, secrets, permissions. Reads
+only. What this user has no permission for is reported as unknown, never as missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.launch.pod_template import Object
 from posttrain.launch.run_checkpoints import pod_spec, shared_mount
 from posttrain.launch.runs import Check
 
-Get = Callable[[str], Any]  # a path of the API server; None: it does not exist; PermissionError: it may not be seen
+Get = Callable[[str], Any]  # a path of the API server; None: it does not exist; PermissionError: forbidden
 May = Callable[[str, str, str, str], bool]  # verb, API group, resource, namespace
 
 _INSTALL = {

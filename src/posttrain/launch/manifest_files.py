@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def read_text(text: str, name: str) -> list[Manifest]:
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -111,11 +112,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def to_yaml(objects: Iterable[Any]) -> str:
+def to_yaml(objects: Iterable[object]) -> str:
     return str(yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def write_manifests(folder: Path, objects: Sequence[dict[str, Any]]) -> list[Path]:
+def write_manifests(folder: Path, objects: Sequence[JsonObject]) -> list[Path]:
     """One numbered file per object, in the order in which they are to be created."""
     folder.mkdir(parents=True, exist_ok=True)
     if others := [path.name for path in folder.iterdir()]:

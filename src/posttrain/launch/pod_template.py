@@ -6,12 +6,12 @@ The environment variables and paths are a contract with `posttrain node` (docs/d
 from __future__ import annotations
 
 import base64
-from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE
 from posttrain.launch.launch_request import CONFIG_FILE, CONFIG_FOLDER, LaunchRequest
 
-Object = dict[str, Any]
+Object = JsonObject  # of Kubernetes
 
 CONTAINER = "posttrain"
 RUN_LABEL = "posttrain.dev/run"

@@ -1,4 +1,4 @@
-"""Runs in a cluster, as its objects tell: phase, attempts, and pods by rank. The objects are those of the API server, or the
+"""Runs in a cluster, read from its objects: phase, attempts, and pods by rank. The objects are those of the API server, or the
 local cluster's, which have the same fields; found by the label `posttrain.dev/run`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKLOADS = {  # apiVersion and kind of what a run is; the plural of each is its
     "raycluster": ("ray.io/v1", "RayCluster"),
 }
 ENDED = ("Succeeded", "Failed")
-NOT_STARTING = (  # a pod that waits for one of these waits for ever
+NOT_STARTING = (  # reasons for waiting that do not end by themselves
     "ImagePullBackOff",
     "InvalidImageName",
     "CreateContainerConfigError",
@@ -47,7 +47,7 @@ class Cluster(Protocol):
     """Where runs are: a cluster of Kubernetes, or this machine."""
 
     title: str
-    poll_s: float  # how often to ask for news
+    poll_s: float  # seconds between requests
 
     def examine(self, objects: Sequence[Object]) -> list[Check]:
         """What these objects need, and whether the cluster has it. Creates nothing."""
@@ -169,7 +169,7 @@ class RunState:
 
 
 def state_of(workload: Object) -> RunState:
-    """Each scheduler says it in its own way."""
+    """The status fields differ by scheduler."""
     status: Object = workload.get("status") or {}
     if why := workload.get("posttrainLost"):
         return RunState("Lost", 0, f"the process of the local cluster has ended: {why}")

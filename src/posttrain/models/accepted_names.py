@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
 from posttrain.json_files import read_json
-from posttrain.models.config_file import why_unusable
-from posttrain.models.folder_files import refuse_pipes
+from posttrain.models.folder_checks import refuse_pipes, why_unusable
 from posttrain.models.hub import looks_like_hub_name
+
+if TYPE_CHECKING:
+    from posttrain.config import LoadedConfig, RunConfig
 
 WEIGHTS = Path("policy/weights/model")
 TOKENIZER = Path("policy/tokenizer")
@@ -245,3 +247,40 @@ def adapter_base(adapter: Path) -> str:
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+_MODEL_KEY, _TOKENIZER_KEY = "policy.model_name", "policy.tokenizer.name"
+Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
+
+
+def from_checkpoints(load: Load) -> Load:
+    """`load`, but that a folder of a run or checkpoint in policy.model_name becomes the folder of its weights."""
+
+    def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
+        found = load(extra)
+        weights = _weights(found)
+        return load([*extra, *weights]) if weights else found
+
+    return loaded
+
+
+def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
+    from posttrain.config.tree import DEFAULT
+
+    policy = loaded.config.policy
+    folder = Path(policy.model_name).expanduser()
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return []
+    try:
+        found = resolve_model(policy.model_name)
+    except InputError as error:
+        raise InputError(f"{_MODEL_KEY} = {policy.model_name}: {error}") from error
+    if found.adapter is not None:
+        raise InputError(
+            f"{_MODEL_KEY} = {policy.model_name}: the checkpoint holds LoRA adapters, and a run starts from a whole model. "
+            f"Merge them: posttrain convert {policy.model_name} --to FOLDER, then {_MODEL_KEY}=FOLDER"
+        )
+    own_tokenizer = (
+        loaded.origins.get(_TOKENIZER_KEY, DEFAULT) != DEFAULT and policy.tokenizer.name != policy.model_name
+    )
+    return [f"{_MODEL_KEY}={found.model}", *([] if own_tokenizer else [f"{_TOKENIZER_KEY}={found.tokenizer}"])]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from posttrain.errors import near_path
 from posttrain.hub_requests import ask_hub
-from posttrain.models.config_file import why_unusable
+from posttrain.models.folder_checks import why_unusable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")

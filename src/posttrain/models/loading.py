@@ -27,7 +27,7 @@ from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
-from posttrain.models.config_file import problem_in
+from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -118,7 +117,7 @@ def token_source() -> str | None:
     return str(_TOKEN_FILE) if _TOKEN_FILE.expanduser().is_file() else None
 
 
-def _init(**options: Any) -> None:
+def _init(**options: object) -> None:
     """`ray.init`, which replaces the handler of SIGTERM by one that ends the process with exit code 15."""
     try:
         ray.init(logging_level=WARNING, **options)
@@ -146,7 +145,7 @@ def _join(address: str) -> None:
 
 
 def _use_token() -> None:
-    """Ray sends no token to an address that is given, unless told to. A cluster without authentication ignores it."""
+    """Ray sends no token to an address that is given, unless configured to. A cluster without authentication ignores it."""
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # the mode was read when ray was imported
@@ -224,7 +223,7 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
 
 def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
     """The cluster's GPUs count, not those of the driver: a head often has none. Ranks on CPUs only if no node has one."""
-    told = False
+    is_announced = False
     while True:
         nodes = alive_nodes()
         if layout.device == "cpu":
@@ -233,9 +232,9 @@ def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
             return True
         if len(nodes) >= layout.num_nodes or time.monotonic() > end:
             return False
-        if not told:
+        if not is_announced:
             say(f"waiting for {layout.num_nodes} nodes; {_offered()}")
-            told = True
+            is_announced = True
         time.sleep(0.5)
 
 

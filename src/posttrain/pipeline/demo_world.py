@@ -112,8 +112,8 @@ def demo_traces(demo: DemoSection) -> str:
             f"{demo.seed}/{a}/{b}"
         )  # one per prompt: more prompts do not change the answers to the others
         for _ in range(demo.answers_per_prompt):
-            said = careless_answer(a, b, rng)
-            row = {"input": question(a, b), "output": answer(said), "final_reward": float(said == a + b)}
+            result = careless_answer(a, b, rng)
+            row = {"input": question(a, b), "output": answer(result), "final_reward": float(result == a + b)}
             lines.append(json.dumps({**row, "reference": str(a + b)}) + "\n")
     return "".join(lines)
 

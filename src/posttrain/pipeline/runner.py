@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -17,13 +18,13 @@ from pathlib import Path
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import InputError
+from posttrain.errors import FolderHeld, InputError, place_and_reason
 from posttrain.hashing import FileHashes, digest
+from posttrain.locks import Holder, LockHeld, locked
 from posttrain.pipeline.demo_names import check_names_in_the_demo, settings_naming
 from posttrain.pipeline.demo_world import make_world, unmade
 from posttrain.pipeline.iteration_models import choose_models
 from posttrain.pipeline.iteration_plan import StageDecision, decide, plan
-from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.records import (
     STAGES,
     Iteration,
@@ -45,6 +46,8 @@ EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}  # as those of
 HASHES_FILE = ".hashes.json"
 ELAPSED_FILE = ".elapsed.json"
 _BEAT_S = 2.0
+LOCK_FILE = ".lock"
+_POLL_S = 0.1  # while the training of a killed run holds the lock
 
 
 @dataclass(frozen=True)
@@ -305,3 +308,36 @@ class _Clock:
 
 def _until(last: StageName) -> tuple[Stage, ...]:
     return ALL_STAGES[: STAGES.index(last) + 1]
+
+
+@contextmanager
+def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
+    """One process at a time for a pipeline's folder. Yields the descriptor that holds the lock, for the training to inherit.
+
+    If the pipeline is killed while its training is still saving, the next run waits for it.
+    """
+    with ExitStack() as held:
+        is_announced = False
+        while True:
+            try:
+                durable.make_folder(home)
+                descriptor = held.enter_context(locked(home / LOCK_FILE, wait_s=0))
+                break
+            except LockHeld as busy:
+                if not _has_ended(busy.holder):
+                    raise FolderHeld(
+                        f"{home}: another process is running this pipeline ({busy.holder or 'not known'}); "
+                        "`posttrain pipeline status` shows its progress"
+                    ) from None
+            except OSError as error:
+                raise InputError(f"pipeline.folder: {home} cannot be written ({place_and_reason(error)})") from error
+            if not is_announced:
+                say("the run before was killed and its training is still saving; waiting for it")
+                is_announced = True
+            time.sleep(_POLL_S)
+        yield descriptor
+
+
+def _has_ended(holder: Holder | None) -> bool:
+    """Its training has the lock then."""
+    return holder is not None and holder.is_on_this_machine and holder.is_alive is False

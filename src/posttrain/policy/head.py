@@ -7,7 +7,7 @@ a missing factor would silently train a different model. `check_logits` compares
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from posttrain.errors import InputError
 from posttrain.policy.parallel import local_part
 from posttrain.policy.tensor_group import TensorGroup, group_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Families whose `logits_scaling` is a divisor. HyperCLOVA X has a field of that name and multiplies.
 _DIVIDED_BY_LOGITS_SCALING = ("granite",)
@@ -37,7 +40,7 @@ class OutputHead:
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
-        config: Any = base.config.get_text_config()
+        config: PretrainedConfig = base.config.get_text_config()
         self.decoder: nn.Module = base.get_decoder()
         self.embedding: nn.Module = base.get_input_embeddings()
         self.module: Any = base.get_output_embeddings()
@@ -131,7 +134,7 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def without_adapter_wrapper(model: nn.Module) -> Any:
     """The `transformers` model inside a PeftModel (with the adapters in its modules), or the model itself."""
-    peft_config: Any = getattr(model, "peft_config", None)
+    peft_config: PretrainedConfig = getattr(model, "peft_config", None)
     if not peft_config or not hasattr(model, "get_base_model"):
         return model
     for name, adapter in peft_config.items():
@@ -143,7 +146,7 @@ def without_adapter_wrapper(model: nn.Module) -> Any:
     return model.get_base_model()  # type: ignore[operator]
 
 
-def _factor(config: Any) -> float:
+def _factor(config: PretrainedConfig) -> float:
     """What the family multiplies its logits by."""
     for field in _UNSUPPORTED_FACTORS:
         value = getattr(config, field, None)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from posttrain.json_files import JsonMapping
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.head import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -73,7 +77,7 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
     return observer.layers
 
 
-def _check_windows(config: Any, windows: Mapping[int, int | None]) -> None:
+def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) -> None:
     """Refuse models that give a window to `transformers`' mask and not to the attention function, which is all that we use."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     for layer, window in windows.items():
@@ -88,7 +92,7 @@ def _check_windows(config: Any, windows: Mapping[int, int | None]) -> None:
 
 
 @torch.no_grad()
-def _check_attention_is_the_only_link(config: Any, head: Head, device: torch.device) -> None:
+def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, device: torch.device) -> None:
     """Refuse models whose layers pass something from token to token other than by attention. Where each token attends to itself
     alone, the tokens before it must not matter: in a packed row they may belong to another sequence."""
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
@@ -104,7 +108,7 @@ def _check_attention_is_the_only_link(config: Any, head: Head, device: torch.dev
         )
 
 
-def check_length(config: Any, longest: int) -> None:
+def check_length(config: PretrainedConfig, longest: int) -> None:
     """Refuse lengths at which the model's positions would depend on which sequences run together."""
     for rope in _rope_settings(config):
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -138,7 +142,7 @@ class _LayerObserver:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
+def _rope_settings(config: PretrainedConfig) -> list[JsonMapping]:
     """One entry, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, Mapping)]

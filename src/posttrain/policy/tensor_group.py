@@ -125,6 +125,6 @@ class _Beside(torch.autograd.Function):
         return grads[0].narrow(-1, ctx.first, ctx.width), None, None
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: object) -> Tensor:
     assert isinstance(value, Tensor)
     return value

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from posttrain.policy.head import project, without_adapter_wrapper
 from posttrain.policy.parallel import local_part
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.policy.tensor_group import TensorGroup, mark
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FIELD = "policy.dtensor_cfg.tensor_parallel_size"
 # How a module is split, by the style that the family's plan in `transformers` gives it.
@@ -76,7 +79,7 @@ class _Head(Protocol):
 def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device) -> None:
     """Leave this rank its part of `model`, on `device`. Comes before `fully_shard`."""
     group = TensorGroup(mesh)
-    config: Any = without_adapter_wrapper(model).config.get_text_config()
+    config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
     plan = _plan(config)
     _check_sizes(config, group.size)
     expected = _trial(head)
@@ -109,7 +112,7 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
     _compare(head, config, expected)
 
 
-def _plan(config: Any) -> dict[str, str]:
+def _plan(config: PretrainedConfig) -> dict[str, str]:
     """Roles by patterns of module names below the decoder."""
     styles: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not styles:
@@ -123,7 +126,7 @@ def _plan(config: Any) -> dict[str, str]:
     return {pattern: _ROLES[style] for pattern, style in styles.items()}
 
 
-def _check_sizes(config: Any, size: int) -> None:
+def _check_sizes(config: PretrainedConfig, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None)
         if isinstance(number, int) and number % size:
@@ -239,7 +242,7 @@ def _trial(head: _Head) -> Tensor:
         return head.hidden(positions * (len(weight) // _TRIAL_TOKENS), positions).cpu()
 
 
-def _compare(head: _Head, config: Any, expected: Tensor) -> None:
+def _compare(head: _Head, config: PretrainedConfig, expected: Tensor) -> None:
     """A family may use its parts in a way that its plan does not tell."""
     found, dtype = _trial(head), head.embedding.weight.dtype
     if not is_near(found, expected, dtype):

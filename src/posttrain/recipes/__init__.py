@@ -16,18 +16,26 @@ if TYPE_CHECKING:
 class KindOfRun(NamedTuple):
     summary: str  # its line of help
     method: str  # how a model was trained, for its model card
+    examples: tuple[str, ...]  # files of examples/ for a config to start from
 
 
 KINDS = {
     "grpo": KindOfRun(
         "reinforcement learning: sample, score, and prefer what scored better in its group",
         "GRPO (reinforcement learning from rewards)",
+        ("data/prompts.jsonl", "rewards.py"),
     ),
-    "dpo": KindOfRun("direct preference optimisation on pairs of answers", "a preference loss (DPO and relatives)"),
+    "dpo": KindOfRun(
+        "direct preference optimisation on pairs of answers",
+        "a preference loss (DPO and relatives)",
+        ("data/pairs.jsonl",),
+    ),
     "rm": KindOfRun(
-        "reward model: learn a score for answers from pairs of them", "the Bradley-Terry loss (a reward model)"
+        "reward model: learn a score for answers from pairs of them",
+        "the Bradley-Terry loss (a reward model)",
+        ("data/pairs.jsonl",),
     ),
-    "sft": KindOfRun("supervised fine-tuning on recorded answers", "supervised fine-tuning"),
+    "sft": KindOfRun("supervised fine-tuning on recorded answers", "supervised fine-tuning", ("data/chat.jsonl",)),
 }
 
 

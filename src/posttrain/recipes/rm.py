@@ -7,7 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from posttrain.algorithms.rm import RewardModelTraining
-from posttrain.config.rm import RmRunConfig
+from posttrain.config.runs import RmRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_pair_dataset
 from posttrain.data.sampler import Stream

@@ -3,8 +3,8 @@
 Importing it makes `registry:NAME@production` a name of a model (`models/accepted_names.py`).
 """
 
+from posttrain.errors import RegistryBusy, RegistryConflict, RegistryError
 from posttrain.models.accepted_names import connect_registry
-from posttrain.registry.errors import RegistryBusy, RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage, gather_lineage
 from posttrain.registry.registry import Registry, resolve_version
 from posttrain.registry.stages import HistoryEntry, Stage

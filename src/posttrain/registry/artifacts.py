@@ -18,10 +18,11 @@ from pathlib import Path
 from uuid import uuid4
 
 from posttrain.checkpointing import durable
-from posttrain.registry.errors import RegistryError
-from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
+from posttrain.errors import RegistryError
+from posttrain.locks import try_lock
 
 _MAX_THREADS = 8
+_PREFIX = ".partial-"
 CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
 CHECKPOINT_FOLDERS = (("policy", "weights"), ("policy", "tokenizer"))
 
@@ -213,3 +214,43 @@ def _content_problem(path: Path, name: str, record: FileRecord) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None if found == record else f"{name} is not what was registered: its SHA-256 differs"
+
+
+class PartialFolder:
+    """An empty folder below `root`. The caller renames it, or files in it; `remove` deletes the rest.
+
+    It has a hidden name and is locked as long as its writer runs. The operating system releases the locks of a killed process,
+    so the next writer can tell what was left behind from what is being written. On a network file system the locks are only as
+    good as its `flock`; without locks, what was left behind is kept.
+    """
+
+    def __init__(self, root: Path) -> None:
+        while True:  # retried if another process removed it as abandoned before it was locked
+            self.path = root / f"{_PREFIX}{uuid4().hex}"
+            self.path.mkdir(parents=True)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            is_locked = True
+            with suppress(OSError):
+                is_locked = try_lock(self._lock)
+            if is_locked and self.path.exists():
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def clear_abandoned(root: Path) -> None:
+    """Remove what killed processes were writing below `root`."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is gone
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                if try_lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

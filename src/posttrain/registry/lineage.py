@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 import posttrain
+from posttrain.errors import RegistryError
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
-from posttrain.registry.errors import RegistryError
 
 MAX_DATA_FILES = 100_000  # a folder with more is not hashed: a mistyped path may name a whole disk
 CONFIG_FILE = "config.yaml"
@@ -104,7 +104,7 @@ def gather_lineage(
         judged |= _compare_with_judged(_fingerprint(folder), judged["judged"])
     return Lineage(
         base_model=base_model or _base_model(folder, values) or converted.get("base_model"),
-        data={source: _hash_of(source, told=bool(data)) for source in sources},
+        data={source: _hash_of(source, is_given=bool(data)) for source in sources},
         config=values,
         config_sha256=config_hash,
         code_version=code_version(),
@@ -193,13 +193,13 @@ def _data_of_conversion(converted: JsonMapping) -> list[str]:
     return [str(name) for block in train if (name := block.get("data_path") or block.get("dataset_name"))]
 
 
-def _hash_of(source: str, *, told: bool) -> str | None:
+def _hash_of(source: str, *, is_given: bool) -> str | None:
     path = Path(source).expanduser()
     if path.is_dir():
         files = (name for _, _, names in os.walk(path, followlinks=True) for name in names)
         if next(islice(files, MAX_DATA_FILES, None), None) is not None:
             problem = f"{source} has more than {MAX_DATA_FILES} files; name the folder or the files of the data"
-            if told:
+            if is_given:
                 raise RegistryError(f"--data {problem}")
             print(f"warning: the data of the config is not hashed: {problem} with --data", file=sys.stderr)
             return None
@@ -207,7 +207,7 @@ def _hash_of(source: str, *, told: bool) -> str | None:
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    if told and "://" not in source:
+    if is_given and "://" not in source:
         raise RegistryError(f"--data {source}: no such file or folder")
     return None
 

@@ -11,10 +11,9 @@ import json
 from pathlib import Path
 
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RegistryError
 from posttrain.json_files import read_json
 from posttrain.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
-from posttrain.registry.errors import RegistryError
 
 EXPECTED = "expected a Hugging Face folder, a peft adapter or a checkpoint step_N"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -24,7 +23,7 @@ _ANY_BASE = "(any)"
 def check_model_folder(folder: Path) -> None:
     """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a complete model."""
     from posttrain.models.accepted_names import ModelReferenceError, resolve_model
-    from posttrain.models.folder_files import refuse_links_outside
+    from posttrain.models.folder_checks import refuse_links_outside
 
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"

@@ -14,15 +14,23 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from posttrain.data.errors import nearest
+from posttrain.errors import RegistryConflict, RegistryError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.accepted_names import REGISTRY_PREFIX
-from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
-from posttrain.registry.errors import RegistryConflict, RegistryError
+from posttrain.registry.artifacts import (
+    Copy,
+    Files,
+    PartialFolder,
+    Progress,
+    clear_abandoned,
+    find_damage,
+    measure,
+    no_progress,
+    put_in_place,
+)
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,
@@ -253,7 +261,7 @@ class Registry:
             raise RegistryError(f"{self.location.text}: no model {name!r}{nearest(name, known)}{listed}")
         return records
 
-    def _number(self, name: str, which: str, records: Mapping[int, Any], stages: Stages) -> int:
+    def _number(self, name: str, which: str, records: Mapping[int, object], stages: Stages) -> int:
         places = {"production": stages.production, "canary": stages.canary}
         if which in places:
             if places[which]:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
+from posttrain.errors import RegistryBusy, RegistryError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.locks import LockHeld, locked
 from posttrain.redaction import redact
-from posttrain.registry.errors import RegistryBusy, RegistryError
 
 DATABASE = "registry.db"
 ARTIFACTS = "artifacts"
@@ -245,7 +245,7 @@ class MlflowStore:
             try:
                 return call()
             except (MlflowException, DatabaseError) as error:
-                if any(said in str(error) for said in _NO_DATABASE):
+                if any(text in str(error) for text in _NO_DATABASE):
                     raise RegistryError(self._no_database()) from error
                 if isinstance(error, MlflowException) and raw_if and error.error_code == raw_if:
                     raise
@@ -292,7 +292,7 @@ def _client(uri: str) -> Any:
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except Exception as error:
-        if any(said in str(error) for said in (*_NO_DATABASE, _LOCKED)):
+        if any(text in str(error) for text in (*_NO_DATABASE, _LOCKED)):
             raise  # the caller reports it in one line with the name of the file
         first_line = str(error).split("\n")[0]
         raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error

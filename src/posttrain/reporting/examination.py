@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.doctor import Doctor, Finding
-from posttrain.doctor.answers import answers_that_show
+from posttrain.doctor.findings import answers_that_show
 from posttrain.reporting.rows import group_row
 from posttrain.reporting.run_data import RunData, groups_of, load_run
 from posttrain.reporting.run_files import (
@@ -41,7 +41,7 @@ class Examination:
         return self._doctor.findings
 
     def resume(self) -> None:
-        """Look at the rows of the steps so far again: what was found in them has been said."""
+        """Look at the rows of the steps so far again: their findings have been reported."""
         self._doctor.replay(read_rows(self._folder / METRICS_FILE))
 
     def examine(self, row: Row, groups: Sequence[Group]) -> list[Finding]:
@@ -49,7 +49,7 @@ class Examination:
         return self._keep(self._doctor.observe(row), groups)
 
     def finish(self) -> list[Finding]:
-        """What can be said of the whole run, when it is over."""
+        """Findings about the whole run, when it is over."""
         return self._keep(self._doctor.finish(), ())
 
     def _keep(self, findings: Sequence[Finding], groups: Sequence[Group]) -> list[Finding]:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
 
 GIB = 2**30
 Sample = Mapping[str, float]  # by metric
@@ -66,7 +66,7 @@ def open_nvml() -> Callable[[], Sample] | None:
     return (lambda: _sample(pynvml, handles)) if handles else None
 
 
-def _visible(nvml: Any) -> dict[int, Any]:
+def _visible(nvml: ModuleType) -> dict[int, object]:
     """Handles by the number that CUDA gives a device: CUDA_VISIBLE_DEVICES has numbers or UUIDs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = [str(index) for index in range(nvml.nvmlDeviceGetCount())] if named is None else named.split(",")
@@ -77,7 +77,7 @@ def _visible(nvml: Any) -> dict[int, Any]:
     return found
 
 
-def _sample(nvml: Any, handles: Mapping[int, Any]) -> dict[str, float]:
+def _sample(nvml: ModuleType, handles: Mapping[int, object]) -> dict[str, float]:
     found = {}
     for number, handle in handles.items():
         found[f"gpu_{number}_utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)

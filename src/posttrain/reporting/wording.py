@@ -273,8 +273,8 @@ def answer_lines(groups: Sequence[Group], max_characters: int = 90) -> list[Line
         return []
     rollout = group.rollouts[0]
     reward = number(rollout.score.reward) if rollout.score.scored else "unscored"
-    asked, said = (" ".join(text.split())[-max_characters:] for text in (group.task.prompt, rollout.completion.text))
-    return [Line(f"      {asked}", "muted"), Line(f"      {reward} │ {said}", "muted")]
+    prompt, answer = (" ".join(text.split())[-max_characters:] for text in (group.task.prompt, rollout.completion.text))
+    return [Line(f"      {prompt}", "muted"), Line(f"      {reward} │ {answer}", "muted")]
 
 
 def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None, trend: str = "") -> Line:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.algorithms.step_reports import StageClock
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import keyed_order
 from posttrain.rollouts.fresh import FreshRollouts, TaskStream
 from posttrain.types import Group, Rollout, TakenGroups, Task
 

@@ -1,4 +1,4 @@
-"""Who may look: the guard in front of the pages, and the headers that keep a page from doing anything but showing.
+"""Access to the dashboard: the guard in front of the pages, and headers that keep a page from loading or sending anything.
 
 Without a token, only names of this machine are accepted as Host, so that a page elsewhere cannot read runs by pointing a name
 of its own at this machine. With a token, every request for data needs it, as a cookie or as `Authorization: Bearer`.
@@ -32,7 +32,7 @@ SECURITY_HEADERS = {
 
 
 class Access:
-    """`token` None: everyone on this machine."""
+    """`token` None: every user of this machine."""
 
     def __init__(self, token: str | None, names: Iterable[str] = ()) -> None:
         self._token = token

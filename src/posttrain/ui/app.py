@@ -1,4 +1,4 @@
-"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself.
+"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself; and its server.
 
 Everything is named by ids, steps and indices: no request contains a path, and no answer does. All requests read.
 """
@@ -7,31 +7,36 @@ import asyncio
 import json
 import math
 import mimetypes
+import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
+import uvicorn
 from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathPart
 from fastapi.responses import Response, StreamingResponse
 
 from posttrain.errors import InputError
+from posttrain.serve.listener import listen, url_of
 from posttrain.ui.access import COOKIE, Access, Guard
 from posttrain.ui.catalogue import Catalogue
-from posttrain.ui.comparison import config_differences
 from posttrain.ui.rollout_filters import Filters, Range
-from posttrain.ui.rollout_store import Cursor, Kind
-from posttrain.ui.run_view import RunView
+from posttrain.ui.rollout_store import Cursor, Kind, token_table
+from posttrain.ui.run_view import RunView, config_differences
 from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
-from posttrain.ui.token_view import token_table
+
+T = TypeVar("T")
 
 MAX_POINTS = 1000
 MAX_KEYS = 64
 PAGE_GROUPS = 50
 CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
+_FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
 ASSETS = files("posttrain.ui") / "assets"
 THEME = files("posttrain.reporting") / "assets" / "theme.css"
 
@@ -56,7 +61,7 @@ def _finite(value: object) -> object:
 class UiResponse(Response):
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return as_json(content)
 
 
@@ -259,14 +264,14 @@ def filters_of(
 
 
 def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
-    """What the files of one run, or of all, look like from outside; by id."""
+    """The stamps of the files of one run, or of all; by id."""
     runs = catalogue.runs
     if run_id is not None:
         runs = {run_id: runs[run_id]} if run_id in runs else {}
     return {one: run.stamps() for one, run in runs.items()}
 
 
-def _known(found: dict[str, Any], name: str) -> Any:
+def _known(found: Mapping[str, T], name: str) -> T:
     if name not in found:
         raise HTTPException(404, "not found")
     return found[name]
@@ -287,3 +292,26 @@ def _add_files(app: FastAPI) -> None:
         if content is None:
             raise HTTPException(404, "not found")
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+class WatchServer(uvicorn.Server):
+    def __init__(self, catalogue: Catalogue, access: Access, on_ready: Callable[[], None] = lambda: None) -> None:
+        app = create_app(catalogue, access, is_ending=lambda: self.should_exit)
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_FLUSH_S
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def run(catalogue: Catalogue, access: Access, host: str, port: int, *, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal."""
+    with listen(host, port) as listener:
+        server = WatchServer(catalogue, access, lambda: on_ready(url_of(listener)))
+        server.run(sockets=[listener])
+    print("posttrain watch: ended", file=sys.stderr)
+    return 0

@@ -1,4 +1,4 @@
-"""Finds what there is to see under the given folders: runs, pipelines, registries. Browsers know them by an id only."""
+"""Finds runs, pipelines and registries under the given folders. Browsers address them by id."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Catalogue:
         return self._registries
 
     def run(self, run_id: str) -> RunView | None:
-        """With its metrics. Those of the runs that were used least recently are forgotten if all take too much memory."""
+        """With its metrics. Those of the runs that were used least recently are dropped if all take too much memory."""
         found = self._runs.get(run_id) or self.runs.get(run_id)
         if found is None:
             return None
@@ -71,7 +71,7 @@ class Catalogue:
             self._used.pop(run_id, None)
             self._used[run_id] = found
             while len(self._used) > 1 and sum(one.metrics.num_bytes for one in self._used.values()) > TABLE_BYTES:
-                self._used.pop(next(iter(self._used))).forget_metrics()
+                self._used.pop(next(iter(self._used))).drop_metrics()
         return found
 
     def _scan(self) -> None:

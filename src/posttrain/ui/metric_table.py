@@ -161,5 +161,5 @@ def tail_rows(place: Place, name: str, num_bytes: int = TAIL_BYTES) -> list[Json
 
 
 def _short(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Six digits: more cannot be seen."""
+    """Six significant digits: enough for a chart."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]

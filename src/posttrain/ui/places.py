@@ -10,9 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonMapping
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
 LISTING_LIFE_S = 1.5  # of a folder elsewhere
 LARGE_LISTING = 1000  # entries; such a folder is listed less often
@@ -98,7 +102,9 @@ class LocalPlace:
 class RemotePlace:
     """Sizes and times come from listings, which are kept for a moment: one request serves all files of a folder."""
 
-    def __init__(self, filesystem: Any, root: str, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, filesystem: AbstractFileSystem, root: str, url: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
@@ -151,7 +157,7 @@ class RemotePlace:
             return found
 
 
-def _remote_stamp(row: dict[str, Any]) -> Stamp:
+def _remote_stamp(row: JsonMapping) -> Stamp:
     if row.get("type") == "directory":
         return Stamp(0, FOLDER)
     changed = next((row[key] for key in ("ETag", "LastModified", "mtime", "created") if row.get(key)), None)

@@ -129,7 +129,7 @@ def summary(group: JsonObject, index: int, matching: list[int], text: str = "") 
 
 
 def asked(prompt: str) -> str:
-    """The last thing that a rendered prompt says, without the marks of its chat template."""
+    """The last message of a rendered prompt, without the marks of its chat template."""
     parts = (part.strip() for part in _TEMPLATE_MARK.split(prompt))
     return next((part for part in reversed(list(parts)) if part and part not in _ROLES), prompt)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ MAX_SMALL_FILE = 32 * 2**20
 NUM_RECENT = 5  # values whose median is "now"
 STEP_TIME = f"timing/train/{TOTAL_STEP}"
 VALIDATIONS = (("validation/accuracy", False), ("validation/reward", False), ("validation/loss", True))
+_MISSING = object()
 _STEP_FOLDER = re.compile(r"step_(\d{1,12})")
 _CONFIG = re.compile(r"config_from_step_(\d{1,12})\.yaml")
 
@@ -95,7 +96,7 @@ class RunView:
             return {}
         return {dotted(key): value for key, value in leaves(values)}
 
-    def forget_metrics(self) -> None:
+    def drop_metrics(self) -> None:
         self.metrics = MetricTable(self.place)
 
     # ------------------------------------------------------------------ state
@@ -107,7 +108,7 @@ class RunView:
         return [row for row in found if isinstance(row, dict) and row]
 
     def state(self) -> tuple[str, str]:
-        """What the run does, and why: from `run.json`, but a run whose process is gone does not run."""
+        """The state of the run, with the reason: from `run.json`; a run without a live process is not running."""
         status, reason = str(self.info.get("status", "unknown")), str(self.info.get("reason") or "")
         if status != "running":
             return status, "" if reason == status else reason
@@ -316,3 +317,20 @@ def _ago(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {word}"
     return f"{seconds:.0f} s"
+
+
+def config_differences(runs: Sequence[RunView]) -> JsonObject:
+    """The keys whose values are not the same in all runs, and how many are."""
+    settings = [run.settings() for run in runs]
+    keys = sorted({key for one in settings for key in one})
+    rows = []
+    for key in keys:
+        values = [one.get(key, _MISSING) for one in settings]
+        if any(value != values[0] for value in values[1:]):
+            shown = [None if value is _MISSING else _text(value) for value in values]
+            rows.append({"key": key, "values": shown})
+    return {"differences": rows, "num_equal": len(keys) - len(rows), "known": [bool(one) for one in settings]}
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What became of the runs: the iterations of a pipeline, and the versions of a registry."""
+"""Pages of pipelines, with their iterations, and of registries, with their versions."""
 
 from __future__ import annotations
 

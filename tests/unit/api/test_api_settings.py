@@ -44,7 +44,7 @@ def test_values_of_python_reach_the_config_as_they_are() -> None:
     assert config.policy.model_name == 'it\'s: "mine" #1'
 
 
-def test_an_unknown_setting_is_refused_without_talk_of_a_command_line() -> None:
+def test_the_error_for_an_unknown_setting_does_not_mention_the_command_line() -> None:
     with pytest.raises(ConfigError, match="learning") as caught:
         loaded_config("grpo", None, overrides_of({"learning": 1}))([])
     assert "command line" not in str(caught.value)

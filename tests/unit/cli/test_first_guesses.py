@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.cli.main import build_parser, main
 from posttrain.errors import InputError, near_path
-from posttrain.models import starting_model
+from posttrain.models.accepted_names import from_checkpoints
 from posttrain.models.hub import why_unavailable
 
 
@@ -101,7 +101,7 @@ def checkpoint(run: Path, *, adapter: bool) -> Path:
 
 def test_a_run_folder_as_the_model_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path / "run", adapter=False)
-    loaded = starting_model.from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
+    loaded = from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
     assert Path(loaded.config.policy.model_name) == weights
     assert Path(loaded.config.policy.tokenizer.name) == weights.parents[1] / "tokenizer"
 
@@ -109,10 +109,10 @@ def test_a_run_folder_as_the_model_stands_for_its_newest_checkpoint(tmp_path: Pa
 def test_adapters_have_to_be_merged_first(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run", adapter=True)
     with pytest.raises(InputError, match="posttrain convert"):
-        starting_model.from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
+        from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
 
 
 def test_a_model_folder_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    loaded = starting_model.from_checkpoints(fake_load(tmp_path))([])  # type: ignore[arg-type]
+    loaded = from_checkpoints(fake_load(tmp_path))([])  # type: ignore[arg-type]
     assert Path(loaded.config.policy.model_name) == tmp_path

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli.init_command import STARTERS
 from posttrain.cli.main import main
 from posttrain.config import load_config
+from posttrain.recipes import KINDS
 
 
-@pytest.mark.parametrize("kind", STARTERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_written_config_loads_with_the_written_data(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -22,7 +22,7 @@ def test_the_written_config_loads_with_the_written_data(
     assert "configs/" not in text
     config = load_config(kind, tmp_path / f"{kind}.yaml").config
     data_path = config.data.train_sets()[0].data_path
-    assert data_path == STARTERS[kind].data
+    assert data_path == Path(KINDS[kind].examples[0]).name
     assert len((tmp_path / data_path).read_text().splitlines()) == 16
 
 

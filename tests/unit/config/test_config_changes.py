@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import LoadedConfig, load_config
+from posttrain.config.base import ConfigError
 from posttrain.config.changes import FREE_TO_CHANGE, ConfigChange, changes_since, same_but_for_the_version
-from posttrain.config.errors import ConfigError
 
 
 def load(*overrides: str, kind: str = "grpo") -> LoadedConfig:

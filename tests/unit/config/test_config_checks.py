@@ -128,8 +128,9 @@ def test_a_chosen_metric_that_nothing_measures_is_mentioned() -> None:
 
 
 def test_the_deadline_is_in_seconds() -> None:
-    config = load_config("grpo", None, ["checkpointing.checkpoint_must_save_by=01:02:03:04"]).config
-    assert config.checkpointing.must_save_by_s == 86400 + 2 * 3600 + 3 * 60 + 4
+    for text, seconds in (("01:02:03:04", 93784), ("00:03:45:00", 13500), ("'1:2:3:4'", 93784)):
+        config = load_config("grpo", None, [f"checkpointing.checkpoint_must_save_by={text}"]).config
+        assert config.checkpointing.must_save_by_s == seconds
     assert load_config("grpo", None, []).config.checkpointing.must_save_by_s is None
 
 

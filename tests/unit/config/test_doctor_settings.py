@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
+from posttrain.config.base import ConfigError
 from posttrain.config.changes import changes_since
-from posttrain.config.errors import ConfigError
 
 FREE, PRICED = "loss_fn.reference_policy_kl_penalty=0", "loss_fn.reference_policy_kl_penalty=0.01"
 LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
@@ -34,7 +34,7 @@ def test_an_estimate_every_few_steps_is_no_scoring_of_every_step() -> None:
     assert plain.step_sizes() == estimating.step_sizes()
 
 
-def test_the_doctor_may_be_told_something_else_when_a_run_is_resumed() -> None:
+def test_settings_of_the_doctor_may_change_when_a_run_is_resumed() -> None:
     before, now = load_config("sft"), load_config("sft", None, ["doctor.on_error=stop"])
     assert [change.is_training for change in changes_since(before.to_yaml(), now)] == [False]
 

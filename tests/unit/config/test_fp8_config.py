@@ -18,7 +18,7 @@ def test_samples_of_another_precision_are_corrected_for_by_default() -> None:
     assert not loaded.warnings
 
 
-def test_the_user_may_turn_the_correction_off_and_is_told() -> None:
+def test_turning_the_correction_off_is_a_warning() -> None:
     loaded = load_config("grpo", None, [FP8, f"{CORRECTION}=false"])
     assert not loaded.config.loss_fn.use_importance_sampling_correction
     assert [warning for warning in loaded.warnings if warning.startswith(CORRECTION)]

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.gate import GateConfig
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.schema import ANY_NAME, Node, find, is_field, known_keys, schema_of, schema_of_model

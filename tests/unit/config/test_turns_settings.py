@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.environments.settings import read_settings, read_turns
 
 DATA = ["data.train={dataset_name: ResponseDataset, data_path: rows.jsonl}", "data.default.env_name=calc"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.bin_packing import PackingStatistics
 from posttrain.data.packing import pack
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import keyed_order
 
 ALGORITHMS = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -127,7 +127,7 @@ def test_a_moderate_kl_is_a_warning_and_while_validation_rises_a_note() -> None:
     assert late["kl-runaway"].severity == "note"
 
 
-def test_the_estimate_of_a_kl_without_price_is_looked_at_too() -> None:
+def test_the_estimate_of_an_unpenalised_kl_is_checked_too() -> None:
     doctor = Doctor("grpo", {**SETTINGS, "loss_fn.reference_policy_kl_penalty": 0.0})
     for step in range(1, 41):
         row: dict[str, Any] = {"step": step, **healthy_grpo(step)}
@@ -219,7 +219,7 @@ def test_a_solved_dataset_is_a_note() -> None:
     assert only(found).severity == "note"
 
 
-def test_a_template_that_the_model_does_not_know() -> None:
+def test_a_chat_template_that_the_model_was_not_trained_with() -> None:
     found = examine(
         "grpo",
         steps=3,
@@ -448,7 +448,7 @@ def test_pairs_that_are_all_ranked_rightly_after_a_few_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
-def test_training_pairs_that_are_known_by_heart(kind: str) -> None:
+def test_memorised_training_pairs(kind: str) -> None:
     def held_out(step: int) -> float | None:
         return 0.55 if step % 10 == 0 else None
 
@@ -486,7 +486,7 @@ def test_a_preference_loss_above_that_of_guessing() -> None:
     assert found["worse-than-chance"].fixes == (f"{LR}=1e-7",)
 
 
-def test_a_reward_model_that_still_guesses_at_the_end() -> None:
+def test_a_reward_model_at_chance_accuracy_at_the_end() -> None:
     assert only(examine("rm", train_accuracy=lambda step: 0.5)).rule == "not-learning"
 
 

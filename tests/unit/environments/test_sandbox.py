@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from posttrain.environments.sandbox import processes
 from posttrain.environments.sandbox import sandbox as sandbox_module
 from posttrain.environments.sandbox.levels import Interpreter, find_interpreter, why_not
 from posttrain.environments.sandbox.program import Level, Limits, Outcome, Program, SandboxFailure
@@ -507,3 +509,11 @@ def test_a_program_that_is_not_python_runs_too() -> None:
     run("pass")
     outcome = sandbox.run(Program(("/bin/sh", "-c", "cat; echo $HOME; exit 4"), stdin=b"in\n"), QUICK)
     assert (outcome.exit_code, outcome.stdout) == (4, b"in\n/box\n")
+
+
+def test_a_process_that_ends_while_its_children_are_read_has_no_descendants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(process_id: int) -> list[int]:
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    monkeypatch.setattr(processes, "_children", ended)
+    assert processes.descendants(2**22 + 1) == []  # above the largest PID

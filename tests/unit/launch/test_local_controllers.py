@@ -124,7 +124,7 @@ def test_a_lost_machine_becomes_a_second_attempt_of_every_rank(scene: Scene, ran
     assert scene.phase == "Running"
 
 
-def test_no_pod_of_the_next_attempt_begins_while_one_of_this_is_alive(tmp_path: Path) -> None:
+def test_the_next_attempt_starts_after_all_pods_of_the_previous_have_ended(tmp_path: Path) -> None:
     for scheduler in ("jobset", "volcano"):
         scene = Scene(tmp_path, scheduler)
         head, worker = scene.machine.pods

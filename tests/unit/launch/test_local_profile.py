@@ -34,7 +34,7 @@ def test_pods_ask_for_no_gpus_and_look_for_notices(tmp_path: Path) -> None:
     assert env["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_profile_of_this_machine_keeps_what_it_says_itself(tmp_path: Path) -> None:
+def test_a_local_profile_keeps_the_values_that_it_sets(tmp_path: Path) -> None:
     own = {**LOCAL, "nodes": {"grace_s": 15, "capacity": "on_demand"}, "storage": {"claim": "mine", "mount": "/data"}}
     profile = make_profile(tmp_path, own)
     assert (profile.nodes.grace_s, profile.nodes.capacity, profile.nodes.gpus) == (15, "on_demand", 0)

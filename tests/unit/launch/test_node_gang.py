@@ -209,7 +209,7 @@ def test_a_machine_without_gpus_ends_with_64_before_anything_starts(gang: Gang) 
     assert not (gang.folder / "ray_head").exists()
 
 
-def test_a_ray_that_ends_is_a_crash_with_its_last_words(gang: Gang) -> None:
+def test_ray_ending_early_is_a_crash_with_the_end_of_its_output(gang: Gang) -> None:
     gang.script(FOREVER)
     (gang.folder / "bin/ray").write_text(f"#!{sys.executable}\nimport sys; print('no port is free'); sys.exit(3)\n")
     gang.start(0, 1)

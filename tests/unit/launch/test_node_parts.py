@@ -16,8 +16,8 @@ from posttrain.attempts import Attempt
 from posttrain.errors import InputError
 from posttrain.launch.node.checks import check_machine
 from posttrain.launch.node.contract import NodeSettings, read_settings
+from posttrain.launch.node.head import why_no_progress
 from posttrain.launch.node.notices import Notice, metadata_service, watch
-from posttrain.launch.node.progress import why_no_progress
 
 NOW = datetime(2026, 11, 16, 12, 0, tzinfo=UTC).timestamp()
 
@@ -181,7 +181,7 @@ def test_gce_notices_a_preemption_and_warns_of_maintenance(metadata: FakeMetadat
     assert service.ask()[0] == Notice("preempted", 15.0, is_final=True)
 
 
-def test_a_notice_is_reported_once_and_a_silent_service_is_said_once() -> None:
+def test_a_notice_and_an_unreachable_service_are_each_reported_once() -> None:
     class Service:
         def __init__(self) -> None:
             self.num_asked = 0

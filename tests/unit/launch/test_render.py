@@ -16,12 +16,11 @@ from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 from posttrain.launch.admin_objects import gke_node_pool, render_setup
-from posttrain.launch.chart_values import chart_values
 from posttrain.launch.lint.check import check_manifests, find_helm
 from posttrain.launch.lint.custom_schemas import CustomSchemas
 from posttrain.launch.lint.reading import pods_of
 from posttrain.launch.manifest_files import Manifest
-from posttrain.launch.workloads import render_run
+from posttrain.launch.workloads import chart_values, render_run
 
 CHART = Path(__file__).parents[3] / "charts" / "posttrain-ray"
 HELM = find_helm()
@@ -316,7 +315,7 @@ def test_run_and_profile_must_fit(
         make_request(tmp_path, EKS, *overrides, run=run)
 
 
-def test_idle_gpus_and_a_fabric_that_is_not_set_up_are_said(tmp_path: Path) -> None:
+def test_idle_gpus_and_a_missing_fabric_are_warnings(tmp_path: Path) -> None:
     assert make_request(tmp_path, EKS).warnings == []
     assert "other 6 GPUs" in make_request(tmp_path, EKS, run=("cluster.gpus_per_node=2",)).warnings[0]
     assert "TCP" in make_request(tmp_path, GKE, "nodes.instance_type=a3-megagpu-8g").warnings[0]

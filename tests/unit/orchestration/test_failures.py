@@ -122,7 +122,7 @@ def test_a_lost_connection_is_not_called_a_time_out(error: Exception) -> None:
     assert "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" not in said
 
 
-def test_ranks_that_cannot_meet_at_the_start_are_told_so() -> None:
+def test_ranks_that_cannot_connect_at_the_start_have_their_own_message() -> None:
     said = said_of(dist.DistNetworkError(RENDEZVOUS), "build")
     assert "could not connect to the other ranks during start-up (build)" in said
     assert "(10.0.0.1, 41235)" in said

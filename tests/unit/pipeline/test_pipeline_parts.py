@@ -21,8 +21,8 @@ from posttrain.errors import InputError
 from posttrain.pipeline.demo_world import demo_traces
 from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
-from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.page import HEADINGS, cells
+from posttrain.pipeline.runner import only_runner
 from posttrain.pipeline.stages import train
 from posttrain.pipeline.stages.train import choose_checkpoint
 from posttrain.pipeline.training_process import run_training
@@ -30,7 +30,7 @@ from posttrain.pipeline.training_process import run_training
 HOLDS_AND_WAITS = """
 import os, subprocess, sys
 from pathlib import Path
-from posttrain.pipeline.lock import only_runner
+from posttrain.pipeline.runner import only_runner
 with only_runner(Path(sys.argv[1]), print) as lock:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(float(%r))" % sys.argv[2]], pass_fds=(lock,))
     print(child.pid, flush=True)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.policy.fused import adam_kernels, kernels, ops, softmax
-from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
 from posttrain.policy.optimizer import compact_adam

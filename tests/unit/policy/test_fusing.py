@@ -32,8 +32,8 @@ from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.checkpoint.files import load
 from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.adapters import product_of
-from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task

@@ -10,8 +10,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from posttrain.config.policy import OptimizerConfig
-from posttrain.policy.fused.accumulate import add_product, begin_sum, move_to_sum, sum_of
-from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.accumulate import add_product, begin_sum, joined, move_to_sum, sum_of
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.logprobs import _LinearLogprobs
 from posttrain.policy.optimizer import make_optimizer

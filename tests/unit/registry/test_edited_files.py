@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.registry.errors import RegistryError
+from posttrain.errors import RegistryError
 from posttrain.registry.lineage import gather_lineage
 
 

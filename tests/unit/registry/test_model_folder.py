@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from posttrain.checkpointing.integrity import seal
 from posttrain.cli.main import main
+from posttrain.errors import RegistryError
 from posttrain.registry import Registry, lineage
-from posttrain.registry.errors import RegistryError
 from posttrain.registry.model_folder import check_model_folder
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -211,7 +211,7 @@ def test_a_folder_of_data_without_end_is_not_hashed(
     monkeypatch.setattr(lineage, "MAX_DATA_FILES", 5)
     for number in range(6):
         (tmp_path / f"{number}").write_text("")
-    assert lineage._hash_of(str(tmp_path), told=False) is None
+    assert lineage._hash_of(str(tmp_path), is_given=False) is None
     assert "has more than 5 files" in capsys.readouterr().err
     with pytest.raises(RegistryError, match=r"--data .* has more than 5 files"):
-        lineage._hash_of(str(tmp_path), told=True)
+        lineage._hash_of(str(tmp_path), is_given=True)

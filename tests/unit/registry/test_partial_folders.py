@@ -15,8 +15,7 @@ import pytest
 
 from posttrain.registry import Lineage, Registry
 from posttrain.registry import artifacts as artifacts_module
-from posttrain.registry.artifacts import content_digest, measure, put_in_place
-from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
+from posttrain.registry.artifacts import PartialFolder, clear_abandoned, content_digest, measure, put_in_place
 from posttrain.registry.version import ModelVersion
 
 Make = Callable[[str], Path]
@@ -24,7 +23,7 @@ Make = Callable[[str], Path]
 HOLDS = """
 import sys
 from pathlib import Path
-from posttrain.registry.partial_folders import PartialFolder
+from posttrain.registry.artifacts import PartialFolder
 folder = PartialFolder(Path(sys.argv[1]))
 (folder.path / "half").write_text("x")
 print(folder.path, flush=True)

@@ -49,7 +49,7 @@ def test_unchanged_file_is_not_read(tmp_path: Path) -> None:
     assert place.num_read == 0
 
 
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     whole = line(2, reward=2.0)
     table, file, _ = table_of(tmp_path, line(1, reward=1.0) + whole[:9])
     assert table.last_step == 1

@@ -47,7 +47,7 @@ def memory() -> Iterator[Any]:
     filesystem.store.clear()
 
 
-def test_growing_file_elsewhere_is_read_from_where_it_ended(memory: Any) -> None:
+def test_growing_remote_file_is_read_from_its_last_end(memory: Any) -> None:
     clock, counted = Clock(), CountingFileSystem(memory)
     memory.pipe("/runs/a/metrics.jsonl", b'{"step": 1, "train/reward": 1.0}\n')
     place = RemotePlace(counted, "/runs/a", "memory://runs/a", clock)
@@ -60,7 +60,7 @@ def test_growing_file_elsewhere_is_read_from_where_it_ended(memory: Any) -> None
     assert counted.num_listings == 2
 
 
-def test_folder_elsewhere_must_have_something(memory: Any) -> None:
+def test_empty_remote_folder_is_refused(memory: Any) -> None:
     with pytest.raises(InputError, match="memory://nothing"):
         place_of("memory://nothing")
 

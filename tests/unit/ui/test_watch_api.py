@@ -104,7 +104,7 @@ def test_ranks_and_phases_come_from_workers_jsonl(client: TestClient) -> None:
     assert found["attempts"][0]["holder"]["host"] == "node-a"
 
 
-def test_running_run_without_a_heartbeat_is_not_called_running(tmp_path: Path) -> None:
+def test_run_without_a_heartbeat_is_not_shown_as_running(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3, status="running")
     client = client_of(tmp_path)
     assert get(client, "runs")["runs"][0]["status"] == "running"
@@ -131,7 +131,7 @@ def test_folder_that_is_a_run_is_shown_by_its_name(results: Path) -> None:
     assert set(ids(client_of(results / "good"))) == {"good"}
 
 
-def test_young_and_damaged_folders_are_shown(tmp_path: Path) -> None:
+def test_new_and_damaged_folders_are_shown(tmp_path: Path) -> None:
     (tmp_path / "young").mkdir()
     (tmp_path / "young" / "run.json").write_text('{"title": "Young", "status": "running"}')
     (tmp_path / "damaged").mkdir()
@@ -183,7 +183,7 @@ def test_tokens_have_a_value_for_every_piece(client: TestClient) -> None:
     assert client.get(f"/api/runs/{run}/tokens/11/{group['draw']}/1").status_code == 404
 
 
-def test_text_of_models_stays_data(tmp_path: Path) -> None:
+def test_rollouts_are_served_as_json_without_sniffing(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     write_groups(folder, 1, [conversation_group()])
     client = client_of(tmp_path)
@@ -265,7 +265,7 @@ def test_requests_other_than_reading_are_refused(client: TestClient) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-def test_metrics_of_runs_that_are_not_looked_at_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_unused_runs_are_dropped_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         rows = [metrics_row(step, noise=random.Random(step)) for step in range(1, 101)]

@@ -54,7 +54,7 @@ class Advice:
 
 
 def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: str = "", settings: str = "") -> Advice:
-    """What the command line was told goes into the next command: `options` of `data pairs`, `settings` of a run.
+    """Options of this command are repeated in the next one: `options` of `data pairs`, `settings` of a run.
 
     `settings` say where the data is, too; without any it is `path`.
     """

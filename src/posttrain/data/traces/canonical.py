@@ -249,7 +249,7 @@ def _is_unicode(column: pa.Array) -> bool:
 
 
 def _encoded(
-    values: Iterable[Any], encode: Encode, absent: str, problem: NDArray[np.object_]
+    values: Iterable[object], encode: Encode, absent: str, problem: NDArray[np.object_]
 ) -> tuple[list[str], list[bool]]:
     texts: list[str] = []
     chats: list[bool] = []
@@ -309,7 +309,7 @@ def _text_column(block: Block, name: str) -> pa.Array:
     return pa.array([None if value is None or value != value else _id_text(value) for value in values], TEXT)
 
 
-def _id_text(value: Any) -> str:
+def _id_text(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, float) and value.is_integer():  # pandas turns whole numbers with gaps into floats
@@ -328,7 +328,7 @@ def _times(block: Block, name: str) -> pa.Array:
     return pa.array([_moment(value) for value in block.values(name)], kind)
 
 
-def _moment(value: Any) -> datetime | None:
+def _moment(value: object) -> datetime | None:
     """From ISO text, or from seconds or milliseconds since 1970."""
     try:
         if isinstance(value, str):

@@ -20,13 +20,13 @@ class Unusable(Exception):
     """A value that makes its row unusable; the argument is the reason."""
 
 
-def encode_prompt(value: Any) -> tuple[str, bool]:
+def encode_prompt(value: object) -> tuple[str, bool]:
     if isinstance(value, list) and value:
         return _written([_message(turn) for turn in value]), True
     return _plain(value, reasons.NO_PROMPT), False
 
 
-def encode_response(value: Any) -> tuple[str, bool]:
+def encode_response(value: object) -> tuple[str, bool]:
     """A text as it is; the turns up to the assistant's last one; of a single turn that is only text, that text."""
     if isinstance(value, Mapping):
         value = [value]
@@ -54,7 +54,7 @@ def without_prompt(prompt: str | list[Message], response: str | list[Message]) -
     return encode_response(response)
 
 
-def _plain(value: Any, otherwise: str) -> str:
+def _plain(value: object, otherwise: str) -> str:
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -65,7 +65,7 @@ def _plain(value: Any, otherwise: str) -> str:
     return _checked(value)
 
 
-def split_conversation(messages: Any, length: Any) -> tuple[str, str, bool]:
+def split_conversation(messages: object, length: object) -> tuple[str, str, bool]:
     """The prompt and the response of a whole conversation. Length -1: the response is the last turn."""
     if not isinstance(messages, list) or not messages:
         raise Unusable(reasons.BAD_MESSAGES)
@@ -82,7 +82,7 @@ def split_conversation(messages: Any, length: Any) -> tuple[str, str, bool]:
     return prompt, response, is_chat
 
 
-def _message(turn: Any) -> JsonObject:
+def _message(turn: object) -> JsonObject:
     """One turn, its keys in one order and without the nulls that tables put where a turn has no such key."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise Unusable(reasons.BAD_MESSAGES)
@@ -94,7 +94,7 @@ def _message(turn: Any) -> JsonObject:
     return {"role": turn["role"], "content": content, **rest}
 
 
-def _content(value: Any) -> str | None:
+def _content(value: object) -> str | None:
     """Text; the texts of a list of parts, one after another, as OpenAI's API has them; None of a turn without text."""
     if isinstance(value, list):
         texts = [part["text"] for part in value if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
@@ -105,7 +105,7 @@ def _content(value: Any) -> str | None:
     raise Unusable(reasons.BAD_MESSAGES)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value

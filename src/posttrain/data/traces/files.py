@@ -20,6 +20,7 @@ from posttrain.json_files import JsonMapping, parse_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
 BLOCK_BYTES = 8 << 20
@@ -31,7 +32,7 @@ ProgressCall = Callable[[int, int, int], None]  # bytes done, bytes in all, rows
 
 @dataclass(frozen=True)
 class TraceFile:
-    filesystem: Any
+    filesystem: AbstractFileSystem
     location: str
     shown: str  # as the user wrote it
     size: int

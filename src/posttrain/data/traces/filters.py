@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +56,7 @@ def _microseconds(moment: datetime) -> int:
     return int(pa.scalar(moment, pa.timestamp("us", tz="UTC")).cast(pa.int64()).as_py())
 
 
-def _has_value(block: Block, column: str, wanted: Any) -> NDArray[np.bool_]:
+def _has_value(block: Block, column: str, wanted: object) -> NDArray[np.bool_]:
     accepted = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
     array = block.array(column)
     if array is not None and not pa.types.is_nested(array.type):
@@ -69,7 +68,7 @@ def _has_value(block: Block, column: str, wanted: Any) -> NDArray[np.bool_]:
     return np.array([_matches(value, accepted) for value in block.values(column)], dtype=bool)
 
 
-def _matches(value: Any, accepted: Sequence[Any]) -> bool:
+def _matches(value: object, accepted: Sequence[object]) -> bool:
     """Whether a value is one of those. Typed at a command line everything is text, so "1" is also 1 and "true" is True."""
     for one in accepted:
         if value == one and isinstance(value, bool) == isinstance(one, bool):

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ from posttrain.data.traces.reading import COMPARED, Reading, paired_rows, repeat
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, text_of
 from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_BINS = 20
 SAMPLE_SIZE = 5000
@@ -122,7 +125,9 @@ class TraceStatistics:
         }
 
 
-def collect_statistics(reading: Reading, rules: PairRules, tokenizer: Any = None) -> TraceStatistics:
+def collect_statistics(
+    reading: Reading, rules: PairRules, tokenizer: PreTrainedTokenizerBase | None = None
+) -> TraceStatistics:
     """Reads everything once. `tokenizer` measures lengths in its tokens; without one they are characters."""
     found = TraceStatistics(rules=rules)
     files = locate(reading.path)
@@ -253,7 +258,7 @@ class _Sample:
             best = np.sort(np.argpartition(self._keys, self._size)[: self._size])
             self._kept, self._keys = self._kept.take(pa.array(best)).combine_chunks(), self._keys[best]
 
-    def lengths(self, tokenizer: Any) -> Lengths | None:
+    def lengths(self, tokenizer: PreTrainedTokenizerBase | None) -> Lengths | None:
         rows = self._kept.to_pylist()
         if not rows:
             return None
@@ -272,7 +277,7 @@ def _mixed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def _measured(texts: list[str], tokenizer: Any) -> list[int]:
+def _measured(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer is None:
         return [len(text) for text in texts]
     lengths: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,14 @@ from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import LayerShape, check_length, observe_layers
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 class ForwardPass:
     def __init__(self, model: nn.Module) -> None:
         self.base = without_adapter_wrapper(model)
-        self.config: Any = self.base.config.get_text_config()
+        self.config: PretrainedConfig = self.base.config.get_text_config()
         implementation = getattr(self.config, "_attn_implementation", None)
         if implementation != ATTENTION:
             raise UnsupportedModelError(

@@ -30,7 +30,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def send(self, **fields: Any) -> None:
+    def send(self, **fields: object) -> None:
         data = json.dumps(fields).encode()
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -193,7 +193,7 @@ def serve(channel: Channel) -> None:
 
         channel.send(done={"version": vllm.__version__})
     except Exception as error:
-        channel.send(error=_told(error))
+        channel.send(error=_error_text(error))
         return
     while True:
         request = channel.receive()
@@ -206,10 +206,10 @@ def serve(channel: Channel) -> None:
         except OSError:
             raise
         except Exception as error:
-            channel.send(error=_told(error))
+            channel.send(error=_error_text(error))
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     traceback.print_exception(error)  # for the log
     return f"{type(error).__name__}: {error}"
 

@@ -14,14 +14,31 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 REPORT_FD = 3
 
 
+class TestStep(TypedDict, total=False):
+    """One test: `code` that runs, or the `arguments` of a call."""
+
+    code: str
+    counts: bool
+    arguments: list[object]
+
+
+class TestJob(TypedDict):
+    kind: str
+    steps: list[TestStep]
+    function: str  # of calls
+    setup: str
+    token: str
+    sys_path: list[str]
+
+
 def main() -> None:
     with open("job.json") as file:
-        job = json.load(file)
+        job: TestJob = json.load(file)
     with open("solution.py", encoding="utf-8") as file:
         source = file.read()
     for name in ("job.json", sys.argv[0]):
@@ -70,18 +87,18 @@ def _compiled(source: str, name: str) -> types.CodeType:
     return compile(source, name, "exec", dont_inherit=True)
 
 
-def _stepper(steps: list[dict[str, Any]]) -> Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], str | None]:
+def _stepper(steps: list[TestStep]) -> Callable[[dict[str, Any], TestStep, TestJob], str | None]:
     """What runs one test. They are compiled here and now, and `exec` is kept as it is."""
     codes, execute = {step["code"]: _compiled(step["code"], "test.py") for step in steps}, exec
 
-    def run(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> str | None:
+    def run(values: dict[str, Any], step: TestStep, job: TestJob) -> str | None:
         execute(codes[step["code"]], values)
         return "passed" if step["counts"] else None
 
     return run
 
 
-def _call(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> str | None:
+def _call(values: dict[str, Any], step: TestStep, job: TestJob) -> str | None:
     name = job["function"]
     function = values[name] if name in values else getattr(values["Solution"](), name)
     # What is expected never comes in here: the value goes out and is compared there.

@@ -19,8 +19,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypedDict
 
 from posttrain.environments.sandbox import kernel
 from posttrain.environments.sandbox.kernel import restrict_files
@@ -43,9 +43,23 @@ _NAMESPACES = (
 _GIVE_UP_KILLING_S = 10.0
 
 
+class LaunchSpec(TypedDict):
+    """What `sandbox.py` asks for, as JSON."""
+
+    parent: int
+    level: str
+    command: list[str]
+    environment: dict[str, str]
+    files: dict[str, str]  # by name, in base64
+    limits: dict[str, int]
+    read_only: list[str]
+    folder: str  # null in namespaces
+    num_processes_of_user: int
+
+
 def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
     with os.fdopen(spec_fd) as file:
-        spec: dict[str, Any] = json.load(file)
+        spec: LaunchSpec = json.load(file)
     kernel.die_with_parent(signal.SIGTERM, spec["parent"])
     # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,7 +75,7 @@ def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
         sys.exit(1)
 
 
-def _launch_in_namespaces(spec: dict[str, Any], status_fd: int, report_fd: int) -> None:
+def _launch_in_namespaces(spec: LaunchSpec, status_fd: int, report_fd: int) -> None:
     ids = _own_ids() if os.geteuid() == 0 else None
     if ids is None:
         _unshare_user()
@@ -101,11 +115,11 @@ def _is_mapped(number: int, kind: str) -> bool:
 
 
 def _first_process(
-    spec: dict[str, Any], ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int
+    spec: LaunchSpec, ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int
 ) -> NoReturn:
     """Process 1 of the new namespaces: furnishes them, starts the program, and takes everything along when that ends.
 
-    `ids` is whom to become when we are root; without it we are an ordinary user in a user namespace of our own.
+    `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user namespace.
     """
     os.setsid()
     read_only = [path for path in spec["read_only"] if os.path.exists(path)]
@@ -130,7 +144,7 @@ def _first_process(
     os._exit(0)
 
 
-def _launch_beside(spec: dict[str, Any], status_fd: int, report_fd: int) -> None:
+def _launch_beside(spec: LaunchSpec, status_fd: int, report_fd: int) -> None:
     """Without namespaces: the program shares ours, under the rules of Landlock if the level has it."""
     kernel.adopt_orphans()
     ids = _own_ids() if os.geteuid() == 0 and spec["level"] == "landlock" else None
@@ -153,7 +167,7 @@ def _launch_beside(spec: dict[str, Any], status_fd: int, report_fd: int) -> None
 
 
 def _run_and_tell(
-    spec: dict[str, Any], status_fd: int, report_fd: int, extra_processes: int, restrict: Callable[[], None]
+    spec: LaunchSpec, status_fd: int, report_fd: int, extra_processes: int, restrict: Callable[[], None]
 ) -> None:
     """Start the program, say so, wait for it, say how it ended. A program that cannot be started is the sandbox's failure."""
     error_read, error_write = os.pipe()
@@ -192,7 +206,7 @@ def _run_and_tell(
     )
 
 
-def _become_program(spec: dict[str, Any], starter: int, extra_processes: int, restrict: Callable[[], None]) -> None:
+def _become_program(spec: LaunchSpec, starter: int, extra_processes: int, restrict: Callable[[], None]) -> None:
     namespaces = spec["level"] == "namespaces"
     os.chdir(BOX if namespaces else spec["folder"])
     if not namespaces:
@@ -208,8 +222,7 @@ def _become_program(spec: dict[str, Any], starter: int, extra_processes: int, re
         kernel.die_with_parent(signal.SIGKILL, starter)
     if spec["level"] != "limits":
         kernel.install_filter(syscall_filter())
-    command = [str(part) for part in spec["command"]]
-    os.execve(command[0], command, spec["environment"])
+    os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
 def _arrange_descriptors(report_fd: int, error_fd: int, status_fd: int) -> int:
@@ -303,6 +316,6 @@ def _or_tell(status_fd: int, action: Callable[[], NoReturn]) -> NoReturn:
         os._exit(1)
 
 
-def _tell(status_fd: int, message: dict[str, Any]) -> None:
+def _tell(status_fd: int, message: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):
         os.write(status_fd, json.dumps(message).encode() + b"\n")

@@ -103,8 +103,8 @@ def open_sandbox(mode: Mode, interpreter: Interpreter, read_only_paths: Sequence
         sandbox = Sandbox(level, visible)
         reason = why_not(sandbox, interpreter)
         if reason is None:
-            told = [f"sandbox level {level!r}: {NOT_PROTECTED[level]}", *reasons] if NOT_PROTECTED[level] else []
-            return sandbox, "\n".join(told)
+            warnings = [f"sandbox level {level!r}: {NOT_PROTECTED[level]}", *reasons] if NOT_PROTECTED[level] else []
+            return sandbox, "\n".join(warnings)
         reasons.append(f"level {level!r} does not work here: {reason}")
     advice = (
         ""

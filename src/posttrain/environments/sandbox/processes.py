@@ -17,7 +17,7 @@ def descendants(process_id: int) -> list[int]:
         parent = waiting.pop()
         try:
             children = _children(parent)
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the second: it ended between opening and reading
             if os.path.exists(f"/proc/{parent}/task"):  # a kernel without the list of children
                 by_parent = by_parent or _children_by_parent()
                 children = by_parent.get(parent, [])

@@ -21,10 +21,10 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.environments.sandbox.processes import descendants, memory_bytes, num_processes_of_user
 from posttrain.environments.sandbox.program import READY, Level, Limits, Outcome, Program, SandboxFailure, Stopped
+from posttrain.json_files import JsonObject
 
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from posttrain.environments.sandbox.launch import launch; "
 _LAUNCH += "launch(*map(int, sys.argv[2:]))"
@@ -44,7 +44,7 @@ class Sandbox:
     read_only: tuple[str, ...] = ()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """What came of the program. Raises `SandboxFailure` if that cannot be told."""
+        """The outcome of the program. Raises `SandboxFailure` if it is not known."""
         if self.level == "namespaces":
             return _Run(self, program, limits, folder=None).outcome()
         with contextlib.ExitStack() as cleanup:
@@ -201,13 +201,13 @@ class _Run:
             cpu_s=float(status.get("cpu_s", 0.0)),
         )
 
-    def _ran_out_of_cpu_time(self, status: dict[str, Any]) -> bool:
+    def _ran_out_of_cpu_time(self, status: JsonObject) -> bool:
         ended_by = -int(status["exit_code"])
         used = float(status["program_cpu_s"]) >= self.limits.cpu_s - 0.1
         return ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and used)
 
-    def _status(self) -> dict[str, Any]:
-        status: dict[str, Any] = {}
+    def _status(self) -> JsonObject:
+        status: JsonObject = {}
         for line in self.texts["status"].splitlines():
             with contextlib.suppress(ValueError):
                 status |= json.loads(line)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.json_files import JsonMapping
 
@@ -49,7 +48,7 @@ def _read(body: str) -> ToolCall | MalformedCall:
     return _to_call(value)
 
 
-def _to_call(value: Any) -> ToolCall | MalformedCall:
+def _to_call(value: object) -> ToolCall | MalformedCall:
     if not isinstance(value, dict):
         return MalformedCall('a tool call is an object: {"name": ..., "arguments": {...}}')
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))

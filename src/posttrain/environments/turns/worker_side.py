@@ -28,10 +28,10 @@ def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
     environment = _build(setup["turns"], setup["kwargs"], Path(setup["base_folder"]))
     runner = asyncio.Runner()  # one event loop for the worker's life, as for reward functions
 
-    async def awaited(value: Awaitable[Any]) -> Any:
+    async def awaited(value: Awaitable[object]) -> object:
         return await value
 
-    def call(method: Callable[..., Any], *arguments: Any) -> Any:
+    def call(method: Callable[..., object], *arguments: object) -> object:
         value = method(*arguments)
         return runner.run(awaited(value)) if inspect.isawaitable(value) else value
 

@@ -6,10 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
+from posttrain.json_files import JsonMapping
 from posttrain.launch.lint.findings import Findings, LintFinding, ManifestPlace
 from posttrain.launch.manifest_files import Manifest
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator, ValidationError
+    from referencing import Registry, Resource
 
 VERSION = "1.36.0"
 PACKAGE = "kubernetes_validate"
@@ -44,7 +49,7 @@ def check_core_schema(manifest: Manifest) -> Findings:
 
 
 @lru_cache(maxsize=64)
-def _validator(kind: str, api_version: str) -> Any:
+def _validator(kind: str, api_version: str) -> Draft202012Validator | None:
     from jsonschema import Draft202012Validator
     from kubernetes_validate.utils import schema_contents
     from referencing import Registry, Resource
@@ -55,12 +60,12 @@ def _validator(kind: str, api_version: str) -> Any:
         schema = schema_contents(f"kubernetes-json-schema/v{VERSION}-local-strict/{kind}-{name}.json", VERSION)
     except FileNotFoundError:
         return None
-    registry: Any = _definitions() @ (Resource.from_contents(schema) @ Registry())
+    registry: Registry[JsonMapping] = _definitions() @ (Resource.from_contents(schema) @ Registry())
     return Draft202012Validator(schema, registry=registry)
 
 
 @lru_cache(maxsize=1)
-def _definitions() -> Any:
+def _definitions() -> Resource[JsonMapping]:
     from kubernetes_validate.utils import schema_contents
     from referencing import Resource
 
@@ -69,7 +74,7 @@ def _definitions() -> Any:
     )
 
 
-def findings_of(manifest: Manifest, errors: Iterable[Any], rule: str = RULE) -> Findings:
+def findings_of(manifest: Manifest, errors: Iterable[ValidationError], rule: str = RULE) -> Findings:
     """Errors of jsonschema; of alternatives, those of the one that came nearest."""
     from jsonschema.exceptions import best_match
 
@@ -78,7 +83,7 @@ def findings_of(manifest: Manifest, errors: Iterable[Any], rule: str = RULE) -> 
         yield _finding_of(manifest, deepest, rule)
 
 
-def _finding_of(manifest: Manifest, error: Any, rule: str) -> LintFinding:
+def _finding_of(manifest: Manifest, error: ValidationError, rule: str) -> LintFinding:
     place = ManifestPlace(manifest).at(*_keys(error.absolute_path))
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         known = error.schema.get("properties", {})
@@ -99,7 +104,7 @@ def _finding_of(manifest: Manifest, error: Any, rule: str) -> LintFinding:
     return place.error(rule, None, error.message[:200])
 
 
-def _keys(path: Sequence[Any]) -> list[str | int]:
+def _keys(path: Sequence[object]) -> list[str | int]:
     return [key if isinstance(key, int) else str(key) for key in path]
 
 

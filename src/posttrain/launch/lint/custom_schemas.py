@@ -1,6 +1,6 @@
 """Schemas of custom resources (CustomResourceDefinitions) and their CEL rules, from a folder that the user names.
 
-posttrain contains none of them: they belong to the versions of the operators that a cluster has. `kubectl get crd -o json`
+posttrain contains none of them: they depend on the versions of the operators in a cluster. `kubectl get crd -o json`
 writes them. CEL needs the package `common-expression-language`; rules that compare with the stored object are left out.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonObject
 from posttrain.launch.lint.core_schemas import findings_of
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.manifest_files import Manifest, read_manifests
@@ -36,7 +37,7 @@ class CustomSchemas:
             )
         if find_spec("jsonschema") is None:
             raise InputError("--crds needs the package jsonschema: pip install 'posttrain[k8s]'")
-        self.schemas: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.schemas: dict[tuple[str, str, str], JsonObject] = {}
         for manifest in read_manifests([folder]):
             if manifest.kind != "CustomResourceDefinition":
                 continue
@@ -95,9 +96,9 @@ class CustomSchemas:
         return _Cel()
 
 
-def _closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
+def _closed(schema: JsonObject, is_root: bool = False) -> JsonObject:
     """An OpenAPI schema as JSON Schema that refuses unknown fields, as the server does with strict decoding."""
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     for key, value in schema.items():
         if key == "properties":
             result[key] = {name: _closed(inner) for name, inner in value.items()}
@@ -122,7 +123,7 @@ def _closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
 
 
 def _rules(
-    schema: dict[str, Any], value: Any, place: ManifestPlace
+    schema: JsonObject, value: object, place: ManifestPlace
 ) -> Iterator[tuple[ManifestPlace, dict[str, str], Any]]:
     """Every CEL rule whose value is in the object."""
     for rule in schema.get("x-kubernetes-validations", ()):
@@ -155,13 +156,13 @@ class _Cel:
     def is_available(self) -> bool:
         return self._cel is not None
 
-    def failure(self, rule: dict[str, str], value: Any) -> str | None:
+    def failure(self, rule: dict[str, str], value: object) -> str | None:
         if self._cel is None:
             return None
         functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
         try:
             holds = self._cel.evaluate(rule["rule"], self._cel.Context(variables={"self": value}, functions=functions))
-        except Exception as error:  # a function or a field that this implementation does not know
+        except Exception as error:  # a function or a field that this implementation does not support
             self.not_evaluated[rule["rule"]] = reason_of(error)
             return None
         return None if holds else rule.get("message", rule["rule"])

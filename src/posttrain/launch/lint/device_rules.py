@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE
+from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE, Instance
 from posttrain.launch.lint.findings import Findings
 from posttrain.launch.lint.reading import ZONE_LABEL, Pods, get, list_of, map_of, quantity
 
@@ -132,7 +131,7 @@ def _check_efa(pods: Pods) -> Findings:
             )
 
 
-def _efa_remedy(instance: Any) -> str:
+def _efa_remedy(instance: Instance | None) -> str:
     count = instance.efa if instance is not None and instance.efa else "the number of devices"
     return f"ask for {EFA_RESOURCE}: {count}"
 

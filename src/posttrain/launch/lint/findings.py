@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.launch.manifest_files import Manifest
 from posttrain.redaction import redact
@@ -51,13 +51,13 @@ class ManifestPlace:
                 path += f".{key}" if path else key
         return ManifestPlace(self.manifest, path)
 
-    def error(self, rule: str, value: Any, message: str, remedy: str = "") -> LintFinding:
+    def error(self, rule: str, value: object, message: str, remedy: str = "") -> LintFinding:
         return self._finding("error", rule, value, message, remedy)
 
-    def warning(self, rule: str, value: Any, message: str, remedy: str = "") -> LintFinding:
+    def warning(self, rule: str, value: object, message: str, remedy: str = "") -> LintFinding:
         return self._finding("warning", rule, value, message, remedy)
 
-    def _finding(self, level: Level, rule: str, value: Any, message: str, remedy: str) -> LintFinding:
+    def _finding(self, level: Level, rule: str, value: object, message: str, remedy: str) -> LintFinding:
         shown = "" if value is None else redact(repr(value))
         if len(shown) > _SHOWN:
             shown = shown[:_SHOWN] + "…"

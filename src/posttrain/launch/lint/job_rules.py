@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.instances import GPU_RESOURCE
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, is_kind, job_specs, list_of, map_of, number, pods_of
@@ -66,7 +67,7 @@ def check_jobs(manifest: Manifest) -> Findings:
         yield from _check_jobset(manifest)
 
 
-def _check_shape(place: ManifestPlace, spec: dict[str, Any], has_gpus: bool) -> Findings:
+def _check_shape(place: ManifestPlace, spec: JsonObject, has_gpus: bool) -> Findings:
     mode, completions, parallelism = spec.get("completionMode"), spec.get("completions"), spec.get("parallelism")
     if mode not in (None, "Indexed", "NonIndexed"):
         yield place.at("completionMode").error("completion-mode", mode, "must be Indexed or NonIndexed")
@@ -101,7 +102,7 @@ def _check_shape(place: ManifestPlace, spec: dict[str, Any], has_gpus: bool) -> 
             )
 
 
-def _check_failure_policy(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_failure_policy(place: ManifestPlace, spec: JsonObject) -> Findings:
     policy = spec.get("podFailurePolicy")
     if not isinstance(policy, dict):
         return
@@ -123,7 +124,7 @@ def _check_failure_policy(place: ManifestPlace, spec: dict[str, Any]) -> Finding
         yield from _check_failure_rule(place.at("podFailurePolicy", "rules", index), rule, containers, spec)
 
 
-def _check_failure_rule(place: ManifestPlace, rule: Any, containers: list[Any], spec: dict[str, Any]) -> Findings:
+def _check_failure_rule(place: ManifestPlace, rule: object, containers: Sequence[object], spec: JsonObject) -> Findings:
     name, action = "failure-policy-rule", get(rule, "action")
     if action not in _ACTIONS:
         yield place.at("action").error(name, action, f"must be one of {', '.join(_ACTIONS)}")
@@ -151,7 +152,7 @@ def _check_failure_rule(place: ManifestPlace, rule: Any, containers: list[Any], 
             )
 
 
-def _check_gang_end(place: ManifestPlace, spec: dict[str, Any], is_spot: bool) -> Findings:
+def _check_gang_end(place: ManifestPlace, spec: JsonObject, is_spot: bool) -> Findings:
     if spec.get("completionMode") != "Indexed":
         return
     if not spec.get("successPolicy"):
@@ -213,13 +214,13 @@ def _check_jobset(manifest: Manifest) -> Findings:
     yield from _check_set_failures(root.at("failurePolicy"), map_of(spec, "failurePolicy"), names)
 
 
-def _check_set_failures(place: ManifestPlace, policy: dict[str, Any], names: list[str]) -> Findings:
+def _check_set_failures(place: ManifestPlace, policy: JsonObject, names: list[str]) -> Findings:
     rule_id = "jobset-failure-policy"
     if policy.get("restartStrategy") not in (None, *_STRATEGIES):
         yield place.at("restartStrategy").error(
             rule_id, policy["restartStrategy"], f"must be one of {', '.join(_STRATEGIES)}"
         )
-    seen: list[Any] = []
+    seen: list[object] = []
     for index, rule in enumerate(list_of(policy, "rules")):
         here, name = place.at("rules", index), get(rule, "name")
         if get(rule, "action") not in _SET_ACTIONS:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from posttrain.json_files import JsonObject
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, list_of, map_of, quantity
 from posttrain.launch.manifest_files import Manifest
@@ -52,7 +51,7 @@ def check_kueue(manifest: Manifest) -> Findings:
         yield from _check_topology(root, spec)
 
 
-def _check_cluster_queue(root: ManifestPlace, spec: dict[str, Any], version: str) -> Findings:
+def _check_cluster_queue(root: ManifestPlace, spec: JsonObject, version: str) -> Findings:
     for old, new in _RENAMED.items():
         if version == "v1beta2" and old in spec:
             yield root.at(old).error("kueue-renamed", spec[old], "unknown field in v1beta2", f"write {new}")
@@ -60,7 +59,7 @@ def _check_cluster_queue(root: ManifestPlace, spec: dict[str, Any], version: str
         yield root.at("namespaceSelector").error(
             "kueue-namespaces", None, "no namespace is admitted", "write {} for all"
         )
-    covered_in_all: set[Any] = set()
+    covered_in_all: set[str] = set()
     for index, group in enumerate(list_of(spec, "resourceGroups")):
         place = root.at("resourceGroups", index)
         covered = list_of(group, "coveredResources")
@@ -86,7 +85,7 @@ def _check_cluster_queue(root: ManifestPlace, spec: dict[str, Any], version: str
         )
 
 
-def _check_topology(root: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_topology(root: ManifestPlace, spec: JsonObject) -> Findings:
     labels = [get(level, "nodeLabel") for level in list_of(spec, "levels")]
     if not labels:
         yield root.at("levels").error("kueue-topology", labels, "needs at least one level")

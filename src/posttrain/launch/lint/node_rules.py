@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import (
     INSTANCE_LABEL,
@@ -47,7 +47,7 @@ def check_nodes(manifest: Manifest) -> Findings:
         yield from _check_class(ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec"))
 
 
-def _check_pool(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_pool(place: ManifestPlace, spec: JsonObject) -> Findings:
     inner_place, inner = place.at("template", "spec"), map_of(spec, "template", "spec")
     reference = map_of(inner, "nodeClassRef")
     for key, usual in (("group", "karpenter.k8s.aws"), ("kind", "EC2NodeClass"), ("name", "")):
@@ -100,7 +100,7 @@ def _check_pool(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
 
 
 def _check_disruption(
-    place: ManifestPlace, spec: dict[str, Any], inner_place: ManifestPlace, inner: dict[str, Any]
+    place: ManifestPlace, spec: JsonObject, inner_place: ManifestPlace, inner: JsonObject
 ) -> Findings:
     for key in ("disruption", "consolidationPolicy", "consolidateAfter"):
         if key in inner:
@@ -127,7 +127,7 @@ def _check_disruption(
         )
 
 
-def _check_requirement(place: ManifestPlace, requirement: Any) -> Findings:
+def _check_requirement(place: ManifestPlace, requirement: object) -> Findings:
     key, operator, values = get(requirement, "key"), get(requirement, "operator"), list_of(requirement, "values")
     name = "nodepool-requirements"
     if not key:
@@ -146,7 +146,7 @@ def _check_requirement(place: ManifestPlace, requirement: Any) -> Findings:
                 yield place.at("values", index).error(name, value, "must be spot, on-demand or reserved")
 
 
-def _check_class(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_class(place: ManifestPlace, spec: JsonObject) -> Findings:
     for key in ("amiSelectorTerms", "subnetSelectorTerms", "securityGroupSelectorTerms"):
         if not list_of(spec, key):
             yield place.at(key).error("nodeclass-required", spec.get(key), "needs at least one term")

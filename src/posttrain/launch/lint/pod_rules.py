@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
-from posttrain.launch.lint.findings import Findings
+from posttrain.json_files import JsonObject
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import (
     GKE_SPOT,
     INSTANCE_LABEL,
@@ -182,7 +183,7 @@ def _check_volumes(pods: Pods) -> Findings:
             )
 
 
-def _twice(pods: Pods, names: list[Any], key: str) -> Findings:
+def _twice(pods: Pods, names: Sequence[object], key: str) -> Findings:
     for index, name in enumerate(names):
         if name is not None and name in names[:index]:
             yield pods.spec_place.at(key, index, "name").error("volume-twice", name, "stands twice")
@@ -213,7 +214,7 @@ def _check_grace(pods: Pods) -> Findings:
         yield place.warning("grace-period", None, "30 s is the default", "say how long a save may take")
 
 
-def _check_resources(place: Any, container: dict[str, Any], pods: Pods) -> Findings:
+def _check_resources(place: ManifestPlace, container: JsonObject, pods: Pods) -> Findings:
     limits, requests = map_of(container, "resources", "limits"), map_of(container, "resources", "requests")
     for key, amounts in (("limits", limits), ("requests", requests)):
         for name, value in amounts.items():
@@ -238,7 +239,7 @@ def _check_resources(place: Any, container: dict[str, Any], pods: Pods) -> Findi
         )
 
 
-def _check_env(place: Any, container: dict[str, Any]) -> Findings:
+def _check_env(place: ManifestPlace, container: JsonObject) -> Findings:
     seen: set[str] = set()
     for index, entry in enumerate(list_of(container, "env")):
         name, value = str(get(entry, "name")), get(entry, "value")
@@ -257,7 +258,7 @@ def _check_env(place: Any, container: dict[str, Any]) -> Findings:
         seen.add(name)
 
 
-def _check_command(place: Any, container: dict[str, Any]) -> Findings:
+def _check_command(place: ManifestPlace, container: JsonObject) -> Findings:
     command, args = list_of(container, "command"), list_of(container, "args")
     words = [str(word) for word in [*command, *args]]
     key = "command" if command else "args"
@@ -279,7 +280,7 @@ def _check_command(place: Any, container: dict[str, Any]) -> Findings:
             )
 
 
-def _check_image(place: Any, container: dict[str, Any]) -> Findings:
+def _check_image(place: ManifestPlace, container: JsonObject) -> Findings:
     image = container.get("image")
     here = place.at("image")
     if not isinstance(image, str) or not image or re.search(r"[\s<>]", image):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.instances import GPU_RESOURCE
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import RAY_SPECS, get, list_of, map_of, number, quantity, ray_groups
@@ -43,7 +43,7 @@ def check_ray(manifest: Manifest) -> Findings:
         yield root.at("apiVersion").warning(
             "ray-version", manifest.body.get("apiVersion"), "is deprecated", "use ray.io/v1"
         )
-    names: list[Any] = []
+    names: list[object] = []
     for place, group, is_head in ray_groups(manifest):
         yield from _check_group(place, group, is_head)
         if not is_head:
@@ -59,7 +59,7 @@ def check_ray(manifest: Manifest) -> Findings:
         yield from _check_kueue(manifest, names)
 
 
-def _check_group(place: ManifestPlace, group: dict[str, Any], is_head: bool) -> Findings:
+def _check_group(place: ManifestPlace, group: JsonObject, is_head: bool) -> Findings:
     params, resources = map_of(group, "rayStartParams"), map_of(group, "resources")
     for key, value in params.items():
         if not isinstance(value, str):
@@ -98,7 +98,7 @@ def _check_group(place: ManifestPlace, group: dict[str, Any], is_head: bool) -> 
         )
 
 
-def _check_token(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_token(place: ManifestPlace, spec: JsonObject) -> Findings:
     version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
     if get(spec, "authOptions", "mode") == "token" and (
         version is None or (int(version[1]), int(version[2])) < (2, 52)
@@ -108,7 +108,7 @@ def _check_token(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
         )
 
 
-def _check_job(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_job(place: ManifestPlace, spec: JsonObject) -> Findings:
     selector, cluster, mode = (
         spec.get("clusterSelector"),
         spec.get("rayClusterSpec"),
@@ -139,7 +139,7 @@ def _check_job(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
         yield place.at("activeDeadlineSeconds").error(name, spec["activeDeadlineSeconds"], "must be above 0")
 
 
-def _check_kueue(manifest: Manifest, names: list[Any]) -> Findings:
+def _check_kueue(manifest: Manifest, names: list[object]) -> Findings:
     root, spec = ManifestPlace(manifest), map_of(manifest.body, *RAY_SPECS[manifest.kind])
     if manifest.kind == "RayJob":
         if get(manifest.body, "spec", "shutdownAfterJobFinishes") is not True:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.instances import INSTANCES, Instance
 from posttrain.launch.lint.findings import ManifestPlace
 from posttrain.launch.manifest_files import Manifest
@@ -20,18 +21,18 @@ _FACTORS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15
 _FACTORS |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTPE")}
 
 
-def map_of(value: Any, *keys: str) -> dict[str, Any]:
+def map_of(value: object, *keys: str) -> JsonObject:
     """The map at `keys`; empty if something else is there."""
     found = get(value, *keys)
     return found if isinstance(found, dict) else {}
 
 
-def list_of(value: Any, *keys: str) -> list[Any]:
+def list_of(value: object, *keys: str) -> list[Any]:
     found = get(value, *keys)
     return found if isinstance(found, list) else []
 
 
-def get(value: Any, *keys: str) -> Any:
+def get(value: object, *keys: str) -> Any:
     for key in keys:
         if not isinstance(value, dict):
             return None
@@ -39,11 +40,11 @@ def get(value: Any, *keys: str) -> Any:
     return value
 
 
-def number(value: Any, default: int) -> int:
+def number(value: object, default: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def quantity(value: Any) -> float | None:
+def quantity(value: object) -> float | None:
     """`8`, "500m", "1.5Gi" as a number; None if it is none."""
     if isinstance(value, bool):
         return None
@@ -58,13 +59,13 @@ class Pods:
     """The pods of one template."""
 
     place: ManifestPlace  # of the template
-    template: dict[str, Any]
+    template: JsonObject
     count: int
     gang_size: int  # of the whole object: pods that need each other
     restarts_by_job: bool  # a Job or JobSet: restartPolicy has rules
 
     @property
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return map_of(self.template, "spec")
 
     @property
@@ -72,14 +73,14 @@ class Pods:
         return self.place.at("spec")
 
     @property
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> JsonObject:
         return map_of(self.template, "metadata", "labels")
 
     @property
-    def annotations(self) -> dict[str, Any]:
+    def annotations(self) -> JsonObject:
         return map_of(self.template, "metadata", "annotations")
 
-    def containers(self, *kinds: str) -> Iterator[tuple[ManifestPlace, dict[str, Any]]]:
+    def containers(self, *kinds: str) -> Iterator[tuple[ManifestPlace, JsonObject]]:
         for kind in kinds or ("initContainers", "containers"):
             for index, container in enumerate(list_of(self.spec, kind)):
                 if isinstance(container, dict):
@@ -91,7 +92,7 @@ class Pods:
         return sum(value or 0.0 for value in found)
 
     @property
-    def selector(self) -> dict[str, Any]:
+    def selector(self) -> JsonObject:
         return map_of(self.spec, "nodeSelector")
 
     def selected(self, label: str) -> list[str]:
@@ -117,7 +118,7 @@ class Pods:
         return self.selected(KARPENTER_CAPACITY) == ["spot"] or self.selected(GKE_SPOT) == ["true"]
 
     @property
-    def env(self) -> dict[str, Any]:
+    def env(self) -> JsonObject:
         """Plain values of all containers."""
         return {
             str(get(entry, "name")): get(entry, "value")
@@ -134,7 +135,7 @@ def is_volcano_job(manifest: Manifest) -> bool:
     return is_kind(manifest, "batch.volcano.sh", "Job")
 
 
-def job_specs(manifest: Manifest) -> Iterator[tuple[ManifestPlace, dict[str, Any]]]:
+def job_specs(manifest: Manifest) -> Iterator[tuple[ManifestPlace, JsonObject]]:
     """Specs of batch/v1 Jobs: the object itself, and those inside a JobSet or CronJob."""
     root = ManifestPlace(manifest)
     if is_kind(manifest, "batch", "Job"):
@@ -149,7 +150,7 @@ def job_specs(manifest: Manifest) -> Iterator[tuple[ManifestPlace, dict[str, Any
 RAY_SPECS = {"RayCluster": ("spec",), "RayJob": ("spec", "rayClusterSpec"), "RayService": ("spec", "rayClusterConfig")}
 
 
-def ray_groups(manifest: Manifest) -> Iterator[tuple[ManifestPlace, dict[str, Any], bool]]:
+def ray_groups(manifest: Manifest) -> Iterator[tuple[ManifestPlace, JsonObject, bool]]:
     """(place, group, is the head)"""
     keys = RAY_SPECS.get(manifest.kind) if manifest.group == "ray.io" else None
     if keys is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, is_kind, list_of, map_of, quantity
 from posttrain.launch.manifest_files import Manifest
@@ -45,7 +45,7 @@ def check_storage(manifest: Manifest) -> Findings:
         yield from _check_config_map(root, body)
 
 
-def _check_class(root: ManifestPlace, body: dict[str, Any]) -> Findings:
+def _check_class(root: ManifestPlace, body: JsonObject) -> Findings:
     parameters = map_of(body, "parameters")
     for key, value in parameters.items():
         if not isinstance(value, str):
@@ -65,7 +65,7 @@ def _check_class(root: ManifestPlace, body: dict[str, Any]) -> Findings:
         )
 
 
-def _check_volume(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
+def _check_volume(place: ManifestPlace, spec: JsonObject) -> Findings:
     driver, handle = get(spec, "csi", "driver"), get(spec, "csi", "volumeHandle")
     attributes, csi = map_of(spec, "csi", "volumeAttributes"), place.at("csi")
     if driver == FSX:
@@ -93,7 +93,7 @@ def _check_volume(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
         )
 
 
-def check_size(place: ManifestPlace, size: Any, storage_class: dict[str, Any]) -> Findings:
+def check_size(place: ManifestPlace, size: object, storage_class: JsonObject) -> Findings:
     """A size that the driver of the class can make."""
     gib = (quantity(size) or 0) / _GIB
     if storage_class.get("provisioner") == FSX and not is_fsx_size(gib):
@@ -120,7 +120,7 @@ def is_lustre_size(gib: float, tier: int) -> bool:
     return gib > 0 and gib % lustre_step_gib(tier) == 0
 
 
-def _check_config_map(root: ManifestPlace, body: dict[str, Any]) -> Findings:
+def _check_config_map(root: ManifestPlace, body: JsonObject) -> Findings:
     from posttrain.redaction import redact
 
     total = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from posttrain.json_files import JsonObject
 from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, is_kind, is_volcano_job, list_of, map_of, number
 from posttrain.launch.manifest_files import Manifest
@@ -47,7 +49,7 @@ def check_volcano(manifest: Manifest) -> Findings:
     yield from _check_restarts(root, spec, tasks)
 
 
-def _check_gang(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_gang(root: ManifestPlace, spec: JsonObject, tasks: Sequence[JsonObject]) -> Findings:
     total = sum(number(task.get("replicas"), 1) for task in tasks)
     least = spec.get("minAvailable")
     if isinstance(least, int) and least > total:
@@ -60,7 +62,7 @@ def _check_gang(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> 
         yield root.at("schedulerName").error("volcano-scheduler", spec["schedulerName"], "must be volcano")
 
 
-def _check_tasks(root: ManifestPlace, tasks: list[Any]) -> Findings:
+def _check_tasks(root: ManifestPlace, tasks: Sequence[JsonObject]) -> Findings:
     names = [task.get("name") for task in tasks]
     for index, name in enumerate(names):
         here = root.at("tasks", index, "name")
@@ -70,7 +72,7 @@ def _check_tasks(root: ManifestPlace, tasks: list[Any]) -> Findings:
             yield here.error("volcano-tasks", name, "stands twice")
 
 
-def _check_plugins(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_plugins(root: ManifestPlace, spec: JsonObject, tasks: Sequence[JsonObject]) -> Findings:
     plugins = map_of(spec, "plugins")
     for name in plugins:
         if name not in _PLUGINS:
@@ -93,7 +95,7 @@ def _check_plugins(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) 
             yield root.at("plugins", "pytorch").error("volcano-plugins", argument, "no task has this name")
 
 
-def _check_policies(place: ManifestPlace, policies: list[Any]) -> Findings:
+def _check_policies(place: ManifestPlace, policies: Sequence[object]) -> Findings:
     name, matches_all = "volcano-policy", False
     for index, policy in enumerate(policies):
         here = place.at(index)
@@ -119,11 +121,11 @@ def _check_policies(place: ManifestPlace, policies: list[Any]) -> Findings:
         matches_all = matches_all or bool({"*", "PodFailed"} & set(map(str, events)))
 
 
-def _events(policy: Any) -> list[Any]:
+def _events(policy: object) -> list[Any]:
     return [*([get(policy, "event")] if get(policy, "event") is not None else []), *list_of(policy, "events")]
 
 
-def _check_restarts(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_restarts(root: ManifestPlace, spec: JsonObject, tasks: Sequence[JsonObject]) -> Findings:
     policies = [*list_of(spec, "policies"), *(policy for task in tasks for policy in list_of(task, "policies"))]
     restarts = [
         policy

@@ -1,7 +1,7 @@
 """What controllers of Kubernetes do with pods, as small state machines: Indexed Job and JobSet.
 
-`reconcile` looks at the pods and asks for the next thing; it is called again and again, and never waits. They know what our own
-manifests use. Deviations: delays between restarts are scaled, and no pod waits for resources.
+`reconcile` looks at the pods and asks for the next thing; it is called again and again, and never waits. They implement what
+posttrain's manifests use. Deviations: delays between restarts are scaled, and no pod waits for resources.
 """
 
 from __future__ import annotations

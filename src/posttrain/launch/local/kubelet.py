@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.launch.local import namespaces
 from posttrain.launch.local.pods import Object, Pod, as_time
@@ -42,7 +41,7 @@ def ip_command() -> str | None:
 class _Process:
     outer: subprocess.Popen[bytes]
     first: int  # PID of the pod's first process, seen from here
-    handle: int  # of that process: its PID may be another's one day
+    handle: int  # pidfd of that process: a PID can be reused
     report: int  # at its end when the command has begun
     kill_at: float | None = None
 
@@ -125,7 +124,7 @@ class Kubelet:
     def log_of(self, pod: Pod) -> Path:
         return self._folder / "logs" / f"{pod.uid}.log"
 
-    def _description(self, pod: Pod) -> Object:
+    def _description(self, pod: Pod) -> namespaces.PodSpec:
         container = pod.template["spec"]["containers"][0]
         folder = self._folder / "pods" / pod.uid
         (folder / "root").mkdir(parents=True)
@@ -135,7 +134,7 @@ class Kubelet:
             "hostname": pod.hostname,
             "root": str(folder / "root"),
             "mounts": [
-                {"path": "/etc/cluster-dns", "source": str(self._folder / "dns"), "read_only": True},
+                {"path": "/etc/cluster-dns", "source": str(self._folder / "dns"), "size": 0, "read_only": True},
                 *self._mounts(pod, container, folder),
             ],
             "links": {"/etc/hosts": "/etc/cluster-dns/hosts", "/etc/resolv.conf": "/etc/cluster-dns/resolv.conf"},
@@ -155,12 +154,17 @@ class Kubelet:
                 env[one["name"]] = self._secrets[one["name"]]
         return env
 
-    def _mounts(self, pod: Pod, container: Object, folder: Path) -> list[Object]:
+    def _mounts(self, pod: Pod, container: Object, folder: Path) -> list[namespaces.Mount]:
         volumes = {volume["name"]: volume for volume in pod.template["spec"].get("volumes", [])}
-        mounts: list[Object] = []
+        mounts: list[namespaces.Mount] = []
         for one in container.get("volumeMounts", []):
             volume = volumes[one["name"]]
-            mount: Object = {"path": one["mountPath"], "read_only": bool(one.get("readOnly")), "size": 0}
+            mount: namespaces.Mount = {
+                "path": one["mountPath"],
+                "source": None,
+                "size": 0,
+                "read_only": bool(one.get("readOnly")),
+            }
             if "configMap" in volume:
                 mount["source"] = str(self._write_config(volume["configMap"], folder / one["name"]))
                 mount["read_only"] = True
@@ -171,7 +175,7 @@ class Kubelet:
             elif "hostPath" in volume:
                 mount["source"] = volume["hostPath"]["path"]
             elif volume["emptyDir"].get("medium") == "Memory":
-                mount |= {"source": None, "size": _bytes(volume["emptyDir"].get("sizeLimit", "1Gi"))}
+                mount["size"] = _bytes(volume["emptyDir"].get("sizeLimit", "1Gi"))
             else:
                 empty = folder / one["name"]
                 empty.mkdir(mode=0o777)
@@ -190,7 +194,7 @@ class Kubelet:
         return folder
 
     def _write_hosts(self) -> None:
-        """DNS of the pods that live. A rename, so that a reader sees the old file or the new one."""
+        """DNS of the running pods. A rename, so that a reader sees the old file or the new one."""
         lines = ["127.0.0.1 localhost", f"{METADATA_ADDRESS} metadata.google.internal metadata"]
         lines += [
             f"{pod.ip} {' '.join((*pod.aliases, pod.hostname))}" for pod in reversed(self.pods) if not pod.is_over
@@ -231,7 +235,7 @@ class Kubelet:
                 signal.pidfd_send_signal(process.handle, number)
 
     def poll(self) -> None:
-        """Take note of pods that began and ended, and kill those whose grace period is over."""
+        """Record pods that began and ended, and kill those whose grace period is over."""
         for pod in self.pods:
             if (process := self._processes.get(pod.uid)) is None:
                 continue
@@ -266,7 +270,7 @@ class Kubelet:
     def begin_command(self, pod: Pod, command: str) -> subprocess.Popen[bytes]:
         """As a job that Ray's dashboard starts on the head: with the pod's environment, its output in the pod's log."""
         container = pod.template["spec"]["containers"][0]
-        spec: dict[str, Any] = {
+        spec: namespaces.CommandSpec = {
             "command": shlex.split(command),
             "env": self._environment(pod, container),
             "folder": container.get("workingDir", "/"),
@@ -294,5 +298,5 @@ class Kubelet:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
-    assert match is not None  # the lint has seen it
+    assert match is not None  # the lint refuses other forms
     return int(float(match[1]) * _UNITS[match[2]])

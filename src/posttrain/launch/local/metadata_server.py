@@ -1,7 +1,7 @@
 """The metadata service of a cloud's machine, for pods of the local cluster: IMDSv2 of EC2 and that of Compute Engine.
 
-It answers at the address of the real ones, inside the private network, and knows which pod asks by its IP. Only what tells of
-interruptions is there.
+It answers at the address of the real ones, inside the private network, and identifies the pod by its IP. It has the
+paths of interruptions only.
 """
 
 from __future__ import annotations

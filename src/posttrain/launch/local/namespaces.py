@@ -18,7 +18,8 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypedDict
 
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
@@ -29,7 +30,29 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 USER = 1000
 NOT_STARTED = 128  # exit code of a pod whose command could not be started, as a container engine reports it
 
-_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Mount(TypedDict):
+    path: str
+    source: str | None  # None: memory, of `size` bytes
+    size: int
+    read_only: bool
+
+
+class CommandSpec(TypedDict):
+    command: list[str]
+    env: dict[str, str]
+    folder: str
+
+
+class PodSpec(CommandSpec):
+    ip_command: str
+    network: str  # commands for `ip -batch`
+    hostname: str
+    root: str
+    mounts: list[Mount]
+    links: dict[str, str]
 
 
 def _checked(what: str, result: int) -> None:
@@ -82,7 +105,7 @@ def enter_cluster() -> int:
 # -- the root of a pod -------------------------------------------------------------------------------------------------
 
 
-def _make_root(root: str, mounts: list[dict[str, Any]], links: dict[str, str]) -> None:
+def _make_root(root: str, mounts: list[Mount], links: dict[str, str]) -> None:
     """A root of which every folder is this machine's, with links and mount points that this machine does not have."""
     mount("", "/", flags=_MS_REC | _MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
@@ -132,7 +155,7 @@ def _expose(folder: str, root: str, opened: set[str], left_out: set[str]) -> Non
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _run_pod(spec: dict[str, Any]) -> NoReturn:
+def _run_pod(spec: PodSpec) -> NoReturn:
     """As PID 1 of the pod."""
     subprocess.run([spec["ip_command"], "-batch", "-"], input=spec["network"], text=True, check=True)
     _checked("sethostname", _libc.sethostname(spec["hostname"].encode(), len(spec["hostname"])))
@@ -141,7 +164,7 @@ def _run_pod(spec: dict[str, Any]) -> NoReturn:
     _execute(spec)
 
 
-def _execute(spec: dict[str, Any]) -> NoReturn:
+def _execute(spec: CommandSpec) -> NoReturn:
     _checked("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (signal.SIGPIPE, signal.SIGINT):  # Python's own settings
@@ -155,7 +178,7 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
         sys.exit(f"{spec['command'][0]}: {error.strerror}")
 
 
-def _as_child(work: Any, report: int | None = None) -> int:
+def _as_child(work: Callable[[], NoReturn], report: int | None = None) -> int:
     """The exit code of `work` in a child, as a container engine reports it."""
     child = os.fork()
     if child == 0:

@@ -1,14 +1,13 @@
-"""A pod as controllers see it, and what they may ask the machine for. Knows no namespace and no process."""
+"""The pod that controllers work with, and the interface of the machine that runs it; without namespaces and processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from posttrain.launch.pod_template import CONTAINER
+from posttrain.launch.pod_template import CONTAINER, Object
 
-Object = dict[str, Any]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 

@@ -1,6 +1,6 @@
 """The process of a local cluster, one for each run: `python -m posttrain.launch.local.process FOLDER`.
 
-It is detached from the command that started it, holds the lock of the folder while it lives, and writes what happens to
+It is detached from the command that started it, holds the lock of the folder while it runs, and writes what happens to
 `state.json`. Commands reach it through files in `requests/`. Values of secrets come in its environment and are written nowhere.
 """
 
@@ -43,7 +43,7 @@ def controller_of(workload: Object, machine: Machine, backoff_scale: float = BAC
 
 @dataclass
 class LocalRun:
-    """The loop: what happened to pods, what was asked for, what the controller wants next, and the file that tells of it."""
+    """The loop: polls pods, answers requests, calls the controller, and writes the state file."""
 
     folder: Path
     workload: Object

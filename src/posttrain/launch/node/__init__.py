@@ -2,9 +2,9 @@
 
 | file | what |
 |---|---|
-| `contract.py` | what the manifests tell a pod, and its rank (decision 40) |
+| `contract.py` | the variables that manifests set in a pod, and its rank (decision 40) |
 | `checks.py` | GPUs, EFA devices, shared memory, file system: before anything is started |
-| `notices.py` | what the metadata service of AWS or Google Cloud says about the end of this machine |
+| `notices.py` | notices of the metadata service of AWS or Google Cloud that this machine will end |
 | `control.py` | the connection of each member to rank 0: lines of JSON |
 | `children.py` | starting, reaping and ending processes |
 | `member.py`, `head.py` | what every member does; what rank 0 does beside it |

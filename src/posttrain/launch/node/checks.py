@@ -50,13 +50,13 @@ def _gpus(settings: NodeSettings, root: Path, list_gpus: Callable[[], str | None
 
 
 def _nvidia_smi() -> str | None:
-    """The GPUs that answer; None if it cannot be asked."""
+    """The output of `nvidia-smi -L`; None if it is not installed."""
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     try:
         return subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_SMI_LIMIT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # a driver that hangs is as good as none
+        return ""  # a driver that hangs cannot be used
 
 
 def _efa(settings: NodeSettings, root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Processes of a member: started, reaped with whatever they leave behind, and ended.
+"""Processes of a member: started, reaped with their orphans, and ended.
 
 The first process of a container gets the orphans of all others, and must collect them. Where `posttrain node` is not the
 first one, it asks the kernel for the same (PR_SET_CHILD_SUBREAPER), so that nothing outlives it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -83,7 +82,7 @@ def _rank(read: _Variables, scheduler: str) -> int | None:
     return 0 if read.choice("POSTTRAIN_ROLE", ("head", "worker")) == "head" else None
 
 
-def _config(path: Path) -> Any:
+def _config(path: Path) -> object:
     """The config is checked by the driver; here it is looked at for the device and the folder."""
     try:
         return yaml.safe_load(path.read_text("utf-8"))
@@ -91,7 +90,7 @@ def _config(path: Path) -> Any:
         raise InputError(f"POSTTRAIN_CONFIG={path} cannot be read: {error}") from error
 
 
-def _value(values: Any, section: str, key: str) -> Any:
+def _value(values: object, section: str, key: str) -> object:
     inner = values.get(section) if isinstance(values, dict) else None
     return inner.get(key) if isinstance(inner, dict) else None
 

@@ -11,14 +11,13 @@ from functools import partial
 from posttrain.checkpointing.stopping import STOP_FILE
 from posttrain.launch.node.contract import NodeSettings
 from posttrain.launch.node.control import Link, Message
-from posttrain.launch.node.head import DRIVER, driver_command, exit_code, write_stop
+from posttrain.launch.node.head import DRIVER, driver_command, exit_code, why_no_progress, write_stop
 from posttrain.launch.node.member import INTERRUPTED, NO_PROGRESS, Member
 from posttrain.launch.node.notices import Notice
-from posttrain.launch.node.progress import why_no_progress
 
 
 class DriverMember(Member):
-    """It has no machine of its own: the head has checked it, and watches it."""
+    """It runs on the machine of the head, which checks and watches that machine."""
 
     def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
         super().__init__(settings, environment)

@@ -20,21 +20,24 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from posttrain.attempts import ATTEMPTS_FOLDER, read_attempts
 from posttrain.checkpointing.stopping import STOP_FILE
-from posttrain.errors import EXIT_ERROR_FOUND
+from posttrain.errors import EXIT_ERROR_FOUND, reason_of
 from posttrain.launch.node.contract import NodeSettings
 from posttrain.launch.node.control import Link, Listener, Message, port_is_open
 from posttrain.launch.node.member import BAD_INPUT, CRASHED, DONE, INTERRUPTED, JOIN_S, NO_PROGRESS, RAY, Member
 from posttrain.launch.node.notices import Notice
-from posttrain.launch.node.progress import why_no_progress
 
 DRIVER = "driver"
 MARGIN_S = 2.0  # of the time that is left: for the gang to end after the driver has
-_GOODBYE_S = 1.0  # for members to take leave
+_CLOSE_S = 1.0  # for members to close their connections
 _RAY_START_S = 120.0
+MAX_FRUITLESS = 3  # attempts in a row without a new checkpoint, after which a run is not started again
+_GIVEN_UP = "given_up.json"  # the last attempt that was reported; a run that is launched anew has new ones
 _POLL_S = 0.2
 # Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a signal
 # with nothing to save.
@@ -184,7 +187,7 @@ class HeadMember(Member):
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, name: str, code: int) -> None:
-        known, words = (CRASHED, self.ray_words()) if name == RAY else (code, "")
+        known, words = (CRASHED, self.ray_output_tail()) if name == RAY else (code, "")
         self.end(exit_code(known, is_stopping=self._is_stopping), f"the {name} process ended with {code}{words}")
 
     def _left(self, link: Link) -> None:
@@ -222,7 +225,7 @@ class HeadMember(Member):
             driver.send({"type": "kill", "why": why})
         if not self.members:
             self.code = code
-        self.at(time.monotonic() + _GOODBYE_S, partial(self._leave, code))
+        self.at(time.monotonic() + _CLOSE_S, partial(self._leave, code))
 
     def _leave(self, code: int) -> None:
         self.code = code
@@ -243,3 +246,29 @@ def write_stop(path: Path, deadline: float) -> None:
     aside = path.with_suffix(".new")
     aside.write_text(json.dumps({"deadline": time.time() + deadline - time.monotonic()}), encoding="utf-8")
     aside.replace(path)
+
+
+def why_no_progress(folder: Path) -> str | None:
+    """Why the run in `folder` should not be started again; None: it may. The same attempts are reported once."""
+    marker = folder / ATTEMPTS_FOLDER / _GIVEN_UP
+    counted = _counted_from(marker)
+    last = [attempt for attempt in read_attempts(folder) if attempt.number > counted][-MAX_FRUITLESS:]
+    if len(last) < MAX_FRUITLESS or any(a.first_checkpoint is not None or a.exit_code == 0 for a in last):
+        return None
+    numbers = ", ".join(str(attempt.number) for attempt in last)
+    left = ""
+    try:
+        marker.write_text(json.dumps({"attempt": last[-1].number}) + "\n", encoding="utf-8")
+    except OSError as error:
+        left = f" ({marker} could not be written: {reason_of(error)})"
+    return (
+        f"attempts {numbers} of the run in {folder} made no new checkpoint, so it is not started again{left}. Their logs say "
+        "why; if steps are longer than the machines live, make them shorter (fewer prompts per step), or take on-demand "
+        "machines. Launch it again to try three more times"
+    )
+
+
+def _counted_from(marker: Path) -> int:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(marker.read_text("utf-8"))["attempt"])
+    return 0

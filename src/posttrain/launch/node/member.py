@@ -48,7 +48,7 @@ class Member:
         self._link: Link | None = None
         self._ray_log = Path(tempfile.mkdtemp(prefix="posttrain-node-")) / "ray-start.log"
 
-    def ray_words(self) -> str:
+    def ray_output_tail(self) -> str:
         """The last lines that `ray start` printed."""
         with suppress(OSError):
             return "".join(f"\n  {line}" for line in self._ray_log.read_text("utf-8", "replace").splitlines()[-10:])
@@ -63,7 +63,7 @@ class Member:
     def run(self) -> int:
         """Until the gang is over. Returns the exit code of the pod."""
         previous = {number: signal.signal(number, self._receive_signal) for number in (*_HEARD, signal.SIGCHLD)}
-        # Inherited: a driver that is still starting must not die of a warning.
+        # Ignored signals are inherited: a warning must not kill a driver that has not installed its handler yet.
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             self._work(self._begin)
@@ -196,7 +196,7 @@ class Member:
     def on_end(self, name: str, code: int) -> None:
         """Rank 0 decides what becomes of the gang."""
         assert self._link is not None
-        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_words()}"})
+        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"})
 
     def _on_loss(self) -> None:
         self.end(INTERRUPTED, "rank 0 is gone")

@@ -1,4 +1,4 @@
-"""What the metadata service of a cloud says about the end of this machine.
+"""Notices of the cloud's metadata service that this machine will end.
 
 | service | asked for | means |
 |---|---|---|
@@ -69,7 +69,7 @@ class AwsMetadata:
         return notices
 
     def _get(self, name: str) -> str | None:
-        """None: there is nothing to say."""
+        """None: there is no notice."""
         for _ in range(2):
             if self._token is None:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import CheckpointStore, durable
-from posttrain.config import LoadedConfig, load_config
+from posttrain.config import LoadedConfig, RunConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
@@ -129,7 +128,7 @@ def _without_length(settings: JsonMapping) -> JsonObject:
 
 def load_training(
     config: PipelineConfig, *, model: str, tokenizer: str | None, data: str, folder: str
-) -> LoadedConfig[Any]:
+) -> LoadedConfig[RunConfig]:
     """The config of the run: the file, the overrides, and on top what the pipeline sets."""
     train = config.train
     for text in train.overrides:
@@ -185,7 +184,7 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
     return 1, f"train: the training crashed (exit code {code}), see the error above; {again}"
 
 
-def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
+def choose_checkpoint(run: Path, loaded: LoadedConfig[RunConfig], which: str) -> Path:
     settings = loaded.config.checkpointing
     store = CheckpointStore(
         run,
@@ -202,10 +201,9 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
         return newest
     sign = 1.0 if settings.higher_is_better else -1.0
     infos = {run / f"step_{step}": store.read_info(run / f"step_{step}") for step in store.steps()}
+    values = {path: info.get(settings.metric_name or "") for path, info in infos.items()}
     ranked = {
-        path: sign * float(info[settings.metric_name])
-        for path, info in infos.items()
-        if isinstance(info.get(settings.metric_name or ""), int | float) and math.isfinite(info[settings.metric_name])
+        path: sign * value for path, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
     }
     if not ranked:
         raise InputError(

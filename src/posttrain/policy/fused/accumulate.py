@@ -1,4 +1,4 @@
-"""Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update.
+"""Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update; and joined weights.
 
 The sum is an attribute of its parameter. A matrix product that makes a gradient can add to it on the way out
 (`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
@@ -15,13 +15,50 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from posttrain.policy.fused.joining import joined
-
 # Rows of a sum that one product adds to. cuBLAS 13 takes 15.3 ms for the 128,256 of an output head at once on an H200, and 12.3
 # without adding; for 28,672 of them adding costs 6 %.
 _ROWS = 2**15
 # The attribute. Gradients of a parameter without it are accumulated by autograd alone.
 _SUM = "gradient_sum"
+
+
+def joined(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor that holds all of them, of which they are views; without a gradient of its own.
+
+    Parameters that meet the same input lie one below the other in memory, so that one matrix product serves them all. Whether
+    they do is read off the parameters at each use and stored nowhere: parameters that an optimizer, a copy of the model or a
+    checkpoint has moved are joined again.
+    """
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    if not _lie_together(parameters):
+        _join(parameters)
+    first = parameters[0].detach()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _lie_together(parameters: Sequence[Tensor]) -> bool:
+    place = parameters[0].data_ptr()
+    memory = parameters[0].untyped_storage().data_ptr()
+    for parameter in parameters:
+        # The same memory too: two allocations may happen to be adjacent.
+        if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != memory:
+            return False
+        if not parameter.is_contiguous():
+            return False
+        place += parameter.nbytes
+    return True
+
+
+@torch.no_grad()
+def _join(parameters: Sequence[Tensor]) -> None:
+    assert len({id(parameter) for parameter in parameters}) == len(parameters), "a tensor cannot lie in two places"
+    # A captured copy would run at each replay. The warm-up before capturing has joined the weights.
+    assert not (parameters[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([parameter.shape[0] for parameter in parameters]), strict=True):
+        parameter.data = part
 
 
 def begin_sum(parameter: Tensor) -> None:

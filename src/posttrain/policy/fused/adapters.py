@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.products import LowRank, Product
 
 
@@ -108,7 +108,7 @@ def _adapter(module: Any, name: str) -> _Adapter:
     return _Adapter(down.weight, up.weight, float(module.scaling[name]))
 
 
-def _linear(module: Any) -> nn.Linear:
+def _linear(module: object) -> nn.Linear:
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         raise _NotPlain
     return module

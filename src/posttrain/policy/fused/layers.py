@@ -4,7 +4,7 @@ A layer keeps its modules and its parameters; only its `forward` is replaced, in
 both round at the same places. A layer is recognised by what it is made of, and then tried: where the replaced forward and
 the module's own disagree on a few tokens (some families scale a residual, or leave the rotation out), the module's own stays.
 
-Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`joining.py`,
+Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`accumulate.joined`,
 `adapters.py`): the parameters become views of one tensor, so there is no second copy to keep in step. Sharded parameters
 cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
 
@@ -112,7 +112,7 @@ def _defer_sums(decoder: Any) -> None:
             forward.successor = None
 
 
-def _is_rms_norm(module: Any) -> bool:
+def _is_rms_norm(module: object) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 

@@ -3,7 +3,7 @@
 Taken together, because then the backward pass can compute cheap things again instead of keeping them: a norm from the
 residual that is kept anyway, the product inside SwiGLU from its two factors. That is a third of what a layer keeps.
 
-Weights that are multiplied with the same input lie side by side in memory (`joining.py`): one product instead of two or
+Weights that are multiplied with the same input lie side by side in memory (`accumulate.joined`): one product instead of two or
 three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject, read_json
-from posttrain.models.config_file import problem_in
+from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).

@@ -33,7 +33,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
         self,
         model: nn.Module,
         name: str,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         scheduler: SchedulerSpec,
         form: StateFormat,
         seed: int,

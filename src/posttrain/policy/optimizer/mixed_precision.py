@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.errors import CheckpointError, InputError
+from posttrain.json_files import JsonMapping
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 from posttrain.policy.parallel import local_part, num_copies
 
-SchedulerSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None  # `policy.scheduler`
+SchedulerSpec = JsonMapping | Sequence[JsonMapping] | None  # `policy.scheduler`
 
 
 def resolve(dotted: str, field: str) -> Any:
@@ -231,7 +232,7 @@ class MixedPrecisionOptimizer:
     def _class_name(self) -> str:
         return class_name(type(self.optimizer))
 
-    def check_kinds(self, state: Mapping[str, Any]) -> None:
+    def check_kinds(self, state: JsonMapping) -> None:
         """Raise CheckpointError if a saved state is that of another optimizer or schedule: it has no meaning here."""
         current = self._kinds()
         saved = {**current, **ORDINARY, **state.get("kinds", {})}  # not in older checkpoints
@@ -244,7 +245,7 @@ class MixedPrecisionOptimizer:
                     "and another checkpointing.checkpoint_dir"
                 )
 
-    def load_schedule_state(self, state: Mapping[str, Any]) -> None:
+    def load_schedule_state(self, state: JsonMapping) -> None:
         """This run's schedule, from its start to where the saved one was: a rate or a length that was changed holds.
 
         Loaded from its state, a schedule would continue with its old numbers, and torch's continue from the previous rate.

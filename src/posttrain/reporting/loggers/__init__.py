@@ -88,7 +88,7 @@ class Loggers:
         return missing
 
     def wake(self) -> list[str]:
-        """There is a new row. Returns what is to be said of trackers that cannot be reached."""
+        """There is a new row. Returns a line for each tracker that cannot be reached."""
         for follower in self._followers:
             follower.wake()
         return [line for follower in self._followers for line in follower.warnings()]

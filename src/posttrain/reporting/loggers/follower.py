@@ -55,7 +55,7 @@ class Follower:
         self._num_answers = num_answers
         self._warnings: SimpleQueue[str] = SimpleQueue()
         self._sink: Sink | None = None
-        self._told: list[str] = []  # findings
+        self._reported: list[str] = []  # findings
         self._last: int | None = None  # step that the tracker has
         self._last_keys: frozenset[str] = frozenset()  # of that step, as far as it was seen
         self._file = 0  # the inode of metrics.jsonl
@@ -93,7 +93,7 @@ class Follower:
             self._close()
 
     def warnings(self) -> Iterator[str]:
-        """What is to be said of the tracker since the last call: one line for each time that it could not be reached."""
+        """Warnings about the tracker since the last call: one line for each time that it could not be reached."""
         while not self._warnings.empty():
             yield self._warnings.get()
 
@@ -135,8 +135,8 @@ class Follower:
             sink = self._make_sink()
             self._last = sink.open(self._run)
             self._sink, self._offset, self._last_keys = sink, 0, frozenset()
-            # A tracker that has no step is filled anew, and told all findings.
-            self._told = [] if self._last is None else _told(self._told_file, self._run.id)
+            # A tracker that has no step is filled anew, with all findings.
+            self._reported = [] if self._last is None else _reported(self._reported_file, self._run.id)
         return self._sink
 
     def _note_problem(self, error: BaseException) -> None:
@@ -232,22 +232,22 @@ class Follower:
     # ------------------------------------------------------------------ findings
 
     @property
-    def _told_file(self) -> Path:
+    def _reported_file(self) -> Path:
         return self._run.folder / LOGGERS_FOLDER / f"{self.name}.json"
 
     def _tell_findings(self, sink: Sink) -> None:
-        """Each once: which ones the tracker has been told is in a file."""
+        """Each once: which ones were sent is in a file."""
         for row in read_rows(self._run.folder / FINDINGS_FILE):
             finding = Finding.from_json(row)
             key = f"{finding.rule} {finding.severity}"
-            if key not in self._told:
+            if key not in self._reported:
                 sink.alert(finding)
-                self._told.append(key)
-                self._told_file.parent.mkdir(parents=True, exist_ok=True)
-                write_text(self._told_file, json.dumps({"run": self._run.id, "told": self._told}) + "\n")
+                self._reported.append(key)
+                self._reported_file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self._reported_file, json.dumps({"run": self._run.id, "told": self._reported}) + "\n")
 
 
-def _told(path: Path, run_id: str) -> list[str]:
+def _reported(path: Path, run_id: str) -> list[str]:
     try:
         state = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -36,7 +36,7 @@ class MlflowSink:
             raise LoggerProblem(
                 "there is no server: set logger.mlflow.tracking_uri, e.g. sqlite:///mlflow.db, or MLFLOW_TRACKING_URI"
             )
-        self._client: Any = MlflowClient(tracking_uri=uri)
+        self._client = MlflowClient(tracking_uri=uri)
         name = self._config.experiment_name
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.logger_and_cluster import SwanlabConfig
 from posttrain.doctor.findings import Finding
@@ -23,7 +22,7 @@ class SwanlabSink:
     def open(self, run: RecordedRun) -> int | None:
         import swanlab
 
-        self._swanlab: Any = swanlab
+        self._swanlab = swanlab
         mode = self._config.mode or os.environ.get("SWANLAB_MODE") or "online"
         if mode == "online" and not os.environ.get("SWANLAB_API_KEY") and not KEY_FILE.expanduser().exists():
             raise LoggerProblem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from posttrain.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, RecordedRun
@@ -19,7 +18,7 @@ class TensorboardSink:
         folder = run.place(TOOL)
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-        self._writer: Any = EventFileWriter(str(folder), flush_secs=5)
+        self._writer = EventFileWriter(str(folder), flush_secs=5)
         self._text("run", f"{run.title}\n\n`{run.folder}`", 0)
         return None
 
@@ -40,7 +39,7 @@ class TensorboardSink:
     def close(self, *, is_finished: bool) -> None:
         self._writer.close()
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, summary: object, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))

@@ -17,7 +17,7 @@ class TrackioSink:
     def open(self, run: RecordedRun) -> int | None:
         import trackio
 
-        self._trackio: Any = trackio
+        self._trackio = trackio
         name = f"{self._config.name or run.name}-{run.id}"  # runs are found again by their name
         self._run = trackio.init(
             project=self._config.project,

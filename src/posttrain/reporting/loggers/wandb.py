@@ -7,7 +7,6 @@ import netrc
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import urlparse
 
 from posttrain.config.logger_and_cluster import WandbConfig
@@ -35,7 +34,7 @@ class WandbSink:
             raise LoggerProblem(
                 "there is no API key: type `wandb login`, set WANDB_API_KEY, or logger.wandb.mode=offline"
             )
-        self._wandb: Any = wandb
+        self._wandb = wandb
         self._run = wandb.init(
             project=self._config.project,
             entity=self._config.entity,

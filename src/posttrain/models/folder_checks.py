@@ -1,17 +1,17 @@
-"""Refuses a model's config.json before a library acts on it: values that no model has, and names of code to fetch.
+"""Refuses the folder of a model before a library reads it: named pipes, links to other places, and a config.json with
+values that no model has or names of code to fetch.
 
 Code that a model brings along (`auto_map`, `custom_generate`) is not run: `trust_remote_code` is false everywhere.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.json_files import JsonMapping, read_json
-from posttrain.models.folder_files import refuse_pipes
 
 # Positive whole numbers, and the most that is believed.
 _SIZES = {
@@ -29,6 +29,33 @@ _SIZES = {
 _IMPLEMENTATIONS = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
 _OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
+
+
+def refuse_pipes(folder: Path) -> None:
+    """InputError if a file there is a named pipe: the libraries that read models would wait for ever."""
+    for file in folder.iterdir():
+        if file.is_fifo():
+            raise InputError(f"{file}: a named pipe, not a file")
+
+
+def refuse_links_outside(folder: Path) -> None:
+    """InputError if a link below `folder` leads out of it. For folders that are copied: the target may be confidential.
+
+    The hub's cache consists of links, to files elsewhere in the cache.
+    """
+    from huggingface_hub import constants
+
+    own = folder.resolve()
+    allowed = [own, Path(constants.HF_HUB_CACHE).resolve()]
+    if own.parent.name == "snapshots":  # a copy of the hub's cache: models--owner--name/snapshots/revision
+        allowed.append(own.parent.parent)
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
+                raise InputError(
+                    f"{path}: a link to {path.resolve()}, outside of {folder}; put the file itself there if it is the model's"
+                )
 
 
 def why_unusable(folder: Path) -> str | None:
@@ -70,7 +97,7 @@ def problem_in(config: JsonMapping) -> str | None:
     return f"text_config is {inner!r:.80}; a map is needed"
 
 
-def _fetched_code(key: str, value: Any) -> object:
+def _fetched_code(key: str, value: object) -> object:
     if isinstance(value, dict):  # one for each part of the model
         return next((code for inner in value.values() if (code := _fetched_code(key, inner)) is not None), None)
     if value is None or (value in _OF_EXPERTS if "experts" in key else isinstance(value, str) and "/" not in value):
@@ -78,5 +105,5 @@ def _fetched_code(key: str, value: Any) -> object:
     return value
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
