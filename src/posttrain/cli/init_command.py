@@ -68,7 +68,7 @@ def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     found |= {Path(name).name: source / "examples" / name for name in KINDS[kind].examples}
     for name in found:
         if name.endswith((".yaml", ".py")):
-            found[name] = re.sub(r"(examples/data/|examples/|configs/)", "", Path(found[name]).read_text("utf-8"))
+            found[name] = re.sub(r"\b(examples/data/|examples/|configs/)", "", Path(found[name]).read_text("utf-8"))
     return found
 
 
