@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
+from posttrain.config import KINDS, ConfigError, GrpoRunConfig, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.planning.measured import Measured
     from posttrain.planning.plan import RunEstimate
     from posttrain.planning.proposal import Proposal
+    from posttrain.planning.split import Splits
 
 EPILOG = """\
 examples:
@@ -104,20 +105,39 @@ def run(args: argparse.Namespace) -> int:
         answer_tokens=args.answer_tokens,
     )
     proposal = propose(found)
-    cost = cost_of(found, config, args.gpu_hour_price) if args.gpu_hour_price is not None else None
-    on_cluster = _cost_on(profile, config, found, measured) if profile is not None else None
+    splits = _splits(found, config, measured)
+    step_s = _step_s(found, splits)
+    cost = cost_of(config, step_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
+    on_cluster = _cost_on(profile, config, step_s, measured) if profile is not None else None
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
+        if splits is not None:
+            result["split"] = splits.as_json()
         if on_cluster is not None:
             result["on_cluster"] = on_cluster.as_json()
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         from posttrain.cli.plan_views import show_plan
 
-        show_plan(found, config, measured, proposal, [] if cost is None else cost.lines(), on_cluster)
+        show_plan(found, config, measured, proposal, splits, [] if cost is None else cost.lines(), on_cluster)
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
     return 0
+
+
+def _splits(found: RunEstimate, config: RunConfig, measured: Measured | None) -> Splits | None:
+    """None where there is nothing to split: one GPU, or no answers to sample."""
+    if not isinstance(config, GrpoRunConfig) or config.cluster.num_workers == 1 or found.memory.cache is None:
+        return None
+    from posttrain.planning.split import find_splits
+
+    rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
+    return find_splits(found, config, rewards_s or 0.0)
+
+
+def _step_s(found: RunEstimate, splits: Splits | None) -> float:
+    """Of stages one after the other; simulated where some run beside others, or go on in the next step."""
+    return found.time.total_s if splits is None or splits.now.is_plain else splits.now.step_s
 
 
 def _profile(args: argparse.Namespace) -> ClusterProfile | None:
@@ -141,10 +161,10 @@ def cost_on_cluster(profile: ClusterProfile, config: RunConfig) -> CostReport:
     from posttrain.planning.plan import estimate_run, find_gpu
 
     found = estimate_run(config, find_gpu(_gpu_of(profile)), lengths=None, prompt_tokens=None, answer_tokens=None)
-    return _cost_on(profile, config, found, None)
+    return _cost_on(profile, config, _step_s(found, _splits(found, config, None)), None)
 
 
-def _cost_on(profile: ClusterProfile, config: RunConfig, found: RunEstimate, measured: Measured | None) -> CostReport:
+def _cost_on(profile: ClusterProfile, config: RunConfig, planned_s: float, measured: Measured | None) -> CostReport:
     """By the time of a measured step, else by the planned one."""
     from datetime import date
 
@@ -159,7 +179,7 @@ def _cost_on(profile: ClusterProfile, config: RunConfig, found: RunEstimate, mea
         profile,
         num_nodes=config.cluster.num_nodes,
         num_steps=steps,
-        step_s=step_s or found.time.total_s,
+        step_s=step_s or planned_s,
         step_source="measured" if step_s else "planned",
         save_period=config.checkpointing.save_period,
         today=date.today(),

@@ -77,6 +77,19 @@ def estimate_run(
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
     if config.scores_answers:
         shape = shape.without_output_table()
+    return estimate_config(config, shape, gpu, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+
+def estimate_config(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu: Gpu,
+    lengths: MeanLengths | None,
+    *,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> RunEstimate:
+    """Of a shape that is known."""
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
     def with_checkpointing(recomputes: bool) -> RunEstimate:
@@ -87,6 +100,7 @@ def estimate_run(
             scores_answers=config.scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
+            num_engines=config.num_engines,
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -137,7 +151,7 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     if config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size > 1:
         lines.append("activations and decoding are counted as of ranks that share no layers and rows: upper bounds")
     if config.num_engines:
-        lines.append("sampling is counted as done by the ranks that train, not beside them: upper bounds")
+        lines.append("each engine holds the whole model; the seconds of a step are those of stages one after the other")
     if workload.num_scorings and step.caches_reference:
         lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
