@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +15,10 @@ from posttrain.launch.cost_report import CostReport
 from posttrain.planning.measured import Measured, compare
 from posttrain.planning.plan import RunEstimate, assumptions
 from posttrain.planning.proposal import Proposal
-from posttrain.planning.split import Splits
 from posttrain.policy.memory.rank import GIB
+
+if TYPE_CHECKING:
+    from posttrain.planning.split import Splits
 
 GOAL = 0.15  # an error of the prediction that is still called good
 

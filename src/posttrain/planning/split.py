@@ -23,7 +23,7 @@ from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.rank import GIB, SAMPLING
 
 AGES = (0, 1, 2)
-_COUNTED_STEPS = 4  # after those in which the rounds fill up
+_COUNTED_STEPS = 8  # after those in which the rounds fill up
 _MOST_ENGINES = 8  # that are simulated; the others are like them
 _NUM_LENGTHS = 256  # different lengths of answers
 _WORTH_PROPOSING = 0.03  # of a step's time
