@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.planning.calibration import Gpu
 from posttrain.planning.workload import Workload
@@ -47,11 +47,14 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     if cache is not None and cache.is_kept and sampler is rank:
         kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes}
     phases = []
+    # Ranks that share layers or rows train on one shard of the data.
+    shares = rank.settings.layer_shares * rank.settings.row_shares
+    trained = replace(workload, num_groups=shares * workload.num_groups)
     if cache is not None:
         phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes}))
     if workload.num_scorings:
-        phases.append(_scoring(rank, workload, kept_cache))
-    phases += [_training(rank, workload, kept_cache), rank.optimizer_phase(kept_cache)]
+        phases.append(_scoring(rank, trained, kept_cache))
+    phases += [_training(rank, trained, kept_cache), rank.optimizer_phase(kept_cache)]
     return MemoryPlan(tuple(phases), cache, rank.in_host_memory())
 
 

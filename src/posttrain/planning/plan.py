@@ -148,8 +148,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
     if found.settings.ranks > 1:
         lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
-    if config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size > 1:
-        lines.append("activations and decoding are counted as of ranks that share no layers and rows: upper bounds")
+    if found.settings.layer_shares * found.settings.row_shares > 1:
+        lines.append("time is counted as of ranks that share no layers and rows")
     if config.num_engines:
         lines.append("each engine holds the whole model; the seconds of a step are those of stages one after the other")
     if workload.num_scorings and step.caches_reference:

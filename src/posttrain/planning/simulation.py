@@ -60,7 +60,9 @@ class SimulatedEngine:
         speed, born = self.speed, [group.born for group in self.open]
         is_whole = [group.is_whole for group in self.open]
         is_over = quota.is_met(born, is_whole)
-        waiting = deque((place, at) for place, group in enumerate(self.open) for at, left in enumerate(group.left) if left)
+        waiting = deque(
+            (place, at) for place, group in enumerate(self.open) for at, left in enumerate(group.left) if left
+        )
         active: list[tuple[int, int, int]] = []  # (token at which it ends, group, answer)
         began: dict[tuple[int, int], int] = {}  # by group and answer: the token before its first one
         prefilled: set[int] = set()
@@ -122,7 +124,6 @@ def step_seconds(rounds_s: Sequence[float], training: Sequence[Training], *, ahe
 def simulate(engines: Sequence[SimulatedEngine], training: Training, num_steps: int, *, ahead: bool) -> list[float]:
     """Seconds of steps 1 to `num_steps`. A step needs the rounds of all engines."""
     rounds_s = [
-        max(engine.sample(step, max(step - ahead, 1)) for engine in engines)
-        for step in range(1, num_steps + 1 + ahead)
+        max(engine.sample(step, max(step - ahead, 1)) for engine in engines) for step in range(1, num_steps + 1 + ahead)
     ]
     return step_seconds(rounds_s, [training] * len(rounds_s), ahead=ahead)[:num_steps]

@@ -166,9 +166,7 @@ def _with(config: GrpoRunConfig, num_engines: int, age: int) -> GrpoRunConfig:
         }
     )
     colocated = generation.colocated.model_copy(update={"enabled": not num_engines, "resources": resources})
-    rounds = section.model_copy(
-        update={"enabled": age > 0, "max_trajectory_age_steps": age, "groups_in_flight": None}
-    )
+    rounds = section.model_copy(update={"enabled": age > 0, "max_trajectory_age_steps": age, "groups_in_flight": None})
     policy = config.policy.model_copy(update={"generation": generation.model_copy(update={"colocated": colocated})})
     return config.model_copy(update={"policy": policy, "grpo": config.grpo.model_copy(update={"async_grpo": rounds})})
 

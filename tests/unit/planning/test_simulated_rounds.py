@@ -78,7 +78,9 @@ class TokenByToken:
             self.open.append((born, [[length, 0] for length in next(self.lengths)]))
         quota = Quota(self.groups, step, self.age)
         seconds, active, seen = 0.0, [], set()
-        waiting = [(place, answer) for place, (_, group) in enumerate(self.open) for answer in group if answer[0] > answer[1]]
+        waiting = [
+            (place, answer) for place, (_, group) in enumerate(self.open) for answer in group if answer[0] > answer[1]
+        ]
 
         def whole() -> list[bool]:
             return [all(length == written for length, written in group) for _, group in self.open]

@@ -99,7 +99,9 @@ class RankMemory:
         """What samples: this rank, or an engine, which holds the whole model and nothing else."""
         if not self.settings.num_engines:
             return self
-        return RankMemory(self.shape, replace(self.settings, ranks=1, layer_shares=1, num_engines=0, trains=False))
+        return RankMemory(
+            self.shape, replace(self.settings, ranks=1, layer_shares=1, row_shares=1, num_engines=0, trains=False)
+        )
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +169,8 @@ class RankMemory:
 
     def _largest_gradient(self) -> float:
         """Of one tensor, in the precision of the weights, before it is added to the fp32 sum."""
-        return self.settings.element * max(kind.rows * (kind.columns or 1) for kind in self.trained)
+        largest = max(kind.rows * (kind.columns or 1) for kind in self.trained)
+        return self.settings.element * largest / self.settings.layer_shares
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks
