@@ -5,12 +5,13 @@
     python bench/simulated_steps.py --steps 4 --hidden 32 --layers 2      in two minutes, to see that it runs
 
 A small model of random weights is trained with a learning rate of next to nothing, so the lengths of answers keep their
-distribution. Two ratios of simulated to measured seconds of a step for each run:
+distribution. Three ratios of simulated to measured seconds of a step for each run:
 
-    own      from the stages that the run itself logged: what overlaps, and what waits for what
-    ahead    from the synchronous run on the same GPUs: its lengths, its training, and decode steps fitted to its rounds
+    own stages         the stages that the run logged: what overlaps, and what waits for what
+    simulated rounds   its training and its lengths, drawn anew; decode steps fitted to the seconds of its rounds
+    from synchronous   the same, of the synchronous run on the same GPUs: a prediction
 
-A busy machine spoils the second: a run is then compared with stages of another hour. Dedicated engines need Ray.
+A busy machine spoils the third: a run is then compared with another minute of the machine. Dedicated engines need Ray.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def train(name: str, args: argparse.Namespace, inputs: Path) -> list[Row]:
     for row in rows:
         with gzip.open(folder / "rollouts" / f"step_{row['step']}.jsonl.gz", "rt") as lines:
             groups = [json.loads(line) for line in lines]
-        row["lengths"] = [[answer["num_tokens"] for answer in group["completions"]] for group in groups]
+        row["answers"] = [group["completions"] for group in groups]
     return rows
 
 
@@ -104,22 +105,31 @@ def stages(rows: Sequence[Row]) -> tuple[list[float], list[Training]]:
     return rounds, parts
 
 
-def fitted_speed(rows: Sequence[Row], prompt_tokens: int) -> EngineSpeed:
-    """Seconds of a round as a constant, a part for each decode step and one for each token."""
-    flat = [[length for group in row["lengths"] for length in group] for row in rows]
-    counts = np.array([[1.0, max(lengths), sum(lengths)] for lengths in flat])
-    seconds = np.array([stage(row, "generation") for row in rows])
-    found = np.linalg.lstsq(counts, seconds, rcond=None)[0]
-    if (found < 0).any():  # too few steps, or too noisy: nothing for a constant, and the same for each step
-        found = np.array([0.0, (seconds / counts[:, 1]).mean(), 0.0])
-    constant, per_step, per_token = (float(value) for value in found)
-    return EngineSpeed(
-        10**6, prompt_tokens, lambda rows, _: per_step + rows * per_token, lambda tokens: per_token * tokens, constant
-    )
+def tokens_by_version(rows: Sequence[Row]) -> dict[int, list[int]]:
+    """Tokens that each version of the weights sampled, by answer."""
+    found: dict[int, list[int]] = {}
+    for answer in (answer for row in rows for group in row["answers"] for answer in group):
+        ends = [first for first, _ in answer["versions"][1:]] + [answer["num_tokens"]]
+        for (first, version), end in zip(answer["versions"], ends, strict=True):
+            found.setdefault(version, []).append(end - first)
+    return found
+
+
+def fitted_speed(rows: Sequence[Row], age: int, *, ahead: bool) -> EngineSpeed:
+    """Seconds of a round as a part for each decode step and one for each token. The first and last rounds are left out: their
+    version sampled two rounds, or answers that no step was left to train."""
+    tokens, rounds = tokens_by_version(rows), stages(rows)[0]
+    used = range(1 + ahead, len(rows) - age)
+    counts = np.array([[max(tokens[step - ahead]), sum(tokens[step - ahead])] for step in used])
+    seconds = np.array([rounds[step] for step in used])
+    per_step, per_token = (float(value) for value in np.linalg.lstsq(counts, seconds, rcond=None)[0])
+    if min(per_step, per_token) < 0:  # noise, or too few steps
+        per_step, per_token = float(seconds.sum() / counts[:, 0].sum()), 0.0
+    return EngineSpeed(10**6, 10, lambda rows, _: per_step + rows * per_token, lambda tokens: per_token * tokens)
 
 
 def endless(rows: Sequence[Row]) -> Iterator[Sequence[int]]:
-    groups = [group for row in rows for group in row["lengths"]]
+    groups = [[answer["num_tokens"] for answer in group] for row in rows for group in row["answers"]]
     chance = random.Random(0)
     while True:
         yield chance.choice(groups)
@@ -130,12 +140,14 @@ def from_own_stages(rows: Sequence[Row], *, ahead: bool) -> float:
     return statistics.median(step_seconds(rounds, parts, ahead=ahead)[1:-1])
 
 
-def from_synchronous(rows: Sequence[Row], args: argparse.Namespace, age: int, *, ahead: bool) -> float:
-    _, parts = stages(rows[1:])
-    typical = Training(*(statistics.median(getattr(part, name) for part in parts) for name in vars(parts[0])))
-    in_flight = int(args.prompts * (1 + (age - ahead) / 2))
-    engine = SimulatedEngine(fitted_speed(rows[1:], 10), endless(rows[1:]), args.prompts, in_flight, age)
-    return statistics.median(simulate([engine], typical, 50, ahead=ahead)[age + 1 :])
+def simulated(name: str, speed: EngineSpeed, rows: Sequence[Row], num_prompts: int) -> float:
+    """With the training and the lengths of `rows`."""
+    _, age, ahead = RUNS[name]
+    parts = stages(rows)[1][1:-1]
+    typical = Training(*(statistics.median(getattr(part, field) for part in parts) for field in vars(parts[0])))
+    in_flight = int(num_prompts * (1 + (age - ahead) / 2))
+    engine = SimulatedEngine(speed, endless(rows), num_prompts, in_flight, age)
+    return statistics.median(simulate([engine], typical, 200, ahead=ahead)[age + 1 :])
 
 
 def main() -> None:
@@ -155,24 +167,18 @@ def main() -> None:
         write_inputs(Path(folder), args)
         for name in args.only:
             measured[name] = train(name, args, Path(folder))
-    report = []
+    report, cells = [], []
     for name, rows in measured.items():
         _, age, ahead = RUNS[name]
         seconds = statistics.median(stage(row, "total_step_time") for row in rows[1:-1])
-        base = measured.get(name.partition(",")[0])
-        own = from_own_stages(rows, ahead=ahead)
-        predicted = from_synchronous(base, args, age, ahead=ahead) if base is not None else None
-        report.append({"run": name, "measured_s": seconds, "own_s": own, "predicted_s": predicted})
-    columns = ["run", "measured s", "own stages", "ratio", "from synchronous", "ratio"]
-    cells = [
-        [one["run"], f"{one['measured_s']:.3f}", f"{one['own_s']:.3f}", ratio(one["own_s"], one["measured_s"])]
-        + [
-            "" if one["predicted_s"] is None else f"{one['predicted_s']:.3f}",
-            ratio(one["predicted_s"], one["measured_s"]),
-        ]
-        for one in report
-    ]
-    print(table(columns, cells))
+        found = {"own_stages": from_own_stages(rows, ahead=ahead)}
+        found["simulated_rounds"] = simulated(name, fitted_speed(rows, age, ahead=ahead), rows, args.prompts)
+        if (base := measured.get(name.partition(",")[0])) is not None:
+            found["from_synchronous"] = simulated(name, fitted_speed(base, 0, ahead=False), base, args.prompts)
+        report.append({"run": name, "measured": seconds, **found})
+        ratios = [ratio(found.get(way), seconds) for way in ("own_stages", "simulated_rounds", "from_synchronous")]
+        cells.append([name, f"{seconds:.3f}", *ratios])
+    print(table(["run", "s a step", "own stages", "simulated rounds", "from synchronous"], cells))
     write_json(args.out, {"runs": report, "args": {key: str(value) for key, value in vars(args).items()}})
 
 

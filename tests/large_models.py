@@ -137,8 +137,7 @@ def run_plan(config: PretrainedConfig, plan: Plan, patches: pytest.MonkeyPatch) 
             logprobs.sum().backward()
     gradients = [local_part(p.grad) for p in root.parameters() if p.grad is not None]
     assert len(gradients) == len(list(root.parameters()))
-    for parameter in root.parameters():
-        assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+    assert all(parameter.grad.shape == parameter.shape for parameter in root.parameters())
     in_fp32 = sum(4 * gradient.numel() for gradient in gradients)  # as they are added up
     return Found(RankBytes(stored, whole, num_kept, in_fp32), planned(config, sizes), sent.by_kind)
 
@@ -176,7 +175,7 @@ def _faked(row: PackedRow, fake: Callable[[Tensor], Tensor]) -> PackedRow:
 
 
 class KeepsAsOnAGpu:
-    """`AttentionContext` that keeps what variable-length attention on a GPU keeps: its inputs, its output, the log of its sums."""
+    """`AttentionContext` that keeps what variable-length attention on a GPU keeps: inputs, output, the log of its sums."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _Attention.apply(query, key, value)

@@ -202,7 +202,8 @@ def _speed(found: RunEstimate, layer_parts: int) -> EngineSpeed:
     """Ranks that share layers are counted as ranks that share the answers."""
     workload, cache, sampler = found.workload, found.memory.cache, found.rank.sampler
     engine = sampler.settings.engine
-    assert engine is not None and cache is not None
+    assert engine is not None
+    assert cache is not None
     model, sizes, prompt = TimeModel(sampler, found.gpu), batch_sizes(engine.rows), workload.lengths.prompt
     fitting = min(engine.rows, model.rows_that_fit(workload, cache))
 
