@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ DEDICATED = ["cluster.gpus_per_node=2", "policy.generation.colocated={enabled: f
 REWARD = "def odd(prompt, response, reference):\n    return sum(ord(c) % 2 for c in response) / max(1, len(response))\n"
 MEAN, LONGEST = 24, 112  # tokens of answers
 Row = dict[str, Any]
+WAYS = ("own_stages", "simulated_rounds", "from_synchronous")
 
 
 def in_rounds(age: int) -> list[str]:
@@ -137,17 +138,30 @@ def endless(rows: Sequence[Row]) -> Iterator[Sequence[int]]:
 
 def from_own_stages(rows: Sequence[Row], *, ahead: bool) -> float:
     rounds, parts = stages(rows)
-    return statistics.median(step_seconds(rounds, parts, ahead=ahead)[1:-1])
+    return statistics.fmean(step_seconds(rounds, parts, ahead=ahead)[1:-1])
 
 
 def simulated(name: str, speed: EngineSpeed, rows: Sequence[Row], num_prompts: int) -> float:
     """With the training and the lengths of `rows`."""
     _, age, ahead = RUNS[name]
     parts = stages(rows)[1][1:-1]
-    typical = Training(*(statistics.median(getattr(part, field) for part in parts) for field in vars(parts[0])))
+    typical = Training(*(statistics.fmean(getattr(part, field) for part in parts) for field in vars(parts[0])))
     in_flight = int(num_prompts * (1 + (age - ahead) / 2))
     engine = SimulatedEngine(speed, endless(rows), num_prompts, in_flight, age)
-    return statistics.median(simulate([engine], typical, 200, ahead=ahead)[age + 1 :])
+    return statistics.fmean(simulate([engine], typical, 200, ahead=ahead)[age + 1 :])
+
+
+def compared(name: str, measured: Mapping[str, list[Row]], num_prompts: int) -> dict[str, Any]:
+    """Seconds of a step: the mean of those measured, and simulated in three ways."""
+    (_, age, ahead), rows = RUNS[name], measured[name]
+    base = measured.get(name.partition(",")[0])
+    ways = (
+        from_own_stages(rows, ahead=ahead),
+        simulated(name, fitted_speed(rows, age, ahead=ahead), rows, num_prompts),
+        None if base is None else simulated(name, fitted_speed(base, 0, ahead=False), base, num_prompts),
+    )
+    seconds = statistics.fmean(stage(row, "total_step_time") for row in rows[1:-1])
+    return {"run": name, "measured": seconds, **dict(zip(WAYS, ways, strict=True))}
 
 
 def main() -> None:
@@ -163,22 +177,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write all numbers to this JSON file")
     args = parser.parse_args()
     measured: dict[str, list[Row]] = {}
+    report = []
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), args)
         for name in args.only:
             measured[name] = train(name, args, Path(folder))
-    report, cells = [], []
-    for name, rows in measured.items():
-        _, age, ahead = RUNS[name]
-        seconds = statistics.median(stage(row, "total_step_time") for row in rows[1:-1])
-        found = {"own_stages": from_own_stages(rows, ahead=ahead)}
-        found["simulated_rounds"] = simulated(name, fitted_speed(rows, age, ahead=ahead), rows, args.prompts)
-        if (base := measured.get(name.partition(",")[0])) is not None:
-            found["from_synchronous"] = simulated(name, fitted_speed(base, 0, ahead=False), base, args.prompts)
-        report.append({"run": name, "measured": seconds, **found})
-        ratios = [ratio(found.get(way), seconds) for way in ("own_stages", "simulated_rounds", "from_synchronous")]
-        cells.append([name, f"{seconds:.3f}", *ratios])
-    print(table(["run", "s a step", "own stages", "simulated rounds", "from synchronous"], cells))
+            report.append(compared(name, measured, args.prompts))
+            print(report[-1], flush=True)
+    cells = [
+        [one["run"], f"{one['measured']:.3f}", *[ratio(one[way], one["measured"]) for way in WAYS]] for one in report
+    ]
+    print(table(["run", "s a step", *[way.replace("_", " ") for way in WAYS]], cells))
     write_json(args.out, {"runs": report, "args": {key: str(value) for key, value in vars(args).items()}})
 
 

@@ -62,9 +62,8 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, int]]] = {
     ),
 }  # fmt: skip
 Plan = tuple[int, int, int]  # ranks that share layers, ranks that share rows, replicas
-ALL_PLANS: list[Plan] = [
-    (tp, cp, replicas) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8 for replicas in (1, 8)
-]
+ALL_PLANS: list[Plan] = [(tp, cp, 1) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8]
+ALL_PLANS += [(tp, 1, 8) for tp in (1, 2, 8)]
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,15 @@ class Splits:
     @property
     def shown(self) -> list[Split]:
         """The config's own, and for each age the shared GPUs and the best number of engines."""
-        rows = [self.now]
+        rows: list[Split] = []
         for age in AGES:
             own = [split for split in self.others if split.max_age == age]
             fitting = [split for split in own if not split.found.too_large] or own
             for dedicated in (False, True):
                 group = [split for split in fitting if bool(split.config.num_engines) == dedicated]
                 rows += [min(group, key=lambda split: split.step_s)] if group else []
-        return list({(split.config.num_engines, split.max_age): split for split in rows}.values())
+        now = self.now.config.num_engines, self.now.max_age
+        return [self.now, *[split for split in rows if (split.config.num_engines, split.max_age) != now]]
 
     @property
     def proposed(self) -> dict[str, str]:
@@ -116,6 +117,7 @@ class Splits:
     def as_json(self) -> JsonObject:
         return {
             "proposal": self.proposed,
+            "assumptions": self.assumptions,
             "splits": [
                 {
                     "num_trainers": split.config.num_ranks,
