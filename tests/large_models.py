@@ -3,12 +3,13 @@
 One forward and backward pass runs through the code that splits, shards and fuses. Counted are the bytes that one rank stores,
 keeps and sends, beside what the planner says.
 
-    PYTHONPATH=src:tests python tests/large_models.py        every plan, as the table of docs/planner.md
+    PYTHONPATH=src:tests python tests/large_models.py                every plan, as the table of docs/planner.md
+    PYTHONPATH=src:tests python tests/large_models.py --layers 2     with two layers of each model, in a minute
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,6 +230,10 @@ class CollectiveBytes(TorchDispatchMode):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="of each model (default: all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
     columns = [
         "",
         "tp",
@@ -244,10 +249,10 @@ def main() -> None:
     ]
     print(f"| {' | '.join([*columns, 'planner off by'])} |\n|{'---|' * (len(columns) + 1)}")
     with fake_ranks():
-        for name in sys.argv[1:] or MODELS:
+        for name in args.models:
             for plan in ALL_PLANS:
                 with pytest.MonkeyPatch.context() as patches:
-                    found = run_plan(model_config(name), plan, patches)
+                    found = run_plan(model_config(name, args.layers), plan, patches)
                 held = (found.held.weights, found.held.kept, found.held.gradients)
                 sizes = [*held, *[found.sent[kind] for kind in KINDS.values()]]
                 cells = [
