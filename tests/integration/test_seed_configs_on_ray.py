@@ -67,7 +67,7 @@ def assert_trained(folder: Path) -> None:
 
 def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes, inputs: Path, tmp_path: Path) -> None:
     python = vllm_pythons.REAL or vllm_pythons.stand_in(tmp_path / "stand-in")
-    code, shown = train(nodes, LORA, inputs, tmp_path / "run", f"policy.generation.vllm_cfg.python={python}")
+    code, shown = train(nodes, FULL, inputs, tmp_path / "run", f"policy.generation.vllm_cfg.python={python}")
     assert code == 0, shown
     assert_trained(tmp_path / "run")
     assert all(row["train/token_mult_prob_error"] < 1.02 for row in rows_of(tmp_path / "run") if "train/loss" in row)
