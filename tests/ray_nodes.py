@@ -25,7 +25,7 @@ _VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_
 class RayNodes:
     """`environment` is what a user of this machine has; `token` is in the file where Ray looks for it."""
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, *, cpus_per_node: int = 1) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pt", dir="/tmp"))  # short: it holds the paths of sockets
         self.environment = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         self.environment |= {
@@ -41,6 +41,7 @@ class RayNodes:
             (self.folder / ".ray" / "auth_token").write_text(token)
             self._for_nodes["RAY_AUTH_MODE"] = "token"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.cpus_per_node = cpus_per_node
         self.address = ""
 
     @property
@@ -72,7 +73,7 @@ class RayNodes:
                 os.kill(pid, signal.SIGKILL)
 
     def _start(self, *arguments: str) -> None:
-        sizes = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", "--block"]
+        sizes = [f"--num-cpus={self.cpus_per_node}", "--num-gpus=0", "--object-store-memory=80000000", "--block"]
         with (self.folder / f"node{len(self._processes)}.log").open("wb") as log:
             self._processes.append(
                 subprocess.Popen(

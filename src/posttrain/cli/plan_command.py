@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.pipeline.predicted_cost import cost_on_cluster, gpu_of
     from posttrain.planning.cost import cost_of
     from posttrain.planning.measured import read_measured
-    from posttrain.planning.plan import estimate_run, find_gpu
+    from posttrain.planning.plan import estimate_run, find_gpu, planned_step_s, splits_of
     from posttrain.planning.proposal import explain, propose
 
     profile = _profile(args)
@@ -104,21 +104,26 @@ def run(args: argparse.Namespace) -> int:
         answer_tokens=args.answer_tokens,
     )
     proposal = propose(found)
-    cost = cost_of(found, config, args.gpu_hour_price) if args.gpu_hour_price is not None else None
+    rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
+    splits = splits_of(found, config, rewards_s or 0.0)
+    planned_s = planned_step_s(found, splits)
+    cost = cost_of(config, planned_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     on_cluster = None
     if profile is not None:
         step_s = measured.get("timing/train/total_step_time") if measured is not None else None
         source = "measured" if step_s else "planned"
-        on_cluster = cost_on_cluster(profile, config, step_s or found.time.total_s, source)
+        on_cluster = cost_on_cluster(profile, config, step_s or planned_s, source)
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
+        if splits is not None:
+            result["split"] = splits.as_json()
         if on_cluster is not None:
             result["on_cluster"] = on_cluster.as_json()
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         from posttrain.cli.plan_views import show_plan
 
-        show_plan(found, config, measured, proposal, [] if cost is None else cost.lines(), on_cluster)
+        show_plan(found, config, measured, proposal, splits, [] if cost is None else cost.lines(), on_cluster)
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
     return 0

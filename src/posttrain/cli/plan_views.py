@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,9 @@ from posttrain.planning.plan import RunEstimate, assumptions
 from posttrain.planning.proposal import Proposal
 from posttrain.policy.memory.rank import GIB
 
+if TYPE_CHECKING:
+    from posttrain.planning.split import Splits
+
 GOAL = 0.15  # an error of the prediction that is still called good
 
 
@@ -24,6 +28,7 @@ def show_plan(
     config: RunConfig,
     measured: Measured | None,
     proposal: Proposal | None,
+    splits: Splits | None,
     cost_lines: Sequence[str],
     on_cluster: CostReport | None = None,
 ) -> None:
@@ -45,6 +50,12 @@ def show_plan(
         console.print("\nproposed", style="bright_black")
         for line in _proposal_lines(found, proposal):
             console.print(line)
+    if splits is not None:
+        num_gpus = config.cluster.num_workers
+        console.print(f"\nsplit of {num_gpus} GPUs between training and sampling, simulated", style="bright_black")
+        console.print(_splits(splits))
+        for line in _split_lines(splits):
+            console.print(line)
     for title, lines in (
         ("cost", cost_lines),
         ("cost on the cluster", on_cluster.lines() if on_cluster is not None else []),
@@ -54,7 +65,7 @@ def show_plan(
         for line in lines:
             console.print(line)
     console.print("\nassumed", style="bright_black")
-    for line in assumptions(found, config):
+    for line in [*assumptions(found, config), *([] if splits is None else splits.assumptions)]:
         console.print(f"  {line}")
 
 
@@ -167,3 +178,33 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
         change = "the present settings do not fit"
     settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
     return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {peak:.1f} GiB at most"]
+
+
+def _splits(splits: Splits) -> Table:
+    table = _table(["", "train", "sample", "max age", "s a step", "speed", "GiB, training", "GiB, sampling"])
+    for index, split in enumerate(splits.shown):
+        engines = split.config.num_engines
+        fits = not split.found.too_large
+        table.add_row(
+            "now" if index == 0 else "",
+            str(split.config.num_ranks),
+            str(engines or "the same"),
+            str(split.max_age),
+            _seconds(split.step_s),
+            f"{splits.shared.step_s / split.step_s:.2f}",
+            *[_gib(split.needed_bytes(sampling=sampling)) for sampling in (False, True)],
+            style=None if fits else "red",
+        )
+    return table
+
+
+def _split_lines(splits: Splits) -> list[str]:
+    best = splits.best
+    if best is None:
+        return ["  nothing better: the split as it is was the fastest of those tried, to 3 %"]
+    lines = [f"  {name}={value}" for name, value in splits.proposed.items()]
+    if best.max_age > splits.now.max_age:
+        steps = "one step" if best.max_age == 1 else f"{best.max_age} steps"
+        lines.append(f"  (trains on answers that are up to {steps} old)")
+    faster = splits.now.step_s / best.step_s - 1
+    return [*lines, f"  {best.step_s:.1f} s a step ({faster:+.0%} speed)"]

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -81,9 +82,14 @@ class VllmSampler:
         weights = {}
         if self._is_adapted and not files:
             weights = {name: tensor.cpu() for name, tensor in _whole(base_weights(self._model))}
-        _base(self._model).save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        # Not by the model's save_pretrained, which writes on the first rank only; here every rank has a vLLM.
+        base: Any = _base(self._model)
+        base.config.architectures = base.config.architectures or [type(base).__name__]
+        for config in (base.config, base.generation_config):
+            config.save_pretrained(folder)
+        if weights:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         for file in files:
-            (folder / file.name).unlink(missing_ok=True)
             (folder / file.name).symlink_to(file.absolute())
         self._tokenizer.save_pretrained(folder)
 

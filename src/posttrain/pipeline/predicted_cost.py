@@ -35,11 +35,12 @@ def cost_on_cluster(
     profile: ClusterProfile, config: RunConfig, step_s: float | None = None, step_source: str = "measured"
 ) -> CostReport:
     """By the planned time of a step, unless one is given. InputError where it cannot be planned."""
-    from posttrain.planning.plan import estimate_run, find_gpu
+    from posttrain.planning.plan import estimate_run, find_gpu, planned_step_s, splits_of
 
     steps = _num_steps(config)
     if step_s is None:
-        step_s, step_source = estimate_run(config, find_gpu(gpu_of(profile))).time.total_s, "planned"
+        found = estimate_run(config, find_gpu(gpu_of(profile)))
+        step_s, step_source = planned_step_s(found, splits_of(found, config)), "planned"
     return report_cost(
         profile,
         num_nodes=config.cluster.num_nodes,

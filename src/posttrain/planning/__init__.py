@@ -6,8 +6,9 @@
 | `workload.py` | what one step computes: samples, lengths, micro-batches |
 | `memory.py` | peak memory of each phase and the KV cache, on top of the estimate of one rank (`policy/memory`) |
 | `decoding.py`, `timing.py` | seconds of each stage |
+| `simulation.py`, `split.py` | steps with rounds and engines as discrete events; GPUs split between training and sampling |
 | `plan.py`, `proposal.py` | the plan of one config; better settings, and remedies where something does not fit |
 | `measured.py` | what a run measured, next to the prediction |
 
-Nothing here imports torch.
+Nothing here imports torch but `simulation.py`, which ends rounds by the quota of `types.py`.
 """

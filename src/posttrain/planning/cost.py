@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.config import RunConfig
-from posttrain.planning.plan import RunEstimate
 
 NO_LIMIT = 1_000_000  # steps: the run ends with its epochs, and how many steps those have depends on the data
 
@@ -39,9 +38,9 @@ class RunCost:
         return lines
 
 
-def cost_of(found: RunEstimate, config: RunConfig, gpu_hour_price: float) -> RunCost:
+def cost_of(config: RunConfig, step_s: float, gpu_hour_price: float) -> RunCost:
     steps = config.schedule.max_num_steps
-    return RunCost(gpu_hour_price, config.cluster.num_workers, steps if steps < NO_LIMIT else None, found.time.total_s)
+    return RunCost(gpu_hour_price, config.cluster.num_workers, steps if steps < NO_LIMIT else None, step_s)
 
 
 def _amount(value: float) -> str:

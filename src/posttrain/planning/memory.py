@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.planning.calibration import Gpu
 from posttrain.planning.workload import Workload
@@ -41,14 +41,20 @@ class MemoryPlan:
 
 
 def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
-    cache = _cache(rank, workload, gpu)
-    kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes} if cache is not None and cache.is_kept else {}
+    sampler = rank.sampler
+    cache = _cache(sampler, workload, gpu)
+    kept_cache: dict[str, float] = {}
+    if cache is not None and cache.is_kept and sampler is rank:
+        kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes}
     phases = []
+    # Ranks that share layers or rows train on one shard of the data.
+    shares = rank.settings.layer_shares * rank.settings.row_shares
+    trained = replace(workload, num_groups=shares * workload.num_groups)
     if cache is not None:
-        phases.append(Phase(SAMPLING, {**rank.while_sampling(), "KV cache": cache.num_bytes}))
+        phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes}))
     if workload.num_scorings:
-        phases.append(_scoring(rank, workload, kept_cache))
-    phases += [_training(rank, workload, kept_cache), rank.optimizer_phase(kept_cache)]
+        phases.append(_scoring(rank, trained, kept_cache))
+    phases += [_training(rank, trained, kept_cache), rank.optimizer_phase(kept_cache)]
     return MemoryPlan(tuple(phases), cache, rank.in_host_memory())
 
 
@@ -66,8 +72,8 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
         budget = engine.utilization * gpu.memory_bytes - used
     pages = min(wanted, max(int(budget // page), 0))
     held = (pages + 1) * page  # one is the scratch page for padding
-    is_kept = held + sum(rank.fp8_weights().values()) <= KEPT_CACHE_SHARE * gpu.memory_bytes
-    return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_kept)
+    is_small = held + sum(rank.fp8_weights().values()) <= KEPT_CACHE_SHARE * gpu.memory_bytes
+    return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_small or not rank.settings.trains)
 
 
 def _scoring(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
@@ -91,7 +97,7 @@ def cache_pages(workload: Workload, page_size: int, rows: int) -> tuple[int, int
     prompt = max(round(workload.lengths.prompt), 1)
     new = min(workload.max_new_tokens, workload.max_total_tokens - prompt)
     whole, shared = _pages(prompt + new, page_size), prompt // page_size
-    total, slots, groups = 0, rows, math.ceil(workload.num_groups)  # of the rank with most of them
+    total, slots, groups = 0, rows, math.ceil(workload.num_in_flight)  # of the rank with most of them
     while slots > 0 and groups > 0:
         together = min(workload.num_sampled, slots)
         total += _pages(prompt, page_size) + together * (whole - shared + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from posttrain.config import RunConfig
+from posttrain.config import GrpoRunConfig, RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
@@ -15,6 +16,9 @@ from posttrain.planning.workload import MeanLengths, Workload, workload_of
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
 from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
 from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
+
+if TYPE_CHECKING:
+    from posttrain.planning.split import Splits
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,19 @@ def estimate_run(
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
     if config.scores_answers:
         shape = shape.without_output_table()
+    return estimate_config(config, shape, gpu, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+
+def estimate_config(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu: Gpu,
+    lengths: MeanLengths | None,
+    *,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> RunEstimate:
+    """Of a shape that is known."""
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
     def with_checkpointing(recomputes: bool) -> RunEstimate:
@@ -87,6 +104,7 @@ def estimate_run(
             scores_answers=config.scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
+            num_engines=config.num_engines,
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -94,6 +112,20 @@ def estimate_run(
     if config.policy.dtensor_cfg.activation_checkpointing == "auto" and plain.too_large:
         return with_checkpointing(True)
     return plain
+
+
+def splits_of(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> Splits | None:
+    """None where there is nothing to split: one GPU, or no answers to sample."""
+    if not isinstance(config, GrpoRunConfig) or config.cluster.num_workers == 1 or found.memory.cache is None:
+        return None
+    from posttrain.planning.split import find_splits  # imports torch
+
+    return find_splits(found, config, rewards_s)
+
+
+def planned_step_s(found: RunEstimate, splits: Splits | None) -> float:
+    """Of stages one after the other; simulated where some run beside others, or go on in the next step."""
+    return found.time.total_s if splits is None or splits.now.is_plain else splits.now.step_s
 
 
 def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
@@ -134,10 +166,10 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
     if found.settings.ranks > 1:
         lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
-    if config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size > 1:
-        lines.append("activations and decoding are counted as of ranks that share no layers and rows: upper bounds")
+    if found.settings.layer_shares * found.settings.row_shares > 1:
+        lines.append("time is counted as of ranks that share no layers and rows")
     if config.num_engines:
-        lines.append("sampling is counted as done by the ranks that train, not beside them: upper bounds")
+        lines.append("each engine holds the whole model; the seconds of a step are those of stages one after the other")
     if workload.num_scorings and step.caches_reference:
         lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""

@@ -123,7 +123,8 @@ class TimeModel:
     # -- stages --------------------------------------------------------------------------------------------------------
 
     def step(self, workload: Workload, cache: CachePlan | None) -> StepTime:
-        prompts, decoding, recording, num_steps = self._generation_s(workload, cache)
+        sampler = TimeModel(self.memory.sampler, self.gpu)
+        prompts, decoding, recording, num_steps = sampler._generation_s(workload, cache)
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
@@ -182,7 +183,7 @@ class TimeModel:
         if cache is None or engine is None:
             return 0.0, 0.0, 0.0, 0
         prompt = workload.lengths.prompt
-        tokens = workload.num_groups * prompt
+        tokens = workload.num_sampled_groups * prompt
         row = Pass(tokens, 0.0, 0.0, tokens * (prompt + 1) / 2)
         prompts = max(
             self.forward_s(row, head=False, fp8_share=self._fp8_share),
@@ -193,10 +194,10 @@ class TimeModel:
             (element + 1) * self._fp8_share * shape.layer_products
         )  # the weights are quantised first
         longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
-        count = round(workload.num_groups * workload.num_sampled)
+        count = round(workload.num_sampled_groups * workload.num_sampled)
         mean = longest if workload.fixed_length else workload.lengths.answer
         lengths = answer_lengths(count, min(mean, longest), longest)
-        max_rows = min(engine.rows, self._rows_that_fit(workload, cache))
+        max_rows = min(engine.rows, self.rows_that_fit(workload, cache))
         sizes = batch_sizes(engine.rows)
         decoding, num_steps, used = 0.0, 0, set()
         for stretch in stretches(lengths, max_rows):
@@ -218,7 +219,7 @@ class TimeModel:
         recording = recordings * _NUM_RUNS_PER_CAPTURE * shape.layers * CALIBRATION.forward_host_s
         return prompts, decoding, recording, num_steps
 
-    def _rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
+    def rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
         """Rows of mean length that fit into the cache at the end of their answers."""
         own = workload.lengths.answer + workload.lengths.prompt / max(workload.num_sampled, 1)
         return max(1, int(cache.tokens // max(own, 1)))

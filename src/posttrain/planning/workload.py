@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from posttrain.config import PolicyConfig, RunConfig
+from posttrain.config import GrpoRunConfig, PolicyConfig, RunConfig
 from posttrain.errors import InputError
 from posttrain.policy.memory.layer_bytes import Pass
 
@@ -87,10 +87,23 @@ class Workload:
     train: MicroBatch
     score: MicroBatch
     budget_section: str = "policy.sequence_packing"  # of the config, which says how many tokens a micro-batch may have
+    num_engine_groups: float | None = (
+        None  # sampled by one engine on a GPU of its own; None: a rank samples what it trains
+    )
+    in_flight: float = 1.0  # groups sampled at once, as a multiple of those of a step
 
     @property
     def num_samples(self) -> float:
         return self.num_groups * self.group_size
+
+    @property
+    def num_sampled_groups(self) -> float:
+        """Of a step, by one rank or engine that samples."""
+        return self.num_groups if self.num_engine_groups is None else self.num_engine_groups
+
+    @property
+    def num_in_flight(self) -> float:
+        return self.num_sampled_groups * self.in_flight
 
     @property
     def num_tokens(self) -> float:
@@ -170,8 +183,16 @@ def workload_of(
         num_scorings=step.num_scorings,
         train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
         score=_micro_batch(policy, "logprob", per_unit),
+        num_engine_groups=step.num_rows / config.num_engines if config.num_engines else None,
+        in_flight=_in_flight(config),
         budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )
+
+
+def _in_flight(config: RunConfig) -> float:
+    if not isinstance(config, GrpoRunConfig) or not config.grpo.async_grpo.enabled:
+        return 1.0
+    return config.num_groups_in_flight / config.grpo.num_prompts_per_step
 
 
 def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatch:

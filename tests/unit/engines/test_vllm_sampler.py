@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import vllm_pythons
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
-from transformers import LlamaForCausalLM
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, LlamaForCausalLM
 
 from posttrain.config import PolicyConfig, load_config
 from posttrain.engines.vllm_process import VllmError
@@ -80,6 +82,16 @@ def test_answers_come_from_the_weights_that_were_pushed_last(sampler: VllmSample
     assert difference(model, sampler.generate(TASKS, 2, SAMPLING, KEY)) > 0.1
     sampler.take_weights(2)
     assert difference(model, sampler.generate(TASKS, 2, SAMPLING, KEY)) < 1e-4
+
+
+def test_what_vllm_starts_from_is_written_on_every_rank(sampler: VllmSampler, tmp_path: Path) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        sampler._save_model(tmp_path, Path("nowhere"))
+    finally:
+        dist.destroy_process_group()
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["LlamaForCausalLM"]
+    assert (tmp_path / "tokenizer_config.json").is_file()
 
 
 def test_seeds_follow_from_seed_step_draw_and_sample(sampler: VllmSampler) -> None:

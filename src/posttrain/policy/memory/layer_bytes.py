@@ -31,8 +31,21 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerBytes:
+    """Of one rank. Those that share layers have parts of the heads, of the MLP and of the vocabulary, but whole residuals;
+    those that share rows have a part of the tokens, and for attention a part of the heads."""
+
     shape: ModelShape
     settings: RunSettings
+
+    @property
+    def _parts(self) -> tuple[float, float, float, float]:
+        """This rank's width of queries, of keys, and of the MLP; its share of the vocabulary."""
+        s, shares = self.shape, self.settings.layer_shares
+        return s.query_width / shares, s.kv_width / shares, s.inner / shares, s.vocab / shares
+
+    def _own(self, row: Pass) -> Pass:
+        shares = self.settings.row_shares
+        return Pass(row.tokens / shares, row.responses / shares, row.gathered / shares, row.pairs / shares)
 
     @property
     def _factor(self) -> float:
@@ -42,13 +55,19 @@ class LayerBytes:
 
     def kept_per_token(self) -> float:
         """By one layer without recomputation, copies of shared prompts aside."""
-        s, e = self.shape, self.settings.element
+        s, e, shares = self.shape, self.settings.element, self.settings.layer_shares
+        query, kv, inner, _ = self._parts
         residuals = 2 * FP32 * s.hidden
-        qkv = e * (s.query_width + 2 * s.kv_width)
+        qkv = e * (query + 2 * kv)
         if s.family == "qwen3":  # head norms keep their inputs, and their outputs are rotated
-            qkv += 2 * e * (s.query_width + s.kv_width) + FP32 * (s.heads + s.kv_heads)
-        attended = e * s.query_width + FP32 * s.heads
-        gate_up = 2 * e * s.inner
+            copies = (
+                2 if self.settings.ranks == 1 else 1
+            )  # the inputs are parts of a joined product, or tensors of their own
+            qkv += copies * e * (query + kv) + FP32 * (s.heads + s.kv_heads) / shares
+        attended = e * query + FP32 * s.heads / shares
+        if self.settings.row_shares > 1:
+            attended += e * query  # its output by heads, and again by tokens
+        gate_up = 2 * e * inner
         factors = 2 * FP32
         kept = residuals + qkv + attended + gate_up + factors
         if self.settings.lora_rank is not None:
@@ -56,16 +75,18 @@ class LayerBytes:
         if self.settings.ranks > 1:
             # Sharded weights cannot be joined: their modules keep two norms and the product inside SwiGLU, which are
             # computed again otherwise.
-            kept += 2 * e * s.hidden + e * s.inner
+            kept += 2 * e * s.hidden + e * inner
         return self._factor * kept
 
     def kept_by_layer(self, row: Pass) -> float:
-        return row.tokens * self.kept_per_token() + 2 * self.settings.element * self.shape.kv_width * row.gathered
+        row = self._own(row)
+        return row.tokens * self.kept_per_token() + 2 * self.settings.element * self._parts[1] * row.gathered
 
     def kept(self, row: Pass) -> float:
         """Everything that is kept when the forward pass reaches the output head."""
         s, e = self.shape, self.settings.element
-        layer = FP32 * s.hidden * row.tokens if self.settings.checkpointing else self.kept_by_layer(row)
+        layer = FP32 * s.hidden * self._own(row).tokens if self.settings.checkpointing else self.kept_by_layer(row)
+        row = self._own(row)
         # The last residual. A norm that is not fused keeps itself as well, for the gradient of its weight.
         residuals = 1 if s.fused or self.settings.lora_rank is not None else 2
         end = residuals * FP32 * s.hidden * row.tokens + e * s.hidden * row.responses  # the head's input
@@ -76,15 +97,17 @@ class LayerBytes:
     def layer_forward(self, row: Pass) -> float:
         """Peak of a pass without gradients: inside the MLP, with the output of attention."""
         s, e = self.shape, self.settings.element
-        per_token = 2 * FP32 * s.hidden + e * (2 * s.query_width + 2 * s.kv_width + 3 * s.inner + 2 * s.hidden)
+        query, kv, inner, _ = self._parts
+        per_token = 2 * FP32 * s.hidden + e * (2 * query + 2 * kv + 3 * inner + 2 * s.hidden)
         end = (2 if s.fused else 4) * FP32 * s.hidden  # the last norm
-        return row.tokens * max(per_token * (1.0 if s.fused else 1.5), end)
+        return self._own(row).tokens * max(per_token * (1.0 if s.fused else 1.5), end)
 
     def layer_backward(self, row: Pass) -> float:
         """Peak: the gradients inside SwiGLU, its recomputed product, and the gradient of the residual stream."""
         s, e = self.shape, self.settings.element
-        per_token = e * (4 * s.inner + s.hidden) + FP32 * s.hidden
-        moment = row.tokens * per_token + e * s.hidden * s.inner
+        inner = self._parts[2]
+        per_token = e * (4 * inner + s.hidden) + FP32 * s.hidden
+        moment = self._own(row).tokens * per_token + e * s.hidden * inner
         if self.settings.checkpointing:
             moment += self.kept_by_layer(row)
         return moment
@@ -97,16 +120,16 @@ class LayerBytes:
         """Logits of a chunk in fp32."""
         if self.settings.scores_answers:
             return 0.0
-        return FP32 * self.shape.vocab * min(row.responses, self.chunk_tokens)
+        return FP32 * self._parts[3] * min(self._own(row).responses, self.chunk_tokens)
 
     def head_backward(self, row: Pass, *, accumulates: bool) -> float:
         """A chunk's logits and their gradient; then, with the logits freed, that gradient and the head's, unless it is
         accumulated into an existing sum: `accumulates`."""
         if self.settings.scores_answers:
             return 0.0
-        v, e = self.shape.vocab, self.settings.element
-        weight = self.shape.head_products if self.settings.lora_rank is None else 0
-        rows = min(row.responses, self.chunk_tokens)
+        v, e = self._parts[3], self.settings.element
+        weight = v * self.shape.hidden if self.settings.lora_rank is None else 0
+        rows = min(self._own(row).responses, self.chunk_tokens)
         has_sum = (
             accumulates and e != FP32 and self.settings.ranks == 1
         )  # sharded gradients are accumulated by autograd
@@ -115,7 +138,7 @@ class LayerBytes:
         return max((FP32 + e) * v * rows + from_start, e * v * rows + total)
 
     def recomputes_logits(self, row: Pass) -> bool:
-        return row.responses > self.chunk_tokens
+        return self._own(row).responses > self.chunk_tokens
 
     # -- moved by elementwise kernels ------------------------------------------------------------------------------------
 

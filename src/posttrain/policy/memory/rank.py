@@ -10,7 +10,7 @@ loaded. The answer changes memory and time, and no result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from posttrain.config.policy import PolicyConfig
 from posttrain.json_files import JsonMapping
@@ -71,6 +71,8 @@ class RankMemory:
         s, ranks = self.settings, self.settings.ranks
         adapters = s.element * self.num_trained if s.lora_rank is not None else 0
         items = {"weights": (self.weights + adapters) / ranks}
+        if not s.trains:
+            return items
         if s.holds_copy:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
@@ -91,6 +93,15 @@ class RankMemory:
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
         gathered = self.settings.element * (tables + 2 * self.shape.layer_products / self.shape.layers)
         return {"gathered layers": gathered / self.settings.layer_shares}
+
+    @property
+    def sampler(self) -> RankMemory:
+        """What samples: this rank, or an engine, which holds the whole model and nothing else."""
+        if not self.settings.num_engines:
+            return self
+        return RankMemory(
+            self.shape, replace(self.settings, ranks=1, layer_shares=1, row_shares=1, num_engines=0, trains=False)
+        )
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +169,8 @@ class RankMemory:
 
     def _largest_gradient(self) -> float:
         """Of one tensor, in the precision of the weights, before it is added to the fp32 sum."""
-        return self.settings.element * max(kind.rows * (kind.columns or 1) for kind in self.trained)
+        largest = max(kind.rows * (kind.columns or 1) for kind in self.trained)
+        return self.settings.element * largest / self.settings.layer_shares
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks

@@ -86,6 +86,9 @@ class RunSettings:
     engine: EngineSettings | None
     checkpoint_copy: CheckpointCopy = "none"
     layer_shares: int = 1  # ranks that share each layer
+    row_shares: int = 1  # ranks that share each packed row in training
+    num_engines: int = 0  # GPUs that only sample; 0: those that train sample too
+    trains: bool = True  # False: an engine on a GPU of its own
 
     @property
     def holds_copy(self) -> bool:
@@ -100,6 +103,7 @@ def run_settings(
     scores_answers: bool = False,
     checkpointing: bool | None = None,
     checkpoint_copy: CheckpointCopy = "none",
+    num_engines: int = 0,
 ) -> RunSettings:
     """`ranks` are all that train. `checkpointing` is used if the config has auto."""
     engine = None
@@ -131,6 +135,8 @@ def run_settings(
         engine=engine,
         checkpoint_copy=checkpoint_copy,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
+        row_shares=policy.dtensor_cfg.context_parallel_size,
+        num_engines=num_engines,
     )
 
 
