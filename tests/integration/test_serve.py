@@ -445,17 +445,16 @@ def test_a_canary_shares_the_traffic_and_its_errors_send_everybody_back(model: P
             texts = [client.post("/v1/completions", json={**body, "user": user}).json() for user in (one, other)]
         assert texts[0]["choices"][0]["text"] != texts[1]["choices"][0]["text"]
 
-        broken = server.service.canary_version
-        assert broken is not None
+        _, broken = server.sessions
         steps = iter([False, True] * 50)
-        work = broken.session.step
+        work = broken.step
 
         def fails_often() -> Any:
             if next(steps):
                 raise RuntimeError("out of luck")
             return work()
 
-        broken.session.step = fails_often  # type: ignore[method-assign]
+        broken.step = fails_often  # type: ignore[method-assign]
         later = versions_of(server, users * 2)
         assert "canary" in later[:20]
         assert set(later[-15:]) == {"production"}
@@ -494,7 +493,7 @@ def test_feedback_is_the_kpi_of_a_canary(model: Path, adapters: dict[str, str]) 
 def test_a_step_that_fails_costs_its_requests_and_a_third_in_a_row_the_server(model: Path) -> None:
     with running(options_for(model)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
-        [session] = server.service.sessions
+        [session] = server.sessions
         work, failures = session.step, 1
 
         def fails() -> Any:

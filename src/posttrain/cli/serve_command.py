@@ -26,6 +26,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
     "max_queue", "max_body_bytes", "max_completion_tokens", "max_samples", "request_timeout_s", "body_timeout_s",
+    "one_process",
 )  # fmt: skip
 
 DESCRIPTION = """\
@@ -40,7 +41,7 @@ Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1
 EPILOG = f"""\
 The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines. SIGTERM or
 Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
-exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
+exit codes: 0 every request was answered · 1 some were cut off, or the engine has ended · 64 bad input
 """
 
 
@@ -111,6 +112,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         help=f"of a GPU, weights included ({usual.gpu_memory_utilization:g})",
+    )
+    group.add_argument(
+        "--one-process",
+        action="store_true",
+        default=None,
+        help="the engine beside HTTP and text, not in a process of its own: less memory, slower with many streams",
     )
 
 
@@ -208,6 +215,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         api_keys=_keys(args.api_key, args.api_key_file),
         no_auth=args.no_auth,
         registry=args.registry,
+        one_process=bool(args.one_process),
     )
 
 

@@ -47,6 +47,7 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
+    one_process: bool = False  # the engine in a thread of the server's process instead of a process of its own
 
 
 def is_loopback(host: str) -> bool:

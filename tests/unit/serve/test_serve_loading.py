@@ -233,5 +233,5 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     engine = replace(options_for(model).engine, max_model_len=None, kv_cache_gib=0.05)
     printed: list[str] = []
     service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), printed.append)
-    assert [session.settings.max_total_tokens for session in service.sessions] == [128, 128]
+    assert [session.limits.max_total_tokens for session in service.engine.sessions] == [128, 128]
     assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)

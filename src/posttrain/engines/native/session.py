@@ -6,7 +6,7 @@ tokens do not depend on other requests.
 
 A session may switch adapters: samples of one adapter run through the model together, one adapter after another.
 
-Not thread-safe: one thread calls everything but `check`. A process may have several sessions, but only one of them may be
+Not thread-safe: one thread calls everything. A process may have several sessions, but only one of them may be
 inside `step` at a time.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from posttrain.engines.native.graphs import ModelLogprobs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
-from posttrain.engines.native.stopping import StopRules
+from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
 from posttrain.types import FinishReason, Sampling, Task
 
@@ -43,8 +44,7 @@ class SessionRequest:
     num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not requested
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One more token of one sample. `logprob` is the sampler's, under the temperature used, as in `Completion`."""
 
     request_id: str
@@ -66,6 +66,36 @@ class FailureEvent:
 Event = TokenEvent | FailureEvent
 
 
+@dataclass(frozen=True)
+class SessionLimits:
+    """What a session never changes: enough to check a request without the model."""
+
+    max_total_tokens: int
+    max_batch_size: int
+    vocab_size: int
+    num_pages: int
+    model_ends: frozenset[int]  # the model's own end-of-sequence tokens
+
+    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Raise InputError for a request that `GenerationSession.add` would refuse."""
+        length, limit = len(prompt_ids), self.max_total_tokens
+        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
+            raise InputError(
+                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
+            raise InputError(f"a prompt token is outside the model's vocabulary of {self.vocab_size} tokens")
+
+
+class SessionCounts(NamedTuple):
+    """Of samples and pages, at one moment; preemptions since the start."""
+
+    num_active: int = 0
+    num_waiting: int = 0
+    pages_in_use: int = 0
+    num_preemptions: int = 0
+
+
 class GenerationSession:
     """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings` take the
     place of the engine's."""
@@ -85,6 +115,13 @@ class GenerationSession:
         self._num_preemptions = 0  # before the last `reset`
         engine.model.eval()
         self._allocate()
+        self.limits = SessionLimits(
+            self.settings.max_total_tokens,
+            self.settings.max_batch_size,
+            self.forward.head.vocab_size,
+            self.num_pages,
+            ends_of_sequence(self.forward.base),
+        )
         self.driver = self._new_driver()
 
     @torch.no_grad()
@@ -136,25 +173,18 @@ class GenerationSession:
     def num_preemptions(self) -> int:
         return self._num_preemptions + self.driver.scheduler.num_preemptions
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    @property
+    def counts(self) -> SessionCounts:
+        return SessionCounts(self.num_active, self.num_waiting, self.pages_in_use, self.num_preemptions)
 
-    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-        """Raise InputError for a request that `add` would refuse. Reads only constants: any thread may call it."""
-        length, limit = len(prompt_ids), self.settings.max_total_tokens
-        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
-            raise InputError(
-                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
-            )
-        vocabulary = self.forward.head.vocab_size
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-            raise InputError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: SessionRequest) -> None:
         """Append a request to the queue."""
         assert request.id not in self._requests, f"two requests have the id {request.id}"
         assert request.num_samples >= 1
         sampling = request.sampling
-        self.check(request.prompt_ids, sampling.max_new_tokens)
+        self.limits.check(request.prompt_ids, sampling.max_new_tokens)
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
         group = PromptGroup(Task(0, request.id, "", request.prompt_ids), sampling.max_new_tokens)
         samples = [
