@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -614,69 +611,6 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
             assert (silent.recv(10), half.recv(10)) == (b"", b"")
 
 
-# While the file that is named first on the command line exists, a request gets 50 tokens and then no other.
-SERVE_WITH_A_HOLD = """
-import os, sys, time
-from posttrain.cli.main import main
-from posttrain.engines.native.session import GenerationSession
-
-hold, step, num_tokens = sys.argv.pop(1), GenerationSession.step, 0
-
-def held(session):
-    global num_tokens
-    while num_tokens >= 50 and os.path.exists(hold):
-        time.sleep(0.01)
-    events = step(session)
-    num_tokens = num_tokens + len(events) if os.path.exists(hold) else 0
-    return events
-
-GenerationSession.step = held
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path, tmp_path: Path) -> None:
-    hold = tmp_path / "hold"
-    command = [sys.executable, "-c", SERVE_WITH_A_HOLD, str(hold)]
-    command += ["serve", str(model), "--port", "0", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stderr is not None
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if "ready: " in line:
-                break
-        url = lines[-1].split("ready: ")[1].split("/v1")[0]
-        hold.touch()
-        body = {**LONG, "stream": True, "max_tokens": 400}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
-            parts = response.iter_lines()
-            first = next(parts)
-            process.send_signal(signal.SIGTERM)
-            assert_drains(url)
-            hold.unlink()
-            rest = [first, *parts]
-        assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
-        assert process.wait(30) == 0
-        assert "every request was answered" in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def assert_drains(url: str) -> None:
-    """While a request is running, the server refuses others."""
-    end = time.monotonic() + 30
-    while (health := httpx.get(f"{url}/health")).status_code != 503:
-        assert time.monotonic() < end
-    assert health.json()["status"] == "draining"
-    assert httpx.post(f"{url}/v1/chat/completions", json=LONG).status_code == 503
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -688,7 +622,8 @@ def assert_drains(url: str) -> None:
         (["--canary", "./nowhere"], "no folder './nowhere'"),
         (["--canary-share", "0.2"], "--canary-share needs --canary MODEL"),
         (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
-        (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
+        (["--kv-cache-gib", "0.0000001", "--one-process"], "raise kv_cache_gib"),
+        (["--backend", "vllm", "--one-process"], "no counterpart for --one-process"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
         (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
         (["--backend", "vllm", "--max-queue", "256"], "no counterpart for --max-queue"),  # also where it is our default

@@ -54,10 +54,10 @@ class EngineClient:
     def works(self, session: ServedSession, adapter: str) -> bool:
         return self.ending is None and self._broken.isdisjoint(((session.index, None), (session.index, adapter)))
 
-    def submit(self, session: ServedSession, request: SessionRequest, sink: Sink) -> None:
-        """`sink` is called with every event of the request."""
-        self._sinks[request.id] = sink
-        self._writer.write(frame(Add(session.index, request)))
+    def submit(self, session: ServedSession, requests: Sequence[SessionRequest], sink: Sink) -> None:
+        """`sink` is called with every event of the requests."""
+        self._sinks |= dict.fromkeys((request.id for request in requests), sink)
+        self._writer.write(frame(Add(session.index, tuple(requests))))
 
     def cancel(self, session: ServedSession, request_id: str) -> None:
         """The request gets no further event. Finished and unknown requests are ignored."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from posttrain.engines.native.session import SessionLimits
-from posttrain.errors import InputError
+from posttrain.errors import HardwareError, InputError
 from posttrain.serve.channel import Channel
 from posttrain.serve.engine_loop import EngineLoop
 from posttrain.serve.sessions import ModelsToLoad, Say, load_sessions
@@ -104,7 +104,7 @@ class EngineProcess:
                         limits: list[SessionLimits] = value
                         return limits
         except ConnectionError:
-            raise RuntimeError(f"{self.ending()} while it loaded the models") from None
+            raise HardwareError(f"{self.ending()} while it loaded the models") from None
 
     def start(self) -> None:
         """It runs already."""
@@ -131,6 +131,9 @@ def main(arguments: Sequence[str]) -> int:
         from posttrain.environments.sandbox.kernel import die_with_parent
 
         die_with_parent(signal.SIGKILL, parent)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         [models] = channel.receive(wait=True)

@@ -22,8 +22,10 @@ log = logging.getLogger("posttrain.serve")
 
 
 class Add(NamedTuple):
+    """Requests of one client: in one order, so that their prompts are computed together whatever else happens."""
+
     session: int
-    request: SessionRequest
+    requests: tuple[SessionRequest, ...]
 
 
 class Cancel(NamedTuple):
@@ -76,7 +78,8 @@ class EngineLoop:
         idle = not any(session.unfinished for session in self.sessions)
         for order in self._channel.receive(wait=idle):
             if isinstance(order, Add):
-                self._add(*order)
+                for request in order.requests:
+                    self._add(order.session, request)
             elif isinstance(order, Cancel):
                 self._adapters.pop(order.request_id, None)
                 self.sessions[order.session].cancel(order.request_id)

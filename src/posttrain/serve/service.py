@@ -234,8 +234,7 @@ class Ticket:
         self.time_limit_s = service.limits.request_timeout_s
         late = timed_out(f"no complete answer within {self.time_limit_s:g} s")
         self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self.give_up, "timeout", late)
-        for request in job.requests:
-            service.engine.submit(job.version.session, request, self._events.put_nowait)
+        service.engine.submit(job.version.session, job.requests, self._events.put_nowait)
 
     async def batches(self) -> AsyncIterator[list[TokenEvent]]:
         """All tokens that have arrived: several of one sample if the reader is slower than the engine.
