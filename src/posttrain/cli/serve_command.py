@@ -26,7 +26,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
     "max_queue", "max_body_bytes", "max_completion_tokens", "max_samples", "request_timeout_s", "body_timeout_s",
-    "one_process",
+    "one_process", "prefix_cache",
 )  # fmt: skip
 
 DESCRIPTION = """\
@@ -112,6 +112,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         help=f"of a GPU, weights included ({usual.gpu_memory_utilization:g})",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=None,
+        help="compute every prompt from its beginning, also where an earlier one began alike",
     )
     group.add_argument(
         "--one-process",
@@ -274,7 +281,7 @@ def _check(args: argparse.Namespace) -> None:
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")
     if args.backend == "vllm" and (given := _given(args, _NATIVE_ONLY)):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        options = ", ".join(f"--{'no-' if given[name] is False else ''}{name.replace('_', '-')}" for name in given)
         raise InputError(f"vLLM's server has no counterpart for {options}: leave it out, or use --backend native")
     at_least = {
         "max_batch_size": 1, "max_prefill_tokens": 1, "max_body_bytes": 1, "max_samples": 1, "max_completion_tokens": 1,

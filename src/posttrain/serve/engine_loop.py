@@ -42,7 +42,7 @@ class Stop(NamedTuple):
 class Report(NamedTuple):
     """What a step has brought. Tokens are bare tuples of `TokenEvent`: a step has hundreds, and pickle is ten times as fast."""
 
-    tokens: list[tuple[object, ...]]
+    tokens: Sequence[tuple[object, ...]]
     failures: list[tuple[str, str]]  # request, message
     counts: list[SessionCounts]  # by session
     broken: set[tuple[int, str | None]]  # sessions with an adapter, or whole: None

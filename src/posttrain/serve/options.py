@@ -14,7 +14,7 @@ LONGEST_UNASKED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of the engine. None of them changes an answer."""
+    """Sizes of the engine. None of them changes an answer by more than rounding."""
 
     precision: str = "auto"
     device: str = "auto"
@@ -23,6 +23,7 @@ class EngineOptions:
     max_prefill_tokens: int = 4096
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True  # prompts are computed from where an earlier sequence differs
 
 
 @dataclass(frozen=True)

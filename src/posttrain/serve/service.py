@@ -115,6 +115,7 @@ class Service:
             "waiting_samples": ("Samples that wait for a slot or for memory.", lambda s: s.counts.num_waiting),
             "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.limits.num_pages),
             "kv_cache_pages_in_use": ("Pages of the KV cache in use.", lambda s: s.counts.pages_in_use),
+            "reused_prompt_tokens": ("Prompt tokens found in the prefix cache.", lambda s: s.counts.num_reused_tokens),
             "preemptions": ("Samples that were preempted and wait again.", lambda s: s.counts.num_preemptions),
         }
         of_session = {version.session: version for version in reversed(versions)}  # named after the first version

@@ -41,7 +41,12 @@ def load_sessions(models: ModelsToLoad, say: Say) -> list[GenerationSession]:
         engines.append(load_engine(models.canary, models.options))
     changes = {"max_total_tokens": _common_length(engines, say), **_memory_share(engines, models.options)}
     return [
-        GenerationSession(engine, activate, engine.settings.model_copy(update=changes))
+        GenerationSession(
+            engine,
+            activate,
+            engine.settings.model_copy(update=changes),
+            keeps_prefixes=models.options.prefix_cache,
+        )
         for engine, activate in zip(engines, (switch.activate, None), strict=False)
     ]
 

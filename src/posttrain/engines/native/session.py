@@ -88,31 +88,35 @@ class SessionLimits:
 
 
 class SessionCounts(NamedTuple):
-    """Of samples and pages, at one moment; preemptions since the start."""
+    """Of samples and pages, at one moment; preemptions and reused tokens since the start."""
 
     num_active: int = 0
     num_waiting: int = 0
     pages_in_use: int = 0
     num_preemptions: int = 0
+    num_reused_tokens: int = 0
 
 
 class GenerationSession:
     """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings` take the
-    place of the engine's."""
+    place of the engine's. `keeps_prefixes`: prompts are computed from where an earlier sequence differs."""
 
     def __init__(
         self,
         engine: NativeEngine,
         activate: Callable[[str], None] | None = None,
         settings: NativeSettings | None = None,
+        *,
+        keeps_prefixes: bool = False,
     ) -> None:
         self.forward, self.tokenizer = engine.forward, engine.tokenizer
         self.settings = settings or engine.settings
         self._activate = activate
+        self._keeps_prefixes = keeps_prefixes
         self._vocab_size = engine.vocab_size
         self._samplers: dict[Sampling, TokenSampler] = {}
         self._requests: dict[str, Request] = {}
-        self._num_preemptions = 0  # before the last `reset`
+        self._num_preemptions = self._num_reused_tokens = 0  # before the last `reset`
         engine.model.eval()
         self._allocate()
         self.limits = SessionLimits(
@@ -138,7 +142,9 @@ class GenerationSession:
 
     def _new_driver(self) -> Driver:
         settings = self.settings
-        scheduler = Scheduler(self.num_pages, settings.page_size, settings.max_batch_size)
+        scheduler = Scheduler(
+            self.num_pages, settings.page_size, settings.max_batch_size, keeps_prefixes=self._keeps_prefixes
+        )
         # Prompts of about one row at a time: active samples wait for no more than that.
         tokens = settings.max_prefill_tokens
         return Driver(
@@ -174,8 +180,14 @@ class GenerationSession:
         return self._num_preemptions + self.driver.scheduler.num_preemptions
 
     @property
+    def num_reused_tokens(self) -> int:
+        return self._num_reused_tokens + self.driver.scheduler.num_reused_tokens
+
+    @property
     def counts(self) -> SessionCounts:
-        return SessionCounts(self.num_active, self.num_waiting, self.pages_in_use, self.num_preemptions)
+        return SessionCounts(
+            self.num_active, self.num_waiting, self.pages_in_use, self.num_preemptions, self.num_reused_tokens
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -186,12 +198,13 @@ class GenerationSession:
         sampling = request.sampling
         self.limits.check(request.prompt_ids, sampling.max_new_tokens)
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
-        group = PromptGroup(Task(0, request.id, "", request.prompt_ids), sampling.max_new_tokens)
+        task = Task(0, request.id, "", request.prompt_ids)
+        group = PromptGroup(task, sampling.max_new_tokens, request.adapter)
         samples = [
             Sample(group, index, sequence_key(request.seed, 0, 0, index), scanner=stop.scanner())
             for index in range(request.num_samples)
         ]
-        added = Request(group, samples, self._sampler(sampling), stop, request.adapter, request.num_top_logprobs)
+        added = Request(group, samples, self._sampler(sampling), stop, request.num_top_logprobs)
         self._requests[request.id] = added
         self.driver.add(added)
 
@@ -215,7 +228,7 @@ class GenerationSession:
         lost = list(self._requests)
         self._requests.clear()
         self._decoding.forget_rows()
-        self._num_preemptions = self.num_preemptions
+        self._num_preemptions, self._num_reused_tokens = self.num_preemptions, self.num_reused_tokens
         self.driver = self._new_driver()
         return lost
 
