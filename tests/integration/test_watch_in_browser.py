@@ -261,19 +261,19 @@ def test_doctor_config_and_cluster_pages(browser: Browser, address: str) -> None
 
 
 def test_keyboard_is_enough(browser: Browser, address: str) -> None:
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
     with visiting(browser, address) as visit:
         page = visit.page
         visit.go(f"/run/{visit.run('good')}/rollouts?step=30", ".group-row[aria-current]")
         page.locator(".answer").first.wait_for()
         chosen = page.locator(".group-row[aria-current]")
-        first = chosen.get_attribute("data-at")
+        expect(chosen).to_have_attribute("data-at", "30/0")
         page.keyboard.press("j")
-        page.wait_for_function(
-            "first => document.querySelector('.group-row[aria-current]')?.dataset.at !== first", arg=first
-        )
-        assert chosen.get_attribute("data-at") == "30/1"
+        expect(chosen).to_have_attribute("data-at", "30/1")
         page.keyboard.press("ArrowRight")
-        page.wait_for_function("document.querySelector('[aria-label=\"Step number\"]').value === '31'")
+        expect(page.get_by_label("Step number")).to_have_value("31")
         page.keyboard.press("/")
         assert page.evaluate("document.activeElement.type") == "search"
         visit.go(f"/run/{visit.run('good')}", ".chart svg")

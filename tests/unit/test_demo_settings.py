@@ -12,7 +12,7 @@ from posttrain.demo import show as demo
 
 @pytest.mark.parametrize("steps", [1, 7, 20, 50, demo.GRPO_STEPS, 137, 1000])
 def test_every_checkpoint_that_is_ranked_by_a_validation_has_one(steps: int) -> None:
-    loaded = load_config("grpo", None, demo._grpo_overrides(Path("demo"), seed=1, steps=steps))
+    loaded = load_config("grpo", None, demo.grpo_overrides(Path("demo"), seed=1, steps=steps))
     grpo, checkpointing = loaded.config.grpo, loaded.config.checkpointing
     assert checkpointing.metric_name == "val:accuracy"
     saved = range(checkpointing.save_period, steps, checkpointing.save_period)
@@ -23,6 +23,6 @@ def test_every_checkpoint_that_is_ranked_by_a_validation_has_one(steps: int) -> 
 
 
 def test_teaching_the_format_ranks_no_checkpoints() -> None:
-    loaded = load_config("sft", None, demo._sft_overrides(Path("demo"), seed=1))
+    loaded = load_config("sft", None, demo.sft_overrides(Path("demo"), seed=1))
     assert loaded.config.checkpointing.metric_name is None
     assert loaded.warnings == []

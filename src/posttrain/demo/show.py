@@ -42,11 +42,11 @@ def _show(folder: Path, seed: int, steps: int) -> int:
         f"1. Learning the format, from examples of which {SHARE_RIGHT:.0%} are right (SFT, {SFT_STEPS} steps)",
         flush=True,
     )
-    code = _train("sft", folder, _sft_overrides(folder, seed))
+    code = _train("sft", folder, sft_overrides(folder, seed))
     if code:
         return code
     print(f"\n2. Learning which answers are right (GRPO, {steps} steps)", flush=True)
-    code = _train("grpo", folder, _grpo_overrides(folder, seed, steps))
+    code = _train("grpo", folder, grpo_overrides(folder, seed, steps))
     if code:
         return code
     _summarise(folder / "grpo", time.monotonic() - started)
@@ -118,7 +118,7 @@ def _common(
     ]
 
 
-def _sft_overrides(folder: Path, seed: int) -> list[str]:
+def sft_overrides(folder: Path, seed: int) -> list[str]:
     return [
         *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=20, steps=SFT_STEPS, final_share=1.0),
         f"sft.max_num_steps={SFT_STEPS}",
@@ -134,7 +134,7 @@ def _sft_overrides(folder: Path, seed: int) -> list[str]:
     ]
 
 
-def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
+def grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
     taught = folder / f"taught/step_{SFT_STEPS}/policy"
     return [
         *_common(
