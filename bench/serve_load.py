@@ -4,7 +4,7 @@
     posttrain serve models/smollm2-135m-instruct &
     python bench/serve_load.py http://127.0.0.1:8000 --streams 200
     python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
-    python bench/serve_load.py --serve tiny --streams 200       # starts posttrain twice, the second time with --one-process
+    python bench/serve_load.py --serve tiny --streams 200       # starts posttrain with two processes and with one
 
 First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must be the
 one that its prompt got alone. The answer to another prompt is *mixed up*; any other answer *differs* (on a GPU, rounding may
@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--serve",
         metavar="MODEL",
-        help="instead of a URL: a folder or shape to start posttrain over, with and without --one-process",
+        help="instead of a URL: a folder or shape to start posttrain over, with two processes and with one",
     )
     parser.add_argument("--serve-options", default="", help="for both, as one word: '--max-batch-size=256'")
     parser.add_argument("--against", metavar="URL", help="a second server for the ratio, measured after the first")
@@ -86,6 +86,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="in all (default: two for each stream)")
     parser.add_argument("--prompts", type=int, default=24, help="that differ (default 24)")
     parser.add_argument("--prompt-words", type=int, default=40, help="of a prompt, about (default 40)")
+    parser.add_argument(
+        "--shape-words",
+        action="store_true",
+        help="prompts for the tokenizer of shapes.py; always so with --serve SHAPE",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer; all of them are sampled (default 64)")
     parser.add_argument("--api-key", default=os.environ.get("POSTTRAIN_API_KEY", "none"))
     parser.add_argument("--probe", action="store_true", help="also try keys, overload and disconnects (posttrain only)")
@@ -97,11 +102,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.url is None) == (args.serve is None):
         parser.error("give the URL of a server, or --serve MODEL")
+    args.shape_words |= args.serve is not None and not Path(args.serve).is_dir()
     return args
 
 
-def prompt_of(number: int, num_words: int) -> str:
-    words = [WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(num_words)]
+def prompt_of(number: int, args: argparse.Namespace) -> str:
+    known = [f"t{index}" for index in range(100, 160)] if args.shape_words else WORDS
+    words = [known[(number * 7 + place * (number % 5 + 1)) % len(known)] for place in range(args.prompt_words)]
     return (
         f"Request {number}. Repeat these words and then go on with more like them: {' '.join(words)}. Number {number}:"
     )
@@ -221,7 +228,7 @@ async def load(
     target: Target, args: argparse.Namespace, watch: Watch | None
 ) -> tuple[list[Answer], list[Answer], float]:
     """The answers to prompts alone, the answers under load, and the seconds that the load took."""
-    bodies = [body_of(target, prompt_of(n, args.prompt_words), args.max_tokens) for n in range(args.prompts)]
+    bodies = [body_of(target, prompt_of(n, args), args.max_tokens) for n in range(args.prompts)]
     requests = [request_of(target, body) for body in bodies]
     alone = [await ask(target, request, number) for number, request in enumerate(requests)]
     left = iter(range(args.requests or 2 * args.streams))
@@ -317,7 +324,7 @@ async def gauge(client: httpx.AsyncClient, target: Target, name: str) -> float:
 
 async def probe(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """How a posttrain server handles wrong keys, overload and disconnects."""
-    body = {**body_of(target, prompt_of(0, args.prompt_words), 64), "n": 1}
+    body = {**body_of(target, prompt_of(0, args), 64), "n": 1}
     url = f"{target.url}/v1/completions"
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
@@ -434,11 +441,8 @@ def main() -> int:
     args = arguments()
     if args.serve is None:
         return asyncio.run(main_async(args, {args.url: args.pid} if args.pid else {}))
-    if not Path(args.serve).is_dir():
-        global WORDS
-        WORDS = tuple(f"t{number}" for number in range(100, 160))  # of the tokenizer of shapes
     options = args.serve_options.split()
-    with served(args.serve, options) as two, served(args.serve, [*options, "--one-process"]) as one:
+    with served(args.serve, [*options, "--processes=2"]) as two, served(args.serve, [*options, "--processes=1"]) as one:
         args.url, args.against = two[0], one[0]
         print(f"{args.url}: engine in a process of its own\n{args.against}: in one process\n")
         return asyncio.run(main_async(args, dict([two, one])))

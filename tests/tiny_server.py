@@ -130,5 +130,5 @@ def running(options: ServeOptions, printed: list[str] | None = None) -> Iterator
 
 
 def options_for(model: Path, **changes: Any) -> ServeOptions:
-    options = ServeOptions(str(model), served_name="tiny", engine=ENGINE, one_process=True)
+    options = ServeOptions(str(model), served_name="tiny", engine=ENGINE)
     return replace(options, **changes)

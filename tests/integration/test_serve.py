@@ -622,8 +622,10 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         (["--canary", "./nowhere"], "no folder './nowhere'"),
         (["--canary-share", "0.2"], "--canary-share needs --canary MODEL"),
         (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
-        (["--kv-cache-gib", "0.0000001", "--one-process"], "raise kv_cache_gib"),
-        (["--backend", "vllm", "--one-process"], "no counterpart for --one-process"),
+        (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
+        (["--max-model-len", "9999", "--processes", "2"], "made for 1024 tokens"),
+        (["--backend", "vllm", "--processes", "1"], "no counterpart for --processes"),
+        (["--backend", "vllm", "--no-prefix-cache"], "no counterpart for --no-prefix-cache"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
         (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
         (["--backend", "vllm", "--max-queue", "256"], "no counterpart for --max-queue"),  # also where it is our default

@@ -60,7 +60,7 @@ def test_answers_are_those_of_a_server_in_one_process(model: Path, tmp_path: Pat
     options = options_for(model, adapters={"polite": str(save_adapter(tmp_path / "polite", model, seed=1))})
     with running(options) as server:
         expected = answers(server)
-    with running(replace(options, one_process=False)) as server:
+    with running(replace(options, processes=2)) as server:
         assert answers(server) == expected
         server.wait_until_empty()
         metrics = httpx.get(f"{server.url}/metrics").text
@@ -77,10 +77,9 @@ def test_answers_are_those_of_a_server_in_one_process(model: Path, tmp_path: Pat
 def command_line_server(model: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, str]]:
     """`posttrain serve`, its engine and its URL. The engine is stopped (SIGSTOP): requests get no token."""
     command = [sys.executable, "-m", "posttrain", "serve", str(model), "--port", "0", "--device", "cpu"]
+    command += ["--processes", "2", "--served-model-name", "tiny"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
-    )
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "ready: " in line)

@@ -26,7 +26,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
     "max_queue", "max_body_bytes", "max_completion_tokens", "max_samples", "request_timeout_s", "body_timeout_s",
-    "one_process", "prefix_cache",
+    "processes", "prefix_cache",
 )  # fmt: skip
 
 DESCRIPTION = """\
@@ -121,10 +121,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="compute every prompt from its beginning, also where an earlier one began alike",
     )
     group.add_argument(
-        "--one-process",
-        action="store_true",
-        default=None,
-        help="the engine beside HTTP and text, not in a process of its own: less memory, slower with many streams",
+        "--processes",
+        type=int,
+        choices=(1, 2),
+        help="2: the engine beside HTTP and text, in a process of its own (default: 2 with a GPU, else 1)",
     )
 
 
@@ -222,7 +222,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         api_keys=_keys(args.api_key, args.api_key_file),
         no_auth=args.no_auth,
         registry=args.registry,
-        one_process=bool(args.one_process),
+        processes=args.processes,
     )
 
 

@@ -88,7 +88,7 @@ class EngineClient:
         on_end()
 
     def _hand_out(self, report: Report) -> None:
-        self._broken = report.broken  # first: whoever gets a failure may ask at once
+        self._broken = report.broken  # first: a client that gets a failure may ask again at once
         for session, counts in zip(self.sessions, report.counts, strict=True):
             session.counts = counts
         for token in report.tokens:

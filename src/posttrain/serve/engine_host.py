@@ -1,4 +1,4 @@
-"""Where the engine's loop runs: in a process of its own, or in a thread of the server (`--one-process`).
+"""Where the engine's loop runs: in a process of its own, or in a thread of the server (`--processes`).
 
 The process is started before the models are known, so that its imports run beside the server's. It ends with the server,
 however that ends: it is told to, its socket closes, or the kernel kills it.

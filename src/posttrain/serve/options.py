@@ -48,7 +48,9 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
-    one_process: bool = False  # the engine in a thread of the server's process instead of a process of its own
+    processes: int | None = (
+        None  # 1: the engine in a thread of the server; 2: in a process of its own; None: 2 with a GPU
+    )
 
 
 def is_loopback(host: str) -> bool:
