@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -47,13 +48,19 @@ def test_pages_are_taken_from_the_end_of_the_sequence_that_was_released_first() 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
-    """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages."""
+    """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and values of
+    a token depend on all tokens before it and on the adapter."""
     rng = random.Random(seed)
     scheduler = Scheduler(14, SIZE, 5, keeps_prefixes=True)
     contents: dict[int, list[object]] = {page: [None] * SIZE for page in range(14)}
 
-    def write(group: PromptGroup, pages: list[int], position: int, token: int) -> None:
-        contents[pages[position // SIZE]][position % SIZE] = (group.adapter, token)
+    def compute(group: PromptGroup, token_ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """What is there before `start` must be right; the rest is written."""
+        for position in range(len(token_ids)):
+            page, value = contents[pages[position // SIZE]], (group.adapter, *token_ids[: position + 1])
+            if position >= start:
+                page[position % SIZE] = value
+            assert page[position % SIZE] == value
 
     for number in range(300):
         prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(1, 9)))
@@ -62,23 +69,19 @@ def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
         for _ in range(rng.randrange(1, 4)):
             admission = scheduler.admit()
             for group, job in admission.prompts.items():
-                for position, token in enumerate(group.task.prompt_ids[: job.start]):
-                    expected = (group.adapter, token)
-                    assert contents[job.pages[position // SIZE]][position % SIZE] == expected
-                for position, token in enumerate(job.token_ids, job.start):
-                    write(group, list(job.pages), position, token)
+                compute(group, group.task.prompt_ids, job.start, job.pages)
             scheduler.remember_prompts(admission)
             for source, target in admission.copies:
                 contents[target] = list(contents[source])
             for sample, job in admission.resumed.items():
-                for position, token in enumerate(job.token_ids, job.start):
-                    write(sample.group, list(job.pages), position, token)
+                compute(sample.group, (*sample.group.task.prompt_ids, *job.token_ids), job.start, job.pages)
             for sample in admission.samples:
                 if not sample.token_ids:
                     sample.token_ids.append(rng.randrange(3))
             scheduler.reserve_step()
             for sample in list(scheduler.active):
-                write(sample.group, sample.pages, sample.num_cached, sample.token_ids[-1])
+                tokens = (*sample.group.task.prompt_ids, *sample.token_ids)
+                compute(sample.group, tokens, sample.num_cached, sample.pages)
                 sample.token_ids.append(rng.randrange(3))
                 if len(sample.token_ids) > sample.group.max_new_tokens:
                     scheduler.leave(sample)
