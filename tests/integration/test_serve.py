@@ -231,6 +231,20 @@ def test_full_queue_answers_429_until_there_is_room(model: Path) -> None:
         assert server.metric("posttrain_refused_requests_total", status="429") == 1
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_conversation_that_continues_is_not_computed_again_unless_the_cache_is_off(
+    model: Path, prefix_cache: bool
+) -> None:
+    body = {"model": "tiny", "prompt": "a beginning of many tokens " * 3, "max_tokens": 40, "temperature": 0}
+    with running(options_for(model, engine=replace(ENGINE, prefix_cache=prefix_cache))) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            first, again = (client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2))
+        assert first == again
+        reused = server.metric("posttrain_reused_prompt_tokens", version="production")
+        assert (reused > 40) == prefix_cache
+        server.wait_until_empty()
+
+
 # -- those who leave ---------------------------------------------------------------------------------------------------
 
 
