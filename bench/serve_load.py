@@ -373,7 +373,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     keys = [key for key, value in rows[names[0]].items() if isinstance(value, int | float)]
     lines = [f"{'':<24}" + "".join(f"{name:>22}" for name in names) + (f"{'ratio':>9}" if len(names) == 2 else "")]
     for key in keys:
-        values = [rows[name][key] for name in names]
+        values = [rows[name].get(key, float("nan")) for name in names]  # not every server is watched
         line = f"{key:<24}" + "".join(f"{value:>22.4g}" for value in values)
         if len(names) == 2 and values[1] and ("per_s" in key or "_ms_" in key or "cpu" in key or "busiest" in key):
             line += f"{values[0] / values[1]:>9.2f}"
