@@ -4,10 +4,13 @@
     posttrain serve models/smollm2-135m-instruct &
     python bench/serve_load.py http://127.0.0.1:8000 --streams 200
     python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
+    python bench/serve_load.py --serve tiny --streams 200       # starts posttrain with two processes and with one
 
 First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must be the
 one that its prompt got alone. The answer to another prompt is *mixed up*; any other answer *differs* (on a GPU, rounding may
-depend on the batch). `--probe` also checks a posttrain server's manners: keys, 429 when full, places freed by clients that leave.
+depend on the batch). The client only stores what arrives, with its time, and reads it when the load is over: it takes little from
+a server on the same machine. `--probe` also checks a posttrain server's manners: keys, 429 when full, places freed by clients
+that leave.
 Exits with 1 if a response was lost or mixed up, or a probe failed.
 """
 
@@ -15,11 +18,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +61,7 @@ class Answer:
     error: str = ""
     began: float = 0.0
     times: list[float] = field(default_factory=list)  # of pieces with text
-    ended: float = 0.0
+    parts: list[tuple[float, bytes]] = field(default_factory=list)  # as they arrived, until they are read
 
 
 @dataclass(frozen=True)
@@ -65,23 +73,42 @@ class Target:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="the server, without /v1")
+    parser.add_argument("url", nargs="?", help="the server, without /v1")
+    parser.add_argument(
+        "--serve",
+        metavar="MODEL",
+        help="instead of a URL: a folder or shape to start posttrain over, with two processes and with one",
+    )
+    parser.add_argument("--serve-options", default="", help="for both, as one word: '--max-batch-size=256'")
     parser.add_argument("--against", metavar="URL", help="a second server for the ratio, measured after the first")
     parser.add_argument("--model", help="name of the model (default: the first that the server lists)")
     parser.add_argument("--streams", type=int, default=200, help="at the same time (default 200)")
     parser.add_argument("--requests", type=int, help="in all (default: two for each stream)")
     parser.add_argument("--prompts", type=int, default=24, help="that differ (default 24)")
     parser.add_argument("--prompt-words", type=int, default=40, help="of a prompt, about (default 40)")
+    parser.add_argument(
+        "--shape-words",
+        action="store_true",
+        help="prompts for the tokenizer of shapes.py; always so with --serve SHAPE",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer; all of them are sampled (default 64)")
     parser.add_argument("--api-key", default=os.environ.get("POSTTRAIN_API_KEY", "none"))
     parser.add_argument("--probe", action="store_true", help="also try keys, overload and disconnects (posttrain only)")
-    parser.add_argument("--pid", type=int, help="process of the server, to watch its memory")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="measure the servers in turn this often; the best counts (1)"
+    )
+    parser.add_argument("--pid", type=int, help="process of the server, to watch memory and CPU of it and its children")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if (args.url is None) == (args.serve is None):
+        parser.error("give the URL of a server, or --serve MODEL")
+    args.shape_words |= args.serve is not None and not Path(args.serve).is_dir()
+    return args
 
 
-def prompt_of(number: int, num_words: int) -> str:
-    words = [WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(num_words)]
+def prompt_of(number: int, args: argparse.Namespace) -> str:
+    known = [f"t{index}" for index in range(100, 160)] if args.shape_words else WORDS
+    words = [known[(number * 7 + place * (number % 5 + 1)) % len(known)] for place in range(args.prompt_words)]
     return (
         f"Request {number}. Repeat these words and then go on with more like them: {' '.join(words)}. Number {number}:"
     )
@@ -107,78 +134,153 @@ def body_of(target: Target, prompt: str, max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def ask(client: httpx.AsyncClient, target: Target, body: dict[str, Any], prompt: int) -> Answer:
+class Receiver(asyncio.Protocol):
+    """Sends a request, and keeps what comes back with the time of its arrival until the server closes the connection."""
+
+    def __init__(self, request: bytes) -> None:
+        self.parts: list[tuple[float, bytes]] = []
+        self.closed = asyncio.get_running_loop().create_future()
+        self._request = request
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(error)
+
+
+def request_of(target: Target, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    headers = {**target.headers, "Host": httpx.URL(target.url).netloc.decode(), "Content-Length": str(len(content))}
+    headers |= {"Content-Type": "application/json", "Connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content
+
+
+async def ask(target: Target, request: bytes, prompt: int) -> Answer:
+    """The answer as it arrived: `read` makes sense of it."""
     answer = Answer(prompt, began=time.perf_counter())
+    url = httpx.URL(target.url)
     for _ in range(MOST_TRIES):
         try:
-            async with client.stream(
-                "POST", f"{target.url}/v1/completions", json=body, headers=target.headers
-            ) as response:
-                if response.status_code == 429:
-                    answer.num_refusals += 1
-                    await response.aread()
-                    await asyncio.sleep(min(2.0, float(response.headers.get("retry-after", 1))))
-                    continue
-                if response.status_code != 200:
-                    answer.error = f"{response.status_code}: {(await response.aread())[:200]!r}"
-                    return answer
-                await read_events(response, answer)
-        except httpx.HTTPError as error:
+            _, receiver = await asyncio.get_running_loop().create_connection(
+                lambda: Receiver(request), url.host, url.port or 80
+            )
+            error = await receiver.closed
+        except OSError as failure:
+            error, receiver = failure, None
+        if error is not None or receiver is None:
             answer.error = f"{type(error).__name__}: {error}"
-        answer.ended = time.perf_counter()
-        return answer
+            return answer
+        answer.parts = receiver.parts
+        if not (answer.parts and answer.parts[0][1].startswith(b"HTTP/1.1 429")):
+            return answer
+        answer.num_refusals += 1
+        await asyncio.sleep(1.0)
     answer.error = "refused again and again"
     return answer
 
 
-async def read_events(response: httpx.Response, answer: Answer) -> None:
-    async for line in response.aiter_lines():
-        if not line.startswith("data: "):
-            continue
-        if line == "data: [DONE]":
-            answer.finished = True
-            return
-        event = json.loads(line[6:])
-        if "error" in event:
-            answer.error = str(event["error"])
-            return
-        if event.get("usage"):
-            answer.num_tokens = event["usage"]["completion_tokens"]
-        if event["choices"] and event["choices"][0]["text"]:
-            answer.text += event["choices"][0]["text"]
-            answer.times.append(time.perf_counter())
+def read(answer: Answer) -> None:
+    """Text, times and errors from the bytes of the response."""
+    content, ends, times = b"", [], []
+    for at, part in answer.parts:
+        content += part
+        ends.append(len(content))
+        times.append(at)
+    answer.parts = []
+    head, _, rest = content.partition(b"\r\n\r\n")
+    if answer.error or b" 200 " not in head[:20]:
+        answer.error = answer.error or f"{head[:40]!r}: {rest[:200]!r}"
+        return
+    begin, whole = len(head) + 4, len(content)
+    while begin < whole:  # chunks of a body of unknown length
+        size, _, _ = content[begin : begin + 20].partition(b"\r\n")
+        data = begin + len(size) + 2
+        begin = data + int(size or b"0", 16) + 2
+        at = times[bisect.bisect_left(ends, min(begin, whole))]
+        for line in content[data : begin - 2].split(b"\n\n"):
+            read_event(line.strip(), at, answer)
 
 
-async def load(target: Target, args: argparse.Namespace, memory: list[int]) -> tuple[list[Answer], list[Answer], float]:
+def read_event(line: bytes, at: float, answer: Answer) -> None:
+    if not line.startswith(b"data: "):
+        return
+    if line == b"data: [DONE]":
+        answer.finished = True
+        return
+    event = json.loads(line[6:])
+    if "error" in event:
+        answer.error = str(event["error"])
+        return
+    if event.get("usage"):
+        answer.num_tokens = event["usage"]["completion_tokens"]
+    if event["choices"] and event["choices"][0]["text"]:
+        answer.text += event["choices"][0]["text"]
+        answer.times.append(at)
+
+
+async def load(
+    target: Target, args: argparse.Namespace, watch: Watch | None
+) -> tuple[list[Answer], list[Answer], float]:
     """The answers to prompts alone, the answers under load, and the seconds that the load took."""
-    bodies = [body_of(target, prompt_of(n, args.prompt_words), args.max_tokens) for n in range(args.prompts)]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.streams)
-    async with httpx.AsyncClient(timeout=httpx.Timeout(None), limits=limits) as client:
-        alone = [await ask(client, target, body, number) for number, body in enumerate(bodies)]
-        left = iter(range(args.requests or 2 * args.streams))
-        answers: list[Answer] = []
+    bodies = [body_of(target, prompt_of(n, args), args.max_tokens) for n in range(args.prompts)]
+    requests = [request_of(target, body) for body in bodies]
+    alone = [await ask(target, request, number) for number, request in enumerate(requests)]
+    left = iter(range(args.requests or 2 * args.streams))
+    answers: list[Answer] = []
 
-        async def stream() -> None:
-            for number in left:
-                prompt = number % args.prompts
-                answers.append(await ask(client, target, bodies[prompt], prompt))
+    async def stream() -> None:
+        for number in left:
+            prompt = number % args.prompts
+            answers.append(await ask(target, requests[prompt], prompt))
 
-        watch = asyncio.create_task(watch_memory(args.pid, memory)) if args.pid else None
-        began = time.perf_counter()
-        await asyncio.gather(*(stream() for _ in range(args.streams)))
-        seconds = time.perf_counter() - began
-        if watch is not None:
-            watch.cancel()
+    watching = asyncio.create_task(watch.memory()) if watch is not None else None
+    began = time.perf_counter()
+    await asyncio.gather(*(stream() for _ in range(args.streams)))
+    seconds = time.perf_counter() - began
+    if watch is not None and watching is not None:
+        watching.cancel()
+        watch.stop()
+    for answer in (*alone, *answers):
+        read(answer)
     return alone, answers, seconds
 
 
-async def watch_memory(pid: int, seen: list[int]) -> None:
-    import psutil
+class Watch:
+    """Memory and CPU time of a process and its children."""
 
-    process = psutil.Process(pid)
-    while True:
-        seen.append(process.memory_info().rss)
-        await asyncio.sleep(0.25)
+    def __init__(self, pid: int) -> None:
+        import psutil
+
+        first = psutil.Process(pid)
+        self._processes = [first, *first.children(recursive=True)]
+        self.bytes: list[int] = []
+        self.seconds = self._seconds()  # of CPU, by process; during the load once it has stopped
+
+    async def memory(self) -> None:
+        self.seconds = self._seconds()
+        while True:
+            self.bytes.append(sum(process.memory_info().rss for process in self._processes))
+            await asyncio.sleep(0.25)
+
+    def stop(self) -> None:
+        self.seconds = [after - before for before, after in zip(self.seconds, self._seconds(), strict=True)]
+
+    def _seconds(self) -> list[float]:
+        return [sum(process.cpu_times()[:2]) for process in self._processes]
+
+    def row(self, num_tokens: float) -> dict[str, float]:
+        return {
+            "memory_gib_begin": self.bytes[0] / 2**30,
+            "memory_gib_most": max(self.bytes) / 2**30,
+            "cpu_us_a_token": 1e6 * sum(self.seconds) / num_tokens,
+            "of_busiest_process": 1e6 * max(self.seconds) / num_tokens,
+        }
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -222,7 +324,7 @@ async def gauge(client: httpx.AsyncClient, target: Target, name: str) -> float:
 
 async def probe(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """How a posttrain server handles wrong keys, overload and disconnects."""
-    body = {**body_of(target, prompt_of(0, args.prompt_words), 64), "n": 1}
+    body = {**body_of(target, prompt_of(0, args), 64), "n": 1}
     url = f"{target.url}/v1/completions"
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
@@ -271,27 +373,31 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     keys = [key for key, value in rows[names[0]].items() if isinstance(value, int | float)]
     lines = [f"{'':<24}" + "".join(f"{name:>22}" for name in names) + (f"{'ratio':>9}" if len(names) == 2 else "")]
     for key in keys:
-        values = [rows[name][key] for name in names]
+        values = [rows[name].get(key, float("nan")) for name in names]  # not every server is watched
         line = f"{key:<24}" + "".join(f"{value:>22.4g}" for value in values)
-        if len(names) == 2 and values[1] and ("per_s" in key or "_ms_" in key):
+        if len(names) == 2 and values[1] and ("per_s" in key or "_ms_" in key or "cpu" in key or "busiest" in key):
             line += f"{values[0] / values[1]:>9.2f}"
         lines.append(line)
     return "\n".join(lines)
 
 
-async def main_async(args: argparse.Namespace) -> int:
+async def main_async(args: argparse.Namespace, pids: Mapping[str, int]) -> int:
+    """`pids`: of the servers that can be watched, by URL."""
     rows: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     result: dict[str, Any] = {"settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     result["settings"].pop("api_key")
-    for url in [args.url, *([args.against] if args.against else [])]:
+    for url in [args.url, *([args.against] if args.against else [])] * args.rounds:
         target = await find_model(url, args.api_key, args.model)
-        memory: list[int] = []
-        row = rows[url.removeprefix("http://")] = summary(*await load(target, args, memory), args)
-        if memory:
-            row["memory_gib_begin"], row["memory_gib_most"] = memory[0] / 2**30, max(memory) / 2**30
+        watch = Watch(pids[url]) if url in pids else None
+        alone, answers, seconds = await load(target, args, watch)
+        row = summary(alone, answers, seconds, args)
+        if watch is not None:
+            row |= watch.row(row["tokens_per_s"] * seconds)
         failures += [f"{url}: {row[name]} {name}" for name in ("lost", "mixed_up", "alone_failed") if row[name]]
         failures += [f"{url}: {error}" for error in row["errors"]]
+        name = url.removeprefix("http://")
+        rows[name] = max(rows.get(name, row), row, key=lambda each: each["requests_per_s"])
     print(table(rows))
     result["servers"] = rows
     if args.probe:
@@ -306,5 +412,41 @@ async def main_async(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+@contextmanager
+def served(model: str, options: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """`posttrain serve` over a folder, or over random weights of a shape; its URL and process."""
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
+        if not Path(model).is_dir():
+            import torch
+            from shapes import make_model, make_tokenizer
+
+            made = make_model(model, "cpu", torch.float32)
+            made.save_pretrained(folder)
+            make_tokenizer(made.config.vocab_size).save_pretrained(folder)
+        command = [sys.executable, "-m", "posttrain", "serve", folder if not Path(model).is_dir() else model]
+        command += ["--served-model-name", "bench", "--port", "0", *options]
+        server = subprocess.Popen(command, stderr=log)
+        try:
+            while not (ready := re.search(r"ready: (\S+)/v1", Path(log.name).read_text())):
+                if server.poll() is not None:
+                    raise SystemExit(f"{' '.join(command)} has ended: {Path(log.name).read_text()[-2000:]}")
+                time.sleep(0.1)
+            yield ready[1], server.pid
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def main() -> int:
+    args = arguments()
+    if args.serve is None:
+        return asyncio.run(main_async(args, {args.url: args.pid} if args.pid else {}))
+    options = args.serve_options.split()
+    with served(args.serve, [*options, "--processes=2"]) as two, served(args.serve, [*options, "--processes=1"]) as one:
+        args.url, args.against = two[0], one[0]
+        print(f"{args.url}: engine in a process of its own\n{args.against}: in one process\n")
+        return asyncio.run(main_async(args, dict([two, one])))
+
+
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main_async(arguments())))
+    sys.exit(main())

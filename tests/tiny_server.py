@@ -1,4 +1,4 @@
-"""A server over a model of some ten thousand parameters, in this process, on a free port."""
+"""A server over a model of some ten thousand parameters, in this process unless the options say otherwise, on a free port."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
+from posttrain.engines.native.session import GenerationSession
+from posttrain.serve.engine_host import EngineThread
 from posttrain.serve.listener import listen
 from posttrain.serve.loading import build_service
 from posttrain.serve.options import EngineOptions, ServeOptions
@@ -60,6 +62,13 @@ class RunningServer:
         self.service = service
         self.url = url
 
+    @property
+    def sessions(self) -> list[GenerationSession]:
+        """Of a server in one process: those that the engine's thread steps."""
+        host = self.service.engine.host
+        assert isinstance(host, EngineThread)
+        return host.loop.sessions
+
     def wait_until(self, condition: Callable[[], Any], limit_s: float = 20.0) -> None:
         end = time.monotonic() + limit_s
         while not condition():
@@ -67,15 +76,14 @@ class RunningServer:
             time.sleep(0.005)
 
     def wait_until_empty(self) -> None:
-        sessions = self.service.sessions
-        self.wait_until(lambda: not self.service.num_inside and not any(session.unfinished for session in sessions))
-        assert all(session.pages_in_use == 0 for session in sessions)
+        sessions = self.service.engine.sessions
+        self.wait_until(lambda: not self.service.num_inside and all(one.counts[:3] == (0, 0, 0) for one in sessions))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No token is sampled inside, so that requests which are running or queued remain so."""
         may_step = threading.Event()
-        for session in self.service.sessions:
+        for session in self.sessions:
             session.step = partial(_once, may_step, session.step)  # type: ignore[method-assign]
         try:
             yield
@@ -84,7 +92,7 @@ class RunningServer:
 
     def slow_down(self, seconds: float) -> None:
         """Every step takes this much longer, so that a tiny model does not finish before the test can act."""
-        for session in self.service.sessions:
+        for session in self.sessions:
             session.step = partial(_after, seconds, session.step)  # type: ignore[method-assign]
 
     def metric(self, name: str, **labels: str) -> float:

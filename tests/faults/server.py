@@ -86,7 +86,8 @@ class Server:
         assert answer.json()["choices"][0]["message"]["content"] is not None
 
     def memory_mb(self) -> float:
-        return psutil.Process(self.process.pid).memory_info().rss / 2**20
+        server = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in (server, *server.children())) / 2**20
 
     def close(self) -> None:
         self.process.kill()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +231,20 @@ def test_full_queue_answers_429_until_there_is_room(model: Path) -> None:
         assert server.metric("posttrain_refused_requests_total", status="429") == 1
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_conversation_that_continues_is_not_computed_again_unless_the_cache_is_off(
+    model: Path, prefix_cache: bool
+) -> None:
+    body = {"model": "tiny", "prompt": "a beginning of many tokens " * 3, "max_tokens": 40, "temperature": 0}
+    with running(options_for(model, engine=replace(ENGINE, prefix_cache=prefix_cache))) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            first, again = (client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2))
+        assert first == again
+        reused = server.metric("posttrain_reused_prompt_tokens", version="production")
+        assert (reused > 40) == prefix_cache
+        server.wait_until_empty()
+
+
 # -- those who leave ---------------------------------------------------------------------------------------------------
 
 
@@ -445,17 +456,16 @@ def test_a_canary_shares_the_traffic_and_its_errors_send_everybody_back(model: P
             texts = [client.post("/v1/completions", json={**body, "user": user}).json() for user in (one, other)]
         assert texts[0]["choices"][0]["text"] != texts[1]["choices"][0]["text"]
 
-        broken = server.service.canary_version
-        assert broken is not None
+        _, broken = server.sessions
         steps = iter([False, True] * 50)
-        work = broken.session.step
+        work = broken.step
 
         def fails_often() -> Any:
             if next(steps):
                 raise RuntimeError("out of luck")
             return work()
 
-        broken.session.step = fails_often  # type: ignore[method-assign]
+        broken.step = fails_often  # type: ignore[method-assign]
         later = versions_of(server, users * 2)
         assert "canary" in later[:20]
         assert set(later[-15:]) == {"production"}
@@ -494,7 +504,7 @@ def test_feedback_is_the_kpi_of_a_canary(model: Path, adapters: dict[str, str]) 
 def test_a_step_that_fails_costs_its_requests_and_a_third_in_a_row_the_server(model: Path) -> None:
     with running(options_for(model)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
-        [session] = server.service.sessions
+        [session] = server.sessions
         work, failures = session.step, 1
 
         def fails() -> Any:
@@ -615,69 +625,6 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
             assert (silent.recv(10), half.recv(10)) == (b"", b"")
 
 
-# While the file that is named first on the command line exists, a request gets 50 tokens and then no other.
-SERVE_WITH_A_HOLD = """
-import os, sys, time
-from posttrain.cli.main import main
-from posttrain.engines.native.session import GenerationSession
-
-hold, step, num_tokens = sys.argv.pop(1), GenerationSession.step, 0
-
-def held(session):
-    global num_tokens
-    while num_tokens >= 50 and os.path.exists(hold):
-        time.sleep(0.01)
-    events = step(session)
-    num_tokens = num_tokens + len(events) if os.path.exists(hold) else 0
-    return events
-
-GenerationSession.step = held
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path, tmp_path: Path) -> None:
-    hold = tmp_path / "hold"
-    command = [sys.executable, "-c", SERVE_WITH_A_HOLD, str(hold)]
-    command += ["serve", str(model), "--port", "0", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stderr is not None
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if "ready: " in line:
-                break
-        url = lines[-1].split("ready: ")[1].split("/v1")[0]
-        hold.touch()
-        body = {**LONG, "stream": True, "max_tokens": 400}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
-            parts = response.iter_lines()
-            first = next(parts)
-            process.send_signal(signal.SIGTERM)
-            assert_drains(url)
-            hold.unlink()
-            rest = [first, *parts]
-        assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
-        assert process.wait(30) == 0
-        assert "every request was answered" in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def assert_drains(url: str) -> None:
-    """While a request is running, the server refuses others."""
-    end = time.monotonic() + 30
-    while (health := httpx.get(f"{url}/health")).status_code != 503:
-        assert time.monotonic() < end
-    assert health.json()["status"] == "draining"
-    assert httpx.post(f"{url}/v1/chat/completions", json=LONG).status_code == 503
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -690,6 +637,9 @@ def assert_drains(url: str) -> None:
         (["--canary-share", "0.2"], "--canary-share needs --canary MODEL"),
         (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
         (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
+        (["--max-model-len", "9999", "--processes", "2"], "made for 1024 tokens"),
+        (["--backend", "vllm", "--processes", "1"], "no counterpart for --processes"),
+        (["--backend", "vllm", "--no-prefix-cache"], "no counterpart for --no-prefix-cache"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
         (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
         (["--backend", "vllm", "--max-queue", "256"], "no counterpart for --max-queue"),  # also where it is our default

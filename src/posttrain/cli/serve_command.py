@@ -26,6 +26,7 @@ _MAX_KEY_FILE_BYTES = 2**20
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
     "max_queue", "max_body_bytes", "max_completion_tokens", "max_samples", "request_timeout_s", "body_timeout_s",
+    "processes", "prefix_cache",
 )  # fmt: skip
 
 DESCRIPTION = """\
@@ -40,7 +41,7 @@ Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1
 EPILOG = f"""\
 The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines. SIGTERM or
 Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
-exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
+exit codes: 0 every request was answered · 1 some were cut off, or the engine has ended · 64 bad input
 """
 
 
@@ -111,6 +112,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         help=f"of a GPU, weights included ({usual.gpu_memory_utilization:g})",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=None,
+        help="compute every prompt from its beginning, also where an earlier one began alike",
+    )
+    group.add_argument(
+        "--processes",
+        type=int,
+        choices=(1, 2),
+        help="2: the engine beside HTTP and text, in a process of its own (default: 2 with a GPU, else 1)",
     )
 
 
@@ -208,6 +222,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         api_keys=_keys(args.api_key, args.api_key_file),
         no_auth=args.no_auth,
         registry=args.registry,
+        processes=args.processes,
     )
 
 
@@ -266,7 +281,7 @@ def _check(args: argparse.Namespace) -> None:
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")
     if args.backend == "vllm" and (given := _given(args, _NATIVE_ONLY)):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        options = ", ".join(f"--{'no-' if given[name] is False else ''}{name.replace('_', '-')}" for name in given)
         raise InputError(f"vLLM's server has no counterpart for {options}: leave it out, or use --backend native")
     at_least = {
         "max_batch_size": 1, "max_prefill_tokens": 1, "max_body_bytes": 1, "max_samples": 1, "max_completion_tokens": 1,

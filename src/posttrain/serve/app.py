@@ -309,8 +309,8 @@ def _health(service: Service) -> Response:
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
     body: JsonObject = {
         "status": status,
-        "running": sum(session.num_active for session in service.sessions),
-        "waiting": sum(session.num_waiting for session in service.sessions),
+        "running": sum(session.counts.num_active for session in service.engine.sessions),
+        "waiting": sum(session.counts.num_waiting for session in service.engine.sessions),
         "models": list(service.models),
     }
     if service.canary is not None and service.canary_version is not None:

@@ -84,7 +84,7 @@ def _job(
     for index, prompt in enumerate(prompts):
         sampling = body.sampling(_num_new_tokens(service, body, version, len(prompt)), end_of_turn_ids)
         try:
-            version.session.check(prompt, sampling.max_new_tokens)
+            version.session.limits.check(prompt, sampling.max_new_tokens)
         except InputError as error:
             raise bad_request(str(error), "messages" if isinstance(body, ChatBody) else "prompt") from error
         requests.append(

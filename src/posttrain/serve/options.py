@@ -14,7 +14,7 @@ LONGEST_UNASKED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of the engine. None of them changes an answer."""
+    """Sizes of the engine. None of them changes an answer by more than rounding."""
 
     precision: str = "auto"
     device: str = "auto"
@@ -23,6 +23,7 @@ class EngineOptions:
     max_prefill_tokens: int = 4096
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True  # prompts are computed from where an earlier sequence differs
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
+    processes: int | None = (
+        None  # 1: the engine in a thread of the server; 2: in a process of its own; None: 2 with a GPU
+    )
 
 
 def is_loopback(host: str) -> bool:

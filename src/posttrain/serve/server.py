@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -25,9 +26,6 @@ from posttrain.serve.service import Service
 _FLUSH_S = 2
 _KEEP_ALIVE_S = 30
 _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten times a second
-# The engine thread releases the interpreter lock with every operation that it launches, some dozens in a step, and waits this
-# long to get it back while the event loop is busy. Python's default of 5 ms would be longer than a step.
-_SWITCH_INTERVAL_S = 0.00005
 
 
 class _Protocol(H11Protocol):
@@ -82,9 +80,13 @@ class DrainingServer(uvicorn.Server):
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.engine.start(asyncio.get_running_loop())
+        await self._service.engine.start(on_end=self._engine_has_ended)
         await super().startup(sockets)
         self._on_ready()
+
+    def _engine_has_ended(self) -> None:
+        """Its requests have failed. A supervisor starts both again."""
+        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0:
@@ -112,7 +114,7 @@ class DrainingServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
         self.num_cut = self._service.num_cut + self._service.num_inside
-        await asyncio.to_thread(self._service.engine.stop)
+        await self._service.engine.stop()
 
 
 def _is_silent(connection: Any) -> bool:
@@ -123,12 +125,15 @@ def _is_silent(connection: Any) -> bool:
 
 
 def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
-    """Serve until a signal; the exit code: 0, or 1 if requests were cut off."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    """Serve until a signal; the exit code: 0, or 1 if requests were cut off or the engine has ended."""
+    gc.freeze()  # what is loaded stays: collections would look through it again and again
     with listen(host, port) as listener:
         ready = f"ready: {url_of(listener)}v1  models: {', '.join(service.models)}"
         server = DrainingServer(service, host, listener.getsockname()[1], drain_timeout_s, lambda: say(ready))
         server.run(sockets=[listener])
+    if service.engine.ending is not None:
+        say(f"{service.engine.ending}; start the server again")
+        return 1
     if server.num_cut:
         say(f"ended with {server.num_cut} samples unfinished")
         return 1

@@ -1,6 +1,6 @@
 """The models and versions that a server offers, admission of requests, and their state until they are answered.
 
-Everything here runs on the server's event loop. HTTP is in `app.py`, the models run in `engine_thread.py`.
+Everything here runs on the server's event loop. HTTP is in `app.py`, the models run in `engine_loop.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
+from posttrain.engines.native.session import Event, FailureEvent, SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
-from posttrain.serve.engine_thread import EngineThread
+from posttrain.serve.engine_client import EngineClient, ServedSession
 from posttrain.serve.metrics import ServeMetrics
 from posttrain.serve.options import ServerLimits
 from posttrain.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
@@ -39,14 +39,14 @@ class Version:
 
     name: str  # in metrics and headers: "production", "canary"
     source: str  # the model reference that the user gave
-    session: GenerationSession
+    session: ServedSession
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     adapter: str = ""
 
     @property
     def max_total_tokens(self) -> int:
-        return self.session.settings.max_total_tokens
+        return self.session.limits.max_total_tokens
 
     @cached_property
     def longest_token(self) -> int:
@@ -54,7 +54,7 @@ class Version:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
-        return stop_token_ids(self.session.forward.base, self.tokenizer, sampling)
+        return stop_token_ids(self.session.limits.model_ends, self.tokenizer, sampling)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Service:
 
     def __init__(
         self,
+        engine: EngineClient,
         models: Mapping[str, Version],
         limits: ServerLimits | None = None,
         *,
@@ -102,22 +103,22 @@ class Service:
         self.num_cut = 0  # samples that were unfinished at that time
         self.metrics = ServeMetrics()
         versions = [*self.models.values(), *([canary_version] if canary_version else [])]
-        self.sessions = list({id(version.session): version.session for version in versions}.values())
-        self.engine = EngineThread(self.sessions)
-        self._inside = {id(session): 0 for session in self.sessions}
+        self.engine = engine
+        self._inside = dict.fromkeys(engine.sessions, 0)
         self._tickets: set[Ticket] = set()  # open ones
         self._mean_seconds = 1.0  # of recent requests
         self._watch(versions)
 
     def _watch(self, versions: Sequence[Version]) -> None:
-        gauges: dict[str, tuple[str, Callable[[GenerationSession], float]]] = {
-            "running_samples": ("Samples that decode now.", lambda s: s.num_active),
-            "waiting_samples": ("Samples that wait for a slot or for memory.", lambda s: s.num_waiting),
-            "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.num_pages),
-            "kv_cache_pages_in_use": ("Pages of the KV cache in use.", lambda s: s.pages_in_use),
-            "preemptions": ("Samples that were preempted and wait again.", lambda s: s.num_preemptions),
+        gauges: dict[str, tuple[str, Callable[[ServedSession], float]]] = {
+            "running_samples": ("Samples that decode now.", lambda s: s.counts.num_active),
+            "waiting_samples": ("Samples that wait for a slot or for memory.", lambda s: s.counts.num_waiting),
+            "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.limits.num_pages),
+            "kv_cache_pages_in_use": ("Pages of the KV cache in use.", lambda s: s.counts.pages_in_use),
+            "reused_prompt_tokens": ("Prompt tokens found in the prefix cache.", lambda s: s.counts.num_reused_tokens),
+            "preemptions": ("Samples that were preempted and wait again.", lambda s: s.counts.num_preemptions),
         }
-        of_session = {id(version.session): version for version in reversed(versions)}  # named after the first version
+        of_session = {version.session: version for version in reversed(versions)}  # named after the first version
         for name, (text, read) in gauges.items():
             self.metrics.watch(name, text, {v.name: partial(read, v.session) for v in of_session.values()})
         if (canary := self.canary) is not None:
@@ -170,15 +171,15 @@ class Service:
         session = job.version.session
         if not self._works(job.version):
             raise unavailable(f"the engine of {job.model} has failed; the server needs a restart")
-        capacity = session.settings.max_batch_size + self.limits.max_queue
-        inside = self._inside[id(session)]
+        capacity = session.limits.max_batch_size + self.limits.max_queue
+        inside = self._inside[session]
         if inside + job.num_samples > capacity:
             # Slots become free continuously: half of a recent request's time, waiting included, is a fair estimate.
             retry_after = min(_LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._mean_seconds / 2)))
             raise overloaded(
                 f"{inside} samples run or wait and {capacity} may; try again in about {retry_after} s", retry_after
             )
-        self._inside[id(session)] += job.num_samples
+        self._inside[session] += job.num_samples
         ticket = Ticket(self, job)
         self._tickets.add(ticket)
         return ticket
@@ -203,7 +204,7 @@ class Service:
             self.answers.remember(job.id, job.version.name)
         if self._ending and outcome != "ok":
             self.num_cut += job.num_samples
-        self._inside[id(job.version.session)] -= job.num_samples  # last: a reader that sees it gone finds it counted
+        self._inside[job.version.session] -= job.num_samples  # last: a reader that sees it gone finds it counted
         if self.canary is not None and outcome in ("ok", "error", "timeout"):
             self.canary.answered(job.version.name, ok=outcome == "ok")
 
@@ -234,8 +235,7 @@ class Ticket:
         self.time_limit_s = service.limits.request_timeout_s
         late = timed_out(f"no complete answer within {self.time_limit_s:g} s")
         self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self.give_up, "timeout", late)
-        for request in job.requests:
-            service.engine.submit(job.version.session, request, self._events.put_nowait)
+        service.engine.submit(job.version.session, job.requests, self._events.put_nowait)
 
     async def batches(self) -> AsyncIterator[list[TokenEvent]]:
         """All tokens that have arrived: several of one sample if the reader is slower than the engine.

@@ -71,7 +71,7 @@ class TerminalChat:
         )
         seed = secrets.randbits(63) if self.seed is None else self.seed + self._num_answers
         tokenizer = self.session.tokenizer
-        choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.forward.base, tokenizer, sampling))
+        choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.limits.model_ends, tokenizer, sampling))
         answer_text = ""
         self.session.add(SessionRequest("turn", prompt_ids, sampling, seed))
         try:
@@ -96,7 +96,7 @@ class TerminalChat:
             _, ids = self.chat.prompt([*self._system, *turns[forgotten:]])
             if len(ids) + wanted <= limit:
                 break
-        self.session.check(ids, 1)  # raises for a single message that is too long
+        self.session.limits.check(ids, 1)  # raises for a single message that is too long
         return forgotten, tuple(ids)
 
 

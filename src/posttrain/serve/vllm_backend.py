@@ -16,9 +16,9 @@ from posttrain.errors import InputError
 from posttrain.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.serve.loading import Say
 from posttrain.serve.models import find_adapter, name_of
 from posttrain.serve.options import ServeOptions
+from posttrain.serve.sessions import Say
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.engines.native.page_allocator import PageAllocator
 from posttrain.engines.native.scheduler import (
     Admission,
-    PageAllocator,
     PromptGroup,
     Sample,
     Scheduler,

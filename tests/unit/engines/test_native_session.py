@@ -32,8 +32,9 @@ def model() -> nn.Module:
     return tiny_model("llama")
 
 
-def session_of(model: nn.Module, **settings: Any) -> GenerationSession:
-    return GenerationSession(NativeEngine(model, TOKENIZER, SETTINGS.model_copy(update=settings)))
+def session_of(model: nn.Module, *, keeps_prefixes: bool = False, **settings: Any) -> GenerationSession:
+    engine = NativeEngine(model, TOKENIZER, SETTINGS.model_copy(update=settings))
+    return GenerationSession(engine, keeps_prefixes=keeps_prefixes)
 
 
 def requests(count: int, seed: int = 0) -> list[SessionRequest]:
@@ -231,9 +232,11 @@ def test_adapters_side_by_side_equal_each_alone() -> None:
         else:
             adapted.base_model.disable_adapter_layers()
 
-    session = GenerationSession(NativeEngine(adapted, TOKENIZER, SETTINGS), activate)
+    session = GenerationSession(NativeEngine(adapted, TOKENIZER, SETTINGS), activate, keeps_prefixes=True)
     names = ["", "one", "two"]
     wanted = [replace(request, adapter=names[i % 3]) for i, request in enumerate(requests(18, seed=4))]
+    # All begin alike: keys and values of one adapter are of no use to another.
+    wanted = [replace(request, prompt_ids=(9, 8, 7, 6, *request.prompt_ids)) for request in wanted]
     answers = tokens(run(session, wanted))
     differs = 0
     for request in wanted:
@@ -253,9 +256,32 @@ def randomise_adapters(model: nn.Module) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def test_nan_logits_fail_the_request_and_not_the_session() -> None:
+@pytest.mark.parametrize("num_pages", [200, 22])
+def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Module, num_pages: int) -> None:
+    """Prompts that begin alike, and conversations that continue an answer; also with pages that are taken and preempted."""
+    session = session_of(model, keeps_prefixes=True, kv_cache_gib=num_pages * PAGE_GIB)
+    begin = tuple(range(10, 21))
+    first = [replace(one, prompt_ids=(*begin, *one.prompt_ids)[:24]) for one in requests(16, seed=6)]
+    answers = tokens(run(session, first, every=2))
+    further = [
+        replace(one, id=f"then {one.id}", prompt_ids=(*one.prompt_ids, *answers[one.id, 0])[:40], num_samples=2)
+        for one in first
+    ]
+    further = [replace(one, sampling=replace(one.sampling, max_new_tokens=8)) for one in further]
+    before = session.num_reused_tokens
+    answers |= tokens(run(session, further, every=2))
+    assert before > 0
+    assert session.num_reused_tokens - before > 80
+    assert (session.num_preemptions > 0) == (num_pages == 22)
+    for one in [*first, *further]:
+        expected = engine_answers(model, one)
+        assert {key: answers[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_nan_logits_fail_the_request_and_not_the_session(keeps_prefixes: bool) -> None:
     broken = tiny_model("llama")
-    session = session_of(broken)
+    session = session_of(broken, keeps_prefixes=keeps_prefixes)
     session.add(SessionRequest("fine", (5, 6), Sampling(4, ignore_eos=True), seed=0))
     assert all(isinstance(event, TokenEvent) for event in session.step())
     with torch.no_grad():
@@ -270,12 +296,13 @@ def test_nan_logits_fail_the_request_and_not_the_session() -> None:
     assert all(isinstance(event, TokenEvent) for event in session.step())
 
 
-def test_nan_is_cleared_from_the_cache_with_its_request() -> None:
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_nan_is_cleared_from_the_cache_with_its_request(keeps_prefixes: bool) -> None:
     """In the pages of a prompt, then in the pages and the dense copy of one that runs beside another."""
     model: Any = tiny_model("llama", tie_word_embeddings=False)
     embeddings = model.get_input_embeddings().weight
     whole = embeddings.detach().clone()
-    session = session_of(model)
+    session = session_of(model, keeps_prefixes=keeps_prefixes)
 
     def request(name: str, prompt: tuple[int, ...], new: int) -> SessionRequest:
         return SessionRequest(name, prompt, Sampling(new, 0.0, ignore_eos=True), seed=0)

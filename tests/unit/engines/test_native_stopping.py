@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 
-from posttrain.engines.native.stopping import StopRules, StopStringScanner, stop_token_ids
+from posttrain.engines.native.stopping import StopRules, StopStringScanner, ends_of_sequence, stop_token_ids
 from posttrain.types import Sampling
 
 TOKENIZER = byte_tokenizer()
@@ -33,18 +33,23 @@ def model_with_eos(eos: Any) -> SimpleNamespace:
 )
 def test_all_end_of_sequence_ids_count(eos: Any, tokenizer_eos: int | None, expected: set[int]) -> None:
     tokenizer = SimpleNamespace(eos_token_id=tokenizer_eos)
-    assert stop_token_ids(model_with_eos(eos), tokenizer, Sampling(1)) == expected
+    assert stop_token_ids(ends_of_sequence(model_with_eos(eos)), tokenizer, Sampling(1)) == expected
 
 
 def test_end_of_turn_stops() -> None:
     tokenizer = SimpleNamespace(eos_token_id=1)
-    assert stop_token_ids(model_with_eos(2), tokenizer, Sampling(1, end_of_turn_ids=(5, 6))) == {1, 2, 5, 6}
+    assert stop_token_ids(ends_of_sequence(model_with_eos(2)), tokenizer, Sampling(1, end_of_turn_ids=(5, 6))) == {
+        1,
+        2,
+        5,
+        6,
+    }
 
 
 def test_request_stop_ids_are_added_to_the_models() -> None:
     tokenizer = SimpleNamespace(eos_token_id=1)
     assert stop_token_ids(
-        model_with_eos([2, 3]), tokenizer, Sampling(1, stop_token_ids=(8, 9), end_of_turn_ids=(4,))
+        ends_of_sequence(model_with_eos([2, 3])), tokenizer, Sampling(1, stop_token_ids=(8, 9), end_of_turn_ids=(4,))
     ) == {1, 2, 3, 4, 8, 9}
 
 
@@ -56,7 +61,7 @@ def test_ignore_eos_ignores_every_stop() -> None:
 
 
 def test_model_without_generation_config_uses_the_tokenizers_eos() -> None:
-    assert stop_token_ids(SimpleNamespace(), SimpleNamespace(eos_token_id=6), Sampling(1)) == {6}
+    assert stop_token_ids(ends_of_sequence(SimpleNamespace()), SimpleNamespace(eos_token_id=6), Sampling(1)) == {6}
 
 
 def test_stop_takes_precedence_over_length() -> None:

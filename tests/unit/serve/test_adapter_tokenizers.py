@@ -12,7 +12,7 @@ from tiny_server import options_for, running, save_adapter, save_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.errors import InputError
-from posttrain.serve import loading
+from posttrain.serve import loading, sessions
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -47,7 +47,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: Any, **named: Any) -> Any:
         raise AssertionError("weights were loaded before the tokenizers were compared")
 
-    monkeypatch.setattr(loading, "load_engine", load)
+    monkeypatch.setattr(sessions, "load_engine", load)
 
 
 def test_added_tokens_are_reported_and_not_used(

@@ -13,6 +13,8 @@ import pytest
 from tiny_models import byte_tokenizer
 
 from posttrain.data.chat import ChatFormat
+from posttrain.engines.native.session import SessionLimits
+from posttrain.serve.engine_client import ServedSession
 from posttrain.serve.jobs import chat_job, completion_job
 from posttrain.serve.options import ServerLimits
 from posttrain.serve.protocol import ApiError, parse_chat, parse_completion
@@ -43,9 +45,7 @@ def tokenizer() -> WatchedTokenizer:
 
 @pytest.fixture
 def service(tokenizer: WatchedTokenizer) -> Any:
-    session: Any = SimpleNamespace(
-        settings=SimpleNamespace(max_total_tokens=CONTEXT), check=lambda prompt, max_new_tokens: None
-    )
+    session = ServedSession(0, SessionLimits(CONTEXT, 8, 260, 100, frozenset()))
     version = Version("production", "m", session, tokenizer, ChatFormat(tokenizer))
     tokenizer.threads.clear()  # of making the chat format
     limits = ServerLimits(max_samples=4, max_completion_tokens=9)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_server import options_for, save_adapter, save_model
 from transformers import AutoTokenizer
 
@@ -233,5 +235,22 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     engine = replace(options_for(model).engine, max_model_len=None, kv_cache_gib=0.05)
     printed: list[str] = []
     service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), printed.append)
-    assert [session.settings.max_total_tokens for session in service.sessions] == [128, 128]
+    assert [session.limits.max_total_tokens for session in service.engine.sessions] == [128, 128]
     assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "expected"),
+    [("cuda", None, "EngineProcess"), ("cpu", None, "EngineThread"), ("cuda", 1, "EngineThread"), ("cpu", 2, "EngineProcess")],
+)  # fmt: skip
+def test_engine_has_a_process_of_its_own_with_a_gpu_or_on_request(
+    model: Path, device: str, processes: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise LookupError(name)
+
+    for name in ("EngineProcess", "EngineThread"):
+        monkeypatch.setattr(loading, name, partial(refuse, name))
+    monkeypatch.setattr(loading, "resolve_device", lambda name: torch.device(device))
+    with pytest.raises(LookupError, match=expected):
+        loading.build_service(options_for(model, processes=processes))

@@ -43,7 +43,6 @@ class Request:
     samples: Sequence[Sample]
     sampler: TokenSampler
     stop: StopRules
-    adapter: str = ""  # "": the model as the caller has set it up
     num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not needed
     earlier: Sequence[Sequence[int]] = ()  # other answers to the prompt, to draft from
     unfinished: dict[int, Sample] = field(init=False)  # by index
@@ -111,7 +110,7 @@ class Driver:
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
-        assert self._activate is not None or not request.adapter, "the driver was built without adapters"
+        assert self._activate is not None or not request.group.adapter, "the driver was built without adapters"
         self._requests[request.group] = request
         self.scheduler.add(request.samples)
 
@@ -230,7 +229,7 @@ class Driver:
             return
         groups: dict[str, list[Sample]] = {}
         for sample in samples:
-            groups.setdefault(self._requests[sample.group].adapter, []).append(sample)
+            groups.setdefault(sample.group.adapter, []).append(sample)
         for adapter in sorted(groups, key=lambda name: (name != self._adapter, name)):
             if adapter != self._adapter:
                 self._activate(adapter)
@@ -241,6 +240,7 @@ class Driver:
         for samples in self._by_adapter(admission.samples):
             groups = dict.fromkeys(sample.group for sample in samples)
             self._prefill([admission.prompts[group] for group in groups if group in admission.prompts])
+        self.scheduler.remember_prompts(admission)
         self.cache.copy_pages(admission.copies)
         updates: list[Update] = []
         for samples in self._by_adapter(admission.samples):
@@ -354,10 +354,15 @@ class Driver:
 
     def _fail(self, request: Request) -> None:
         """Cancel a request whose logits are NaN, and clear its pages: a mask does not stop NaN (0 * NaN is NaN)."""
-        pages = {page for sample in request.unfinished.values() for page in sample.pages}
-        self.cache.clear_pages(sorted(pages.union(request.group.pages or ())))
-        self.decoding.drop_copies()
+        pages = {page for sample in request.unfinished.values() for page in sample.pages}.union(
+            request.group.pages or ()
+        )
         self.cancel(request)
+        if self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.forget_all()
+        # A page that another request holds is not damaged, or fails that request too.
+        self.cache.clear_pages(sorted(page for page in pages if not self.scheduler.pages.holders(page)))
+        self.decoding.drop_copies()
 
 
 def _draw_rows(sampler: TokenSampler, logits: Tensor, noise: Tensor) -> Tensor:

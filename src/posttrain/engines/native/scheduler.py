@@ -9,16 +9,21 @@ will write there. The last sample to start takes over the group's pages without 
 When a page is needed and none is free, pages are freed in this order: prompts of groups without active samples, the
 sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of the
 queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
+
+With `keeps_prefixes` full pages stay known by their tokens after their sequence has left, for as long as they are not needed
+otherwise, and a later prompt that begins with them is computed from there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from posttrain.engines.native.page_allocator import PageAllocator
+from posttrain.engines.native.prefix_pages import PrefixPages
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 
@@ -27,50 +32,13 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-class PageAllocator:
-    """A free list with reference counts. A page with several holders is read by all of them and written by none."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = [0] * num_pages
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def holders(self, page: int) -> int:
-        return self._holders[page]
-
-    def take(self, count: int) -> list[int]:
-        """`count` pages for one holder. The caller has checked `num_free`."""
-        assert count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._holders[page] = 1
-        return pages
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Add one holder to each of `pages`."""
-        for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free"
-            self._holders[page] += 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Remove one holder from each of `pages`; pages without a holder become free."""
-        for page in pages:
-            assert self._holders[page] > 0, f"page {page} is released twice"
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                self._free.append(page)
-
-
 @dataclass(eq=False)
 class PromptGroup:
     """A prompt and its state in the cache. `pages` is None before the prompt is computed and after it is dropped."""
 
     task: Task
     max_new_tokens: int
+    adapter: str = ""  # "": the model as the caller has set it up
     pages: list[int] | None = None
     last_hidden: Tensor | None = None  # at the prompt's last position: predicts the first token of every sample
     num_waiting: int = 0
@@ -133,13 +101,15 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, num_pages: int, page_size: int, max_batch_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_batch_size: int, *, keeps_prefixes: bool = False) -> None:
         self.page_size = page_size
         self.max_batch_size = max_batch_size
-        self.pages = PageAllocator(num_pages)
+        self.prefixes = PrefixPages(num_pages, page_size) if keeps_prefixes else None
+        self.pages = self.prefixes or PageAllocator(num_pages)
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
+        self.num_reused_tokens = 0  # of prompts, whose pages were known
         self._num_admissions = 0
         self._groups: list[PromptGroup] = []
 
@@ -177,15 +147,32 @@ class Scheduler:
             group.num_waiting -= 1
             group.num_active += 1
             if group.pages is None:
-                group.pages = self.pages.take(pages_for(group.prompt_length, self.page_size))
+                known = self._known_pages(group)
+                start = len(known) * self.page_size
+                group.pages = known + self.pages.take(pages_for(group.prompt_length, self.page_size) - len(known))
                 # A copy of the list: the last sample to start takes the list over and appends to it.
-                admission.prompts[group] = Prefill(group.task.prompt_ids, 0, tuple(group.pages), group)
+                admission.prompts[group] = Prefill(group.task.prompt_ids[start:], start, tuple(group.pages), group)
             self._start(sample, admission)
             sample.admission = self._num_admissions
             self._num_admissions += 1
             self.active.append(sample)
             admission.samples.append(sample)
         return admission
+
+    def _known_pages(self, group: PromptGroup) -> list[int]:
+        """Pages of the prompt that need not be computed, held for the group. Its last token always is: it predicts the next."""
+        if self.prefixes is None:
+            return []
+        known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
+        self.prefixes.share(known)
+        self.num_reused_tokens += len(known) * self.page_size
+        return known
+
+    def remember_prompts(self, admission: Admission) -> None:
+        """The prompts of the admission have been computed."""
+        if self.prefixes is not None:
+            for group, job in admission.prompts.items():
+                self.prefixes.remember(group.adapter, group.task.prompt_ids, job.pages)
 
     def _num_within(self, max_tokens: int, slots: int) -> int:
         """How many samples from the head of the queue have `max_tokens` to prefill; at least 1 if there is a slot."""
@@ -296,6 +283,9 @@ class Scheduler:
 
     def leave(self, sample: Sample) -> None:
         """Take the sample out of the batch, finished or preempted: its pages are free at once."""
+        if self.prefixes is not None:
+            written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
+            self.prefixes.remember(sample.group.adapter, written, sample.pages)
         self.pages.release(sample.pages)
         sample.pages = []
         sample.admission = -1

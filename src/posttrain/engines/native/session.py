@@ -6,7 +6,7 @@ tokens do not depend on other requests.
 
 A session may switch adapters: samples of one adapter run through the model together, one adapter after another.
 
-Not thread-safe: one thread calls everything but `check`. A process may have several sessions, but only one of them may be
+Not thread-safe: one thread calls everything. A process may have several sessions, but only one of them may be
 inside `step` at a time.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from posttrain.engines.native.graphs import ModelLogprobs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
-from posttrain.engines.native.stopping import StopRules
+from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
 from posttrain.types import FinishReason, Sampling, Task
 
@@ -43,8 +44,7 @@ class SessionRequest:
     num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not requested
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One more token of one sample. `logprob` is the sampler's, under the temperature used, as in `Completion`."""
 
     request_id: str
@@ -66,25 +66,66 @@ class FailureEvent:
 Event = TokenEvent | FailureEvent
 
 
+@dataclass(frozen=True)
+class SessionLimits:
+    """What a session never changes: enough to check a request without the model."""
+
+    max_total_tokens: int
+    max_batch_size: int
+    vocab_size: int
+    num_pages: int
+    model_ends: frozenset[int]  # the model's own end-of-sequence tokens
+
+    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Raise InputError for a request that `GenerationSession.add` would refuse."""
+        length, limit = len(prompt_ids), self.max_total_tokens
+        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
+            raise InputError(
+                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
+            raise InputError(f"a prompt token is outside the model's vocabulary of {self.vocab_size} tokens")
+
+
+class SessionCounts(NamedTuple):
+    """Of samples and pages, at one moment; preemptions and reused tokens since the start."""
+
+    num_active: int = 0
+    num_waiting: int = 0
+    pages_in_use: int = 0
+    num_preemptions: int = 0
+    num_reused_tokens: int = 0
+
+
 class GenerationSession:
     """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings` take the
-    place of the engine's."""
+    place of the engine's. `keeps_prefixes`: prompts are computed from where an earlier sequence differs."""
 
     def __init__(
         self,
         engine: NativeEngine,
         activate: Callable[[str], None] | None = None,
         settings: NativeSettings | None = None,
+        *,
+        keeps_prefixes: bool = False,
     ) -> None:
         self.forward, self.tokenizer = engine.forward, engine.tokenizer
         self.settings = settings or engine.settings
         self._activate = activate
+        self._keeps_prefixes = keeps_prefixes
         self._vocab_size = engine.vocab_size
         self._samplers: dict[Sampling, TokenSampler] = {}
         self._requests: dict[str, Request] = {}
-        self._num_preemptions = 0  # before the last `reset`
+        self._num_preemptions = self._num_reused_tokens = 0  # before the last `reset`
         engine.model.eval()
         self._allocate()
+        self.limits = SessionLimits(
+            self.settings.max_total_tokens,
+            self.settings.max_batch_size,
+            self.forward.head.vocab_size,
+            self.num_pages,
+            ends_of_sequence(self.forward.base),
+        )
         self.driver = self._new_driver()
 
     @torch.no_grad()
@@ -101,7 +142,9 @@ class GenerationSession:
 
     def _new_driver(self) -> Driver:
         settings = self.settings
-        scheduler = Scheduler(self.num_pages, settings.page_size, settings.max_batch_size)
+        scheduler = Scheduler(
+            self.num_pages, settings.page_size, settings.max_batch_size, keeps_prefixes=self._keeps_prefixes
+        )
         # Prompts of about one row at a time: active samples wait for no more than that.
         tokens = settings.max_prefill_tokens
         return Driver(
@@ -136,32 +179,32 @@ class GenerationSession:
     def num_preemptions(self) -> int:
         return self._num_preemptions + self.driver.scheduler.num_preemptions
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    @property
+    def num_reused_tokens(self) -> int:
+        return self._num_reused_tokens + self.driver.scheduler.num_reused_tokens
 
-    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-        """Raise InputError for a request that `add` would refuse. Reads only constants: any thread may call it."""
-        length, limit = len(prompt_ids), self.settings.max_total_tokens
-        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
-            raise InputError(
-                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
-            )
-        vocabulary = self.forward.head.vocab_size
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-            raise InputError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
+    @property
+    def counts(self) -> SessionCounts:
+        return SessionCounts(
+            self.num_active, self.num_waiting, self.pages_in_use, self.num_preemptions, self.num_reused_tokens
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: SessionRequest) -> None:
         """Append a request to the queue."""
         assert request.id not in self._requests, f"two requests have the id {request.id}"
         assert request.num_samples >= 1
         sampling = request.sampling
-        self.check(request.prompt_ids, sampling.max_new_tokens)
+        self.limits.check(request.prompt_ids, sampling.max_new_tokens)
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
-        group = PromptGroup(Task(0, request.id, "", request.prompt_ids), sampling.max_new_tokens)
+        task = Task(0, request.id, "", request.prompt_ids)
+        group = PromptGroup(task, sampling.max_new_tokens, request.adapter)
         samples = [
             Sample(group, index, sequence_key(request.seed, 0, 0, index), scanner=stop.scanner())
             for index in range(request.num_samples)
         ]
-        added = Request(group, samples, self._sampler(sampling), stop, request.adapter, request.num_top_logprobs)
+        added = Request(group, samples, self._sampler(sampling), stop, request.num_top_logprobs)
         self._requests[request.id] = added
         self.driver.add(added)
 
@@ -185,7 +228,7 @@ class GenerationSession:
         lost = list(self._requests)
         self._requests.clear()
         self._decoding.forget_rows()
-        self._num_preemptions = self.num_preemptions
+        self._num_preemptions, self._num_reused_tokens = self.num_preemptions, self.num_reused_tokens
         self.driver = self._new_driver()
         return lost
 

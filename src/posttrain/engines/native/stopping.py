@@ -13,16 +13,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def stop_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> frozenset[int]:
+def ends_of_sequence(model: nn.Module) -> frozenset[int]:
+    """The end-of-sequence tokens that the model itself names."""
+    generation_config = getattr(model, "generation_config", None)
+    listed = getattr(generation_config, "eos_token_id", None)
+    ids = listed if isinstance(listed, list | tuple) else [listed]
+    return frozenset(int(token) for token in ids if token is not None)
+
+
+def stop_token_ids(
+    model_ends: frozenset[int], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> frozenset[int]:
     """Stop tokens of the request, ends of turn, and the end-of-sequence tokens of model and tokenizer."""
     if sampling.ignore_eos:
         return frozenset()
-    generation_config = getattr(model, "generation_config", None)
-    listed = getattr(generation_config, "eos_token_id", None)
-    ids = set(listed) if isinstance(listed, list | tuple) else {listed}
-    ids.update(sampling.stop_token_ids, sampling.end_of_turn_ids)
-    ids.add(getattr(tokenizer, "eos_token_id", None))
-    return frozenset(int(token) for token in ids if token is not None)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return model_ends.union(sampling.stop_token_ids, sampling.end_of_turn_ids, () if own is None else (int(own),))
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class StopRules:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopRules:
         strings = () if sampling.ignore_eos else sampling.stop_strings
-        return cls(stop_token_ids(model, tokenizer, sampling), strings, tokenizer)
+        return cls(stop_token_ids(ends_of_sequence(model), tokenizer, sampling), strings, tokenizer)
 
     def scanner(self) -> StopStringScanner | None:
         return StopStringScanner(self.tokenizer, self.strings) if self.strings else None

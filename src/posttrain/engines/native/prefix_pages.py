@@ -1,0 +1,85 @@
+"""Pages of the KV cache that are found again by their tokens: the prefix cache of a session."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from posttrain.engines.native.page_allocator import PageAllocator
+
+# A full page by what comes before it, a page or the adapter at the beginning of a sequence, and by its own tokens.
+_Key = tuple[int | str, tuple[int, ...]]
+
+
+class PrefixPages(PageAllocator):
+    """A remembered page without a holder counts as free. It keeps its tokens until it is taken, the one released first before
+    others.
+
+    Sequences are released from their end, and a holder of a page holds all pages before it. So no page is taken while one that
+    was remembered behind it is still known.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages)
+        self._page_size = page_size
+        self._page_of: dict[_Key, int] = {}
+        self._key_of: dict[int, _Key] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, without a holder
+
+    @property
+    def num_free(self) -> int:
+        return super().num_free + len(self._idle)
+
+    def find(self, adapter: str, token_ids: Sequence[int]) -> list[int]:
+        """The remembered pages that the tokens begin with. The caller shares them before it takes others."""
+        pages: list[int] = []
+        for key in self._keys(adapter, token_ids, pages):
+            if (page := self._page_of.get(key)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def remember(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """`pages` begin with the keys and values of the tokens. Those that another sequence has brought already stay unknown."""
+        for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
+            if self._page_of.setdefault(key, page) != page:
+                return
+            self._key_of[page] = key
+
+    def _keys(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> Iterable[_Key]:
+        """Of the full pages. `pages` may grow meanwhile."""
+        size = self._page_size
+        for index in range(len(token_ids) // size):
+            yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])
+
+    def forget_all(self) -> None:
+        for page in self._idle:
+            self._free.append(page)
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.num_free, f"{count} pages requested, {self.num_free} free"
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
+        return super().take(count)
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if page in self._idle:
+                del self._idle[page]
+                self._holders[page] = 1
+            else:
+                super().share((page,))
+
+    def release(self, pages: Iterable[int]) -> None:
+        super().release(reversed(list(pages)))
+
+    def _without_holder(self, page: int) -> None:
+        if page in self._key_of:
+            self._idle[page] = None
+        else:
+            super()._without_holder(page)

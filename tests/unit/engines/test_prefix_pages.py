@@ -1,0 +1,94 @@
+"""Pages that are remembered by their tokens, simulated without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from posttrain.engines.native.prefix_pages import PrefixPages
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
+from posttrain.types import Task
+
+SIZE = 2
+
+
+def test_pages_are_found_by_all_tokens_before_them_and_by_the_adapter() -> None:
+    pages = PrefixPages(8, SIZE)
+    held = pages.take(3)
+    pages.remember("", (1, 2, 3, 4, 5), held)
+    assert pages.find("", (1, 2, 3, 4, 5, 6)) == held[:2], "the third page is not full"
+    assert pages.find("", (1, 2, 3, 9)) == held[:1]
+    assert pages.find("", (3, 4)) == []
+    assert pages.find("other", (1, 2, 3, 4)) == []
+    pages.release(held)
+    assert pages.num_free == 8
+    assert pages.find("", (1, 2, 3, 4)) == held[:2], "known until they are taken"
+    pages.share(held[:2])
+    assert (pages.num_free, pages.holders(held[0])) == (6, 1)
+    pages.release(held[:2])
+    pages.forget_all()
+    assert (pages.num_free, pages.find("", (1, 2))) == (8, [])
+
+
+def test_pages_are_taken_from_the_end_of_the_sequence_that_was_released_first() -> None:
+    pages = PrefixPages(4, SIZE)
+    old, new = pages.take(2), pages.take(2)
+    pages.remember("", (1, 2, 3, 4), old)
+    pages.remember("", (5, 6, 7, 8), new)
+    pages.release(old)
+    pages.release(new)
+    assert pages.take(1) == [old[1]]
+    assert pages.find("", (1, 2, 3, 4)) == [old[0]]
+    pages.take(1)
+    assert pages.find("", (1, 2)) == []
+    assert pages.find("", (5, 6, 7, 8)) == new
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
+    """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and values of
+    a token depend on all tokens before it and on the adapter."""
+    rng = random.Random(seed)
+    scheduler = Scheduler(14, SIZE, 5, keeps_prefixes=True)
+    contents: dict[int, list[object]] = {page: [None] * SIZE for page in range(14)}
+
+    def compute(group: PromptGroup, token_ids: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """What is there before `start` must be right; the rest is written."""
+        for position in range(len(token_ids)):
+            page, value = contents[pages[position // SIZE]], (group.adapter, *token_ids[: position + 1])
+            if position >= start:
+                page[position % SIZE] = value
+            assert page[position % SIZE] == value
+
+    for number in range(300):
+        prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(1, 9)))
+        group = PromptGroup(Task(number, str(number), "", prompt), rng.randrange(1, 6), rng.choice(["", "a"]))
+        scheduler.add([Sample(group, index, 0) for index in range(rng.choice([1, 1, 2]))])
+        for _ in range(rng.randrange(1, 4)):
+            admission = scheduler.admit()
+            for group, job in admission.prompts.items():
+                compute(group, group.task.prompt_ids, job.start, job.pages)
+            scheduler.remember_prompts(admission)
+            for source, target in admission.copies:
+                contents[target] = list(contents[source])
+            for sample, job in admission.resumed.items():
+                compute(sample.group, (*sample.group.task.prompt_ids, *job.token_ids), job.start, job.pages)
+            for sample in admission.samples:
+                if not sample.token_ids:
+                    sample.token_ids.append(rng.randrange(3))
+            scheduler.reserve_step()
+            for sample in list(scheduler.active):
+                tokens = (*sample.group.task.prompt_ids, *sample.token_ids)
+                compute(sample.group, tokens, sample.num_cached, sample.pages)
+                sample.token_ids.append(rng.randrange(3))
+                if len(sample.token_ids) > sample.group.max_new_tokens:
+                    scheduler.leave(sample)
+                elif rng.random() < 0.05:
+                    scheduler.cancel(sample)
+    for sample in [*scheduler.active, *scheduler.waiting]:
+        scheduler.cancel(sample)
+    assert scheduler.pages.num_free == 14
+    assert scheduler.num_reused_tokens > 50
+    assert scheduler.num_preemptions > 0
