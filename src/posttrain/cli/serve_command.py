@@ -124,7 +124,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         choices=(1, 2),
-        help="2: the engine beside HTTP and text, in a process of its own (default: 2 with a GPU, else 1)",
+        help="2: the engine beside HTTP and text, in a process of its own (default: 1)",
     )
 
 
@@ -222,7 +222,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         api_keys=_keys(args.api_key, args.api_key_file),
         no_auth=args.no_auth,
         registry=args.registry,
-        processes=args.processes,
+        **_given(args, ["processes"]),
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
+from posttrain.json_files import JsonObject
 from posttrain.policy.trainer import ModelFacts
 from posttrain.recipes.recipe import Prepared
 
@@ -60,7 +60,7 @@ def _reward(config: GrpoRunConfig, environment: str) -> str:
     return function.rpartition(":")[2] if function else environment
 
 
-def _learning_rate(lr: float, scheduler: list[dict[str, Any]] | dict[str, Any] | None, max_steps: int) -> str:
+def _learning_rate(lr: float, scheduler: list[JsonObject] | JsonObject | None, max_steps: int) -> str:
     """With the warm-up, if the schedule begins with one."""
     first = (scheduler[0] if isinstance(scheduler, list) else scheduler) if scheduler else {}
     kwargs = first.get("kwargs") or {}

@@ -27,7 +27,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
     return pickle.loads(await reader.readexactly(length))
 
 
-class Channel:
+class EngineChannel:
     """One end, for a loop that never waits to send: what the socket does not take at once is sent with the next call."""
 
     def __init__(self, connection: socket.socket) -> None:

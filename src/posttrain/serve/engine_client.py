@@ -20,7 +20,7 @@ from posttrain.engines.native.session import (
 )
 from posttrain.serve.channel import frame, read_frame
 from posttrain.serve.engine_host import EngineHost
-from posttrain.serve.engine_loop import Add, Cancel, Report, Stop
+from posttrain.serve.engine_loop import AddRequests, Cancel, EngineReport, StopEngine
 
 log = logging.getLogger("posttrain.serve")
 
@@ -57,7 +57,7 @@ class EngineClient:
     def submit(self, session: ServedSession, requests: Sequence[SessionRequest], sink: Sink) -> None:
         """`sink` is called with every event of the requests."""
         self._sinks |= dict.fromkeys((request.id for request in requests), sink)
-        self._writer.write(frame(Add(session.index, tuple(requests))))
+        self._writer.write(frame(AddRequests(session.index, tuple(requests))))
 
     def cancel(self, session: ServedSession, request_id: str) -> None:
         """The request gets no further event. Finished and unknown requests are ignored."""
@@ -67,7 +67,7 @@ class EngineClient:
     async def stop(self, timeout_s: float = 30.0) -> None:
         """End the engine after its current step. Unfinished requests are dropped."""
         self._stopping = True
-        self._writer.write(frame(Stop()))
+        self._writer.write(frame(StopEngine()))
         await asyncio.to_thread(self.host.stop, timeout_s)
         self._reading.cancel()
         self._writer.close()
@@ -75,7 +75,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader, on_end: Callable[[], None]) -> None:
         try:
             while True:
-                self._hand_out(Report(*await read_frame(reader)))
+                self._hand_out(EngineReport(*await read_frame(reader)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
@@ -87,7 +87,7 @@ class EngineClient:
             sink(FailureEvent(request_id, self.ending))
         on_end()
 
-    def _hand_out(self, report: Report) -> None:
+    def _hand_out(self, report: EngineReport) -> None:
         self._broken = report.broken  # first: a client that gets a failure may ask again at once
         for session, counts in zip(self.sessions, report.counts, strict=True):
             session.counts = counts

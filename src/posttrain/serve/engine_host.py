@@ -21,7 +21,7 @@ from typing import Protocol
 
 from posttrain.engines.native.session import SessionLimits
 from posttrain.errors import HardwareError, InputError
-from posttrain.serve.channel import Channel
+from posttrain.serve.channel import EngineChannel
 from posttrain.serve.engine_loop import EngineLoop
 from posttrain.serve.sessions import ModelsToLoad, Say, load_sessions
 
@@ -42,7 +42,7 @@ class EngineHost(Protocol):
         """From here on the loop follows orders."""
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for the loop to end; then end it. The server has sent `Stop`, or gives up."""
+        """Wait for the loop to end; then end it. The server has sent `StopEngine`, or gives up."""
 
     def ending(self) -> str:
         """How it has ended, for people."""
@@ -54,7 +54,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="posttrain-engine", daemon=True)
 
     def load(self, models: ModelsToLoad, say: Say) -> list[SessionLimits]:
-        self.loop = EngineLoop(load_sessions(models, say), Channel(self._theirs))
+        self.loop = EngineLoop(load_sessions(models, say), EngineChannel(self._theirs))
         return [session.limits for session in self.loop.sessions]
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class EngineProcess:
         return self._process.pid
 
     def load(self, models: ModelsToLoad, say: Say) -> list[SessionLimits]:
-        channel = Channel(self.connection)
+        channel = EngineChannel(self.connection)
         try:
             channel.send(models)
             while True:
@@ -126,7 +126,7 @@ class EngineProcess:
 def main(arguments: Sequence[str]) -> int:
     descriptor, parent = map(int, arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the server drains and then says `Stop`
+        signal.signal(number, signal.SIG_IGN)  # the server drains and then says `StopEngine`
     if sys.platform == "linux":
         from posttrain.environments.sandbox.kernel import die_with_parent
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = EngineChannel(socket.socket(fileno=descriptor))
     try:
         [models] = channel.receive(wait=True)
         try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionCounts, SessionRequest, TokenEvent
-from posttrain.serve.channel import Channel
+from posttrain.serve.channel import EngineChannel
 
 # A session whose steps keep failing is marked as broken: the GPU is lost, or the weights cannot run. An adapter that keeps
 # producing NaN is marked alone: its weights do not affect the others.
@@ -21,7 +21,7 @@ _MOST_FAILURES_IN_A_ROW = 3
 log = logging.getLogger("posttrain.serve")
 
 
-class Add(NamedTuple):
+class AddRequests(NamedTuple):
     """Requests of one client: in one order, so that their prompts are computed together whatever else happens."""
 
     session: int
@@ -35,11 +35,11 @@ class Cancel(NamedTuple):
     request_id: str
 
 
-class Stop(NamedTuple):
+class StopEngine(NamedTuple):
     """End after the current step. Unfinished requests are dropped."""
 
 
-class Report(NamedTuple):
+class EngineReport(NamedTuple):
     """What a step has brought. Tokens are bare tuples of `TokenEvent`: a step has hundreds, and pickle is ten times as fast."""
 
     tokens: Sequence[tuple[object, ...]]
@@ -49,7 +49,7 @@ class Report(NamedTuple):
 
 
 class EngineLoop:
-    def __init__(self, sessions: Sequence[GenerationSession], channel: Channel) -> None:
+    def __init__(self, sessions: Sequence[GenerationSession], channel: EngineChannel) -> None:
         self.sessions = list(sessions)
         self._channel = channel
         self._adapters: dict[str, str] = {}  # by unfinished request
@@ -60,7 +60,7 @@ class EngineLoop:
         self._running = True
 
     def run(self) -> None:
-        """Until `Stop`, or until the other end has gone."""
+        """Until `StopEngine`, or until the other end has gone."""
         try:
             while self._running:
                 self._follow_orders()
@@ -77,7 +77,7 @@ class EngineLoop:
         """All orders that have arrived; when no request is active, wait for one."""
         idle = not any(session.unfinished for session in self.sessions)
         for order in self._channel.receive(wait=idle):
-            if isinstance(order, Add):
+            if isinstance(order, AddRequests):
                 for request in order.requests:
                     self._add(order.session, request)
             elif isinstance(order, Cancel):
@@ -132,7 +132,7 @@ class EngineLoop:
             return
         broken = {what for what, count in self._num_failures.items() if count >= _MOST_FAILURES_IN_A_ROW}
         tokens = [tuple(token) for token in self._tokens]
-        self._channel.send(tuple(Report(tokens, self._failures, counts, broken)))
+        self._channel.send(tuple(EngineReport(tokens, self._failures, counts, broken)))
         self._tokens, self._failures, self._counts = [], [], counts
 
 

@@ -48,9 +48,7 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
-    processes: int | None = (
-        None  # 1: the engine in a thread of the server; 2: in a process of its own; None: 2 with a GPU
-    )
+    processes: int = 1  # 2: the engine in a process of its own, not in a thread of the server
 
 
 def is_loopback(host: str) -> bool:

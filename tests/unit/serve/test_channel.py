@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from posttrain.serve.channel import Channel, frame, read_frame
+from posttrain.serve.channel import EngineChannel, frame, read_frame
 
 
 def test_values_arrive_whole_and_in_order_however_the_bytes_come() -> None:
     ours, theirs = socket.socketpair()
-    channel = Channel(theirs)
+    channel = EngineChannel(theirs)
     assert channel.receive(wait=False) == []
     sent = frame({"a": 1}) + frame([2.5, None]) + frame("x" * 300)
     ours.sendall(sent[:5])
@@ -29,7 +29,7 @@ def test_values_arrive_whole_and_in_order_however_the_bytes_come() -> None:
 
 def test_sender_does_not_wait_for_a_reader_that_is_busy() -> None:
     ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    channel = EngineChannel(ours)
     values = [[number] * 100_000 for number in range(20)]  # more than a socket buffers
     for value in values:
         channel.send(value)  # would block for good if it waited

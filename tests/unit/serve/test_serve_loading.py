@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tiny_server import options_for, save_adapter, save_model
 from transformers import AutoTokenizer
 
 import posttrain.registry
+from posttrain.cli.main import build_parser
+from posttrain.cli.serve_command import options_of
 from posttrain.engines.native import NativeEngine
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ModelReferenceError, resolve_model, resolve_registered_model
@@ -239,18 +240,21 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)
 
 
-@pytest.mark.parametrize(
-    ("device", "processes", "expected"),
-    [("cuda", None, "EngineProcess"), ("cpu", None, "EngineThread"), ("cuda", 1, "EngineThread"), ("cpu", 2, "EngineProcess")],
-)  # fmt: skip
-def test_engine_has_a_process_of_its_own_with_a_gpu_or_on_request(
-    model: Path, device: str, processes: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "expected"), [({}, "EngineThread"), ({"processes": 2}, "EngineProcess")])
+def test_engine_has_a_process_of_its_own_on_request(
+    model: Path, options: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str) -> None:
         raise LookupError(name)
 
     for name in ("EngineProcess", "EngineThread"):
         monkeypatch.setattr(loading, name, partial(refuse, name))
-    monkeypatch.setattr(loading, "resolve_device", lambda name: torch.device(device))
     with pytest.raises(LookupError, match=expected):
-        loading.build_service(options_for(model, processes=processes))
+        loading.build_service(options_for(model, **options))
+
+
+def test_command_line_gives_the_engine_a_process_only_on_request() -> None:
+    def processes(*words: str) -> int:
+        return options_of(build_parser().parse_args(["serve", "model", *words])).processes
+
+    assert (processes(), processes("--processes", "2")) == (1, 2)
