@@ -102,7 +102,7 @@ def report_cost(
     price = price_of(instance.name, profile.cost.price)
     given = profile.cost.node_mtbf_hours
     mtbf_hours = (given,) if given is not None else SHOWN_MTBF_HOURS
-    hours, interval_s = num_steps * step_s / 3600, save_period * step_s
+    hours, interval_s = num_steps * step_s / 3600, min(save_period, num_steps) * step_s
     rows, warnings = [], []
 
     def row(capacity: str, mtbf: float | None, overhead: float, prices: tuple[float, float]) -> CostRow:
@@ -116,7 +116,8 @@ def report_cost(
     if (spot := price.range_of("spot")) is not None:
         for mtbf in mtbf_hours:
             rows.append(row("spot", mtbf, interruptions_of(profile, num_nodes, mtbf).overhead(interval_s), spot))
-        best = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2]).steps_between_saves(step_s)
+        usual = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2])
+        best = min(usual.steps_between_saves(step_s), num_steps)
         if given is None:
             warnings.append(
                 "how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours"

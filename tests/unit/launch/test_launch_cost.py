@@ -123,6 +123,19 @@ def test_report_has_spot_beside_on_demand_and_names_its_price(tmp_path: Path) ->
     assert found.warnings == []
 
 
+def test_best_period_of_a_short_run_is_at_most_the_run(tmp_path: Path) -> None:
+    found = report_cost(
+        make_profile(tmp_path, EKS),
+        num_nodes=1,
+        num_steps=2,
+        step_s=0.1,
+        step_source="planned",
+        save_period=1000,
+        today=date(2026, 9, 1),
+    )
+    assert found.best_save_period == 2
+
+
 def test_unknown_rate_of_interruptions_is_shown_as_a_range(tmp_path: Path) -> None:
     found = report_cost(
         make_profile(tmp_path, EKS),
