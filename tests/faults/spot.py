@@ -14,7 +14,7 @@ from faults.lab import Lab
 from posttrain.launch.local.local_cluster import why_impossible
 
 INTERRUPTIONS = 20
-STEPS = 80  # so many that the run is not over before, on an idle machine
+STEPS = 150  # so many that the run is not over before, on an idle machine
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
