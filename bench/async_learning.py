@@ -36,10 +36,10 @@ class Run(NamedTuple):
 
 
 def train(kind: str, overrides: list[str]) -> Path:
-    config = load_config(kind, None, overrides)
-    if (code := TrainingRun(config, title=f"{kind}: learning at several ages").execute()) != 0:
+    loaded = load_config(kind, None, overrides)
+    if (code := TrainingRun(loaded, title=f"{kind}: learning at several ages").execute()) != 0:
         raise SystemExit(code)
-    return Path(config.checkpointing.checkpoint_dir)
+    return Path(loaded.config.checkpointing.checkpoint_dir)
 
 
 def prepare(folder: Path, seed: int) -> None:
