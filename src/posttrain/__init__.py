@@ -10,13 +10,11 @@ The interface is in `posttrain.api`; it is loaded when one of its names is used,
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from posttrain.recipes import KINDS
-
 if TYPE_CHECKING:
-    from posttrain.api import Run, RunFailed, dpo, evaluate, grpo, load_run, rm, sft  # noqa: F401 - KINDS has some
+    from posttrain.api import Run, RunFailed, dpo, evaluate, grpo, load_run, rm, sft
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunFailed", "__version__", "evaluate", "load_run", *KINDS]
+__all__ = ["Run", "RunFailed", "__version__", "dpo", "evaluate", "grpo", "load_run", "rm", "sft"]
 
 
 def __getattr__(name: str) -> object:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.launch.runs import Cluster, RunPod
 
 _SHOWN_EVENTS = 12
+UNREACHABLE_LIMIT_S = 60.0  # for which a run is followed though its cluster does not answer
 
 
 # -- which cluster -------------------------------------------------------------------------------------------------------
@@ -70,11 +73,11 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
     if args.context is not None or args.namespace is not None:
         return [_kubernetes(args.context, args.namespace)]
     clusters: list[Cluster] = [LocalCluster()]
+    if os.environ.get(ADDRESS_VARIABLE):
+        clusters.append(RayJobs(None))
     configured = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
     if any(Path(path).is_file() for path in configured.split(os.pathsep)):
         clusters.append(_kubernetes(None, None))
-    if os.environ.get(ADDRESS_VARIABLE):
-        clusters.append(RayJobs(None))
     return clusters
 
 
@@ -149,16 +152,25 @@ def follow(cluster: Cluster, name: str) -> int:
 
     A connection that breaks is made again: of each pod it is remembered how much was printed.
     """
-    from posttrain.launch.runs import ENDED, pods_by_rank, state_of
+    from posttrain.launch.runs import ENDED, ClusterUnreachable, pods_by_rank, state_of
 
     printed: dict[str, int] = {}
     complete: set[str] = set()
-    told = ""
+    told, give_up_at = "", math.inf
     while True:
-        found = cluster.workloads(name)
+        try:
+            found = cluster.workloads(name)
+            pods = pods_by_rank(cluster.pods(found[0])) if found else []
+            give_up_at = math.inf
+        except ClusterUnreachable:
+            give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_LIMIT_S)
+            if time.monotonic() >= give_up_at:
+                raise
+            time.sleep(cluster.poll_s)
+            continue
         if not found:
             raise InputError(f"{name} was removed by another command")
-        state, pods = state_of(found[0]), pods_by_rank(cluster.pods(found[0]))
+        state = state_of(found[0])
         if problem := _start_problem(pods):
             cluster.delete(found[0])
             raise InputError(f"{problem}. What was created is removed")
@@ -166,9 +178,10 @@ def follow(cluster: Cluster, name: str) -> int:
             if pod.rank == 0 and pod.phase != "Pending" and pod.uid not in complete:
                 if pod.uid not in printed:
                     print(f"-- attempt {pod.attempt}, rank 0: pod {pod.name}", file=sys.stderr, flush=True)
-                if not pod.is_alive:
-                    complete.add(pod.uid)
-                _print_log(cluster, pod, printed)
+                with suppress(ClusterUnreachable):  # the next round prints the rest
+                    _print_log(cluster, pod, printed)
+                    if not pod.is_alive:
+                        complete.add(pod.uid)
         if state.phase in (*ENDED, "Lost"):
             print(f"-- {name}: {state.phase}{f': {state.message}' if state.message else ''}", file=sys.stderr)
             return _exit_code(state.phase, pods)

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     proposal = propose(found)
     rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
     splits = splits_of(found, config, rewards_s or 0.0)
-    planned_s = planned_step_s(found, splits)
+    planned_s = planned_step_s(found, config, rewards_s or 0.0)
     cost = cost_of(config, planned_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     on_cluster = None
     if profile is not None:

@@ -200,11 +200,15 @@ def _splits(splits: Splits) -> Table:
 
 def _split_lines(splits: Splits) -> list[str]:
     best = splits.best
+    if best is None and splits.now.found.too_large:
+        return ["  no split that was tried fits; see what would help above"]
     if best is None:
         return ["  nothing better: the split as it is was the fastest of those tried, to 3 %"]
     lines = [f"  {name}={value}" for name, value in splits.proposed.items()]
     if best.max_age > splits.now.max_age:
         steps = "one step" if best.max_age == 1 else f"{best.max_age} steps"
         lines.append(f"  (trains on answers that are up to {steps} old)")
+    if splits.now.found.too_large:
+        return [*lines, f"  {best.step_s:.1f} s a step; the split as it is does not fit"]
     faster = splits.now.step_s / best.step_s - 1
     return [*lines, f"  {best.step_s:.1f} s a step ({faster:+.0%} speed)"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from posttrain.config.aliases import REWARD
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
@@ -29,7 +30,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     found += [*_dedicated(config)] or [*_parallelism(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
-        found += [*_record(config), *_rounds(config), *_vllm(config)]
+        found += [*_record(config), *_rounds(config), *_vllm(config), *_short_reward(config)]
         found += check_turns(config)
         found += check_variants(config)
     else:
@@ -37,6 +38,14 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     if isinstance(config, DpoRunConfig):
         found += check_preference_loss(config)
     return found
+
+
+def _short_reward(config: GrpoRunConfig) -> Iterator[str]:
+    """`reward=` sets data.default.env_name, which data sets with an env_name of their own do not use."""
+    used = {entry.env_name for entry in config.data.train_sets()}
+    if config.data.default is not None and config.data.default.env_name == REWARD and REWARD not in used:
+        names = ", ".join(sorted(str(name) for name in used))
+        yield f"reward: data.train has env_name {names}, so `reward` would judge nothing; set data.train.env_name={REWARD}"
 
 
 def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:

@@ -117,7 +117,8 @@ def report_cost(
         for mtbf in mtbf_hours:
             rows.append(row("spot", mtbf, interruptions_of(profile, num_nodes, mtbf).overhead(interval_s), spot))
         usual = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2])
-        best = min(usual.steps_between_saves(step_s), num_steps)
+        best = usual.steps_between_saves(step_s)
+        best = best and min(best, num_steps)
         if given is None:
             warnings.append(
                 "how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours"

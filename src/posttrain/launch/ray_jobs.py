@@ -226,8 +226,11 @@ class RayJobs:
         problem, text = self._run_small_job(name_of(workload), listing_command(about[_CHECKPOINTS], about[_LOGS]))
         if problem:
             raise InputError(f"the checkpoints could not be read in the cluster: {problem}")
-        rows: list[JsonObject] = parse_json(text.splitlines()[-1])  # before it, Ray's own lines
-        return rows
+        for line in reversed(text.splitlines()):  # around it are lines of Ray
+            with suppress(ValueError):
+                if isinstance(rows := parse_json(line), list):
+                    return rows
+        raise InputError(f"the checkpoints could not be read in the cluster: {_last_line(text) or 'no output'}")
 
     def _run_small_job(self, name: str, command: Sequence[str]) -> tuple[str, str]:
         """A command on the head. Returns why it failed, and its output."""

@@ -198,17 +198,31 @@ def state_of(workload: Object) -> RunState:
 def find_run(clusters: Sequence[Cluster], name: str) -> tuple[Cluster, Object]:
     """The one workload of this name, in the first cluster that has it."""
     known: list[str] = []
+    unreachable: ClusterUnreachable | None = None
     for cluster in clusters:
-        found = cluster.workloads(name)
+        try:
+            found = cluster.workloads(name)
+            known += [name_of(one) for one in cluster.workloads()] if not found else []
+        except ClusterUnreachable as error:
+            unreachable = unreachable or error
+            continue
         if len(found) > 1:
-            places = ", ".join(f"{one['kind']} in {one['metadata']['namespace']}" for one in found)
-            raise InputError(f"{name}: {len(found)} runs have this name ({places}); give --namespace")
+            places = ", ".join(_place(one) for one in found)
+            raise InputError(
+                f"{name}: {len(found)} runs have this name ({places}); give --namespace, or the name of the job"
+            )
         if found:
             return cluster, found[0]
-        known += [name_of(one) for one in cluster.workloads()]
+    if unreachable is not None:
+        raise unreachable
     where = ", ".join(cluster.title for cluster in clusters)
     hint = f"; there are {', '.join(sorted(known))}" if known else ""
     raise InputError(f"no run {name!r} in {where}{hint}. Runs of another cluster: --on PROFILE, or --context")
+
+
+def _place(workload: Object) -> str:
+    metadata = workload["metadata"]
+    return f"{workload['kind']} {metadata['name']}" + (f" in {metadata['namespace']}" if metadata["namespace"] else "")
 
 
 def choose_pod(pods: Sequence[RunPod], rank: int, attempt: int | None) -> RunPod:

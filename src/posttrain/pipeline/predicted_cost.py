@@ -4,6 +4,7 @@ steps of a run before it. Recorded with the training, to stand beside what it to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -35,12 +36,12 @@ def cost_on_cluster(
     profile: ClusterProfile, config: RunConfig, step_s: float | None = None, step_source: str = "measured"
 ) -> CostReport:
     """By the planned time of a step, unless one is given. InputError where it cannot be planned."""
-    from posttrain.planning.plan import estimate_run, find_gpu, planned_step_s, splits_of
+    from posttrain.planning.plan import estimate_run, find_gpu, planned_step_s
 
     steps = _num_steps(config)
     if step_s is None:
         found = estimate_run(config, find_gpu(gpu_of(profile)))
-        step_s, step_source = planned_step_s(found, splits_of(found, config)), "planned"
+        step_s, step_source = planned_step_s(found, config), "planned"
     return report_cost(
         profile,
         num_nodes=config.cluster.num_nodes,
@@ -100,7 +101,8 @@ def _predicted(
     if earlier is not None:
         from posttrain.planning.measured import read_measured
 
-        step_s = read_measured(earlier).get("timing/train/total_step_time")
+        with suppress(InputError):  # without its metrics: as if there was no run before
+            step_s = read_measured(earlier).get("timing/train/total_step_time")
     if profile is not None:
         report = cost_on_cluster(profile, config, step_s)
         rows = [row for row in report.rows if row.capacity == profile.nodes.capacity]

@@ -123,9 +123,13 @@ def splits_of(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> 
     return find_splits(found, config, rewards_s)
 
 
-def planned_step_s(found: RunEstimate, splits: Splits | None) -> float:
+def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> float:
     """Of stages one after the other; simulated where some run beside others, or go on in the next step."""
-    return found.time.total_s if splits is None or splits.now.is_plain else splits.now.step_s
+    if not isinstance(config, GrpoRunConfig) or not (config.num_engines or config.grpo.async_grpo.enabled):
+        return found.time.total_s
+    from posttrain.planning.split import simulated_step_s
+
+    return simulated_step_s(found, config, rewards_s)
 
 
 def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:

@@ -45,9 +45,9 @@ def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:
         penalty, period = config.loss_fn.reference_policy_kl_penalty, config.kl_period
         measured = f"estimated every {period} steps" if period else "not measured (doctor.kl_period=10 estimates it)"
         found.append(f"KL penalty {penalty:g}" if penalty else f"no KL penalty, KL {measured}")
-        names = [*dict.fromkeys(entry.env_name for entry in config.data.train_sets() if entry.env_name)]
         default = config.data.default.env_name if config.data.default is not None else None
-        used = names or ([default] if default else [])
+        names = dict.fromkeys(entry.env_name or default for entry in config.data.train_sets())
+        used = [name for name in names if name]
         found.append(f"reward {', '.join(_reward(config, name) for name in used) or 'of the traces'}")
     if isinstance(config, DpoRunConfig):
         found.append(f"{config.dpo.preference_loss} loss, beta {config.dpo.reference_policy_kl_penalty:g}")

@@ -80,7 +80,7 @@ class EngineProcess:
         self.connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", __spec__.name, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # Ctrl-C in the terminal is for the server, which drains first

@@ -107,6 +107,7 @@ class EngineLoop:
             return
         tokens = [event for event in events if isinstance(event, TokenEvent)]
         self._tokens += tokens
+        answered = {self._adapters[token.request_id] for token in tokens if token.request_id in self._adapters}
         damaged: set[str] = set()
         for event in events:
             if isinstance(event, FailureEvent) and event.request_id in self._adapters:  # not cancelled
@@ -117,7 +118,6 @@ class EngineLoop:
         self._num_failures.pop((index, None), None)
         if damaged or self._num_failures:
             # Steps in a row in which all requests of an adapter fail: its weights or the model's are damaged.
-            answered = {self._adapters[token.request_id] for token in tokens if token.request_id in self._adapters}
             for adapter in answered:
                 self._num_failures.pop((index, adapter), None)
             self._num_failures.update((index, adapter) for adapter in damaged - answered)

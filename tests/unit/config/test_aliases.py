@@ -49,6 +49,17 @@ def test_a_reward_is_an_environment_for_every_row() -> None:
     assert load_config("grpo", None, ["reward=math"]).config.env["reward"].type == "math"
 
 
+def test_a_reward_that_the_data_does_not_use_is_refused() -> None:
+    words = [
+        "reward=rewards.py:close",
+        "data.train={dataset_name: ResponseDataset, data_path: x.jsonl, env_name: math}",
+    ]
+    with pytest.raises(ConfigError, match="`reward` would judge nothing; set data.train.env_name=reward"):
+        load_config("grpo", None, words)
+    loaded = load_config("grpo", None, [*words, "data.train.env_name=reward"])
+    assert [entry.env_name for entry in loaded.config.data.train_sets()] == ["reward"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_alone_are_the_length_of_a_run(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "run.yaml"
