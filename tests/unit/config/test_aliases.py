@@ -54,7 +54,7 @@ def test_a_reward_that_the_data_does_not_use_is_refused() -> None:
         "reward=rewards.py:close",
         "data.train={dataset_name: ResponseDataset, data_path: x.jsonl, env_name: math}",
     ]
-    with pytest.raises(ConfigError, match="`reward` would judge nothing; set data.train.env_name=reward"):
+    with pytest.raises(ConfigError, match=r"would judge nothing; set data\.train\.env_name=reward"):
         load_config("grpo", None, words)
     loaded = load_config("grpo", None, [*words, "data.train.env_name=reward"])
     assert [entry.env_name for entry in loaded.config.data.train_sets()] == ["reward"]
