@@ -174,7 +174,7 @@ class RayJobs:
         return sorted((body for body in found if name in (None, name_of(body), body["metadata"]["name"])), key=name_of)
 
     def pods(self, workload: Object) -> list[Object]:
-        """The driver. Ray does not tell which machines its ranks are on."""
+        """The driver. The Jobs API does not have the machines of its ranks."""
         return [workload["pod"]]
 
     def events(self, workload: Object) -> list[str]:
@@ -199,7 +199,7 @@ class RayJobs:
         self._remove(workload["metadata"]["name"], limit_s=float(variables.get(_GRACE, 3)) + 60)
 
     def _remove(self, name: str, limit_s: float) -> None:
-        """Ray lets go of a job that has ended. It gets its grace period for saving."""
+        """Ray removes only jobs that have ended. A running one gets its grace period for saving."""
         self._call("POST", f"/api/jobs/{name}/stop")
         if self._wait_for_end(name, limit_s) is not None:
             self._call("DELETE", f"/api/jobs/{name}")

@@ -29,7 +29,7 @@ Sink = Callable[[Event], None]
 
 @dataclass(eq=False)
 class ServedSession:
-    """A session as the server knows it: what never changes, and the counts after its last step."""
+    """The facts of a session in the server: what never changes, and the counts after its last step."""
 
     index: int
     limits: SessionLimits
@@ -39,14 +39,14 @@ class ServedSession:
 class EngineClient:
     def __init__(self, host: EngineHost, limits: Sequence[SessionLimits]) -> None:
         self.sessions = [ServedSession(*numbered) for numbered in enumerate(limits)]
-        self.ending: str | None = None  # how the engine has ended, if it was not told to
+        self.ending: str | None = None  # how the engine has ended, if not by `stop`
         self.host = host
         self._sinks: dict[str, Sink] = {}  # by request
         self._broken: set[tuple[int, str | None]] = set()
         self._stopping = False
 
     async def start(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called if the engine ends without being told to, after its requests have failed."""
+        """`on_end` is called if the engine ends, but not by `stop`, after its requests have failed."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self.host.connection)
         self._reading = asyncio.create_task(self._read(reader, on_end))
         self.host.start()

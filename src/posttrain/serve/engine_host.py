@@ -1,7 +1,7 @@
 """Where the engine's loop runs: in a process of its own, or in a thread of the server (`--processes`).
 
 The process is started before the models are known, so that its imports run beside the server's. It ends with the server,
-however that ends: it is told to, its socket closes, or the kernel kills it.
+however that ends: by a message, its socket closes, or the kernel kills it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class EngineProcess:
 def main(arguments: Sequence[str]) -> int:
     descriptor, parent = map(int, arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the server drains and then says `StopEngine`
+        signal.signal(number, signal.SIG_IGN)  # the server drains, then sends `StopEngine`
     if sys.platform == "linux":
         from posttrain.environments.sandbox.kernel import die_with_parent
 
