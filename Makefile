@@ -17,7 +17,7 @@ help:
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
-	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about two hours; docs/reliability.md)"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
