@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-long test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
-	@echo "make test    set up, then run all tests"
+	@echo "make test    set up, then run all tests but those of test-long"
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
@@ -18,6 +18,7 @@ help:
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
+	@echo "make test-long  runs on several Ray nodes that take minutes"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
@@ -35,7 +36,11 @@ demo: setup
 
 # Two workers with one thread each are faster on small models than one with two.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not long"
+
+# Configs of the guides on two Ray nodes, and runs as jobs of a Ray cluster: some five minutes.
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests/integration
 
 # Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
 LOGGERS := $(VENV)/loggers

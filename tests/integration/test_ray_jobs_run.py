@@ -27,7 +27,7 @@ from posttrain.launch.workloads import render_run
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 pytest.importorskip("aiohttp_cors", reason="Ray has no dashboard (ray[default])")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TOKEN = "5eed" * 16
 LIMIT_S = 240.0

@@ -65,6 +65,7 @@ def assert_trained(folder: Path) -> None:
     assert (folder / "step_2" / "policy" / "weights" / "model").is_dir()
 
 
+@pytest.mark.long
 def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes, inputs: Path, tmp_path: Path) -> None:
     python = vllm_pythons.REAL or vllm_pythons.stand_in(tmp_path / "stand-in")
     code, shown = train(nodes, FULL, inputs, tmp_path / "run", f"policy.generation.vllm_cfg.python={python}")
@@ -91,6 +92,7 @@ def test_one_node_trains_in_two_parts_and_the_other_samples_ahead(
     assert second["timing/train/generation_ahead"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_a_config_as_printed_runs_on_two_nodes_and_says_that_vllm_is_not_there(
     config: str, nodes: RayNodes, inputs: Path, tmp_path: Path
