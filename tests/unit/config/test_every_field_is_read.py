@@ -21,9 +21,7 @@ SOURCE = Path(posttrain.config.__file__).parents[1]
 RESOLVED_BY_CONFIG = {
     "RunConfig.preset": "names the packaged settings that presets.py lays over the defaults",
     "GrpoConfig.num_generations_per_prompt": "read through num_samples_per_step, num_recorded and step_sizes()",
-    "AsyncGrpoConfig.groups_in_flight": "read through num_groups_in_flight",
     "CheckpointingConfig.checkpoint_must_save_by": "read through must_save_by_s",
-    "GenerationConfig.colocated": "read through num_engines",
     "GrpoConfig.num_recorded_per_prompt": "read through num_recorded and num_fresh_per_prompt",
     "GrpoConfig.skip_reference_policy_logprobs_calculation": "checks.py refuses it where a reference is needed",
     "LossFnConfig.force_on_policy_ratio": "checks.py refuses it with several updates per step; with one it always holds",
