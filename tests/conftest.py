@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,3 +30,19 @@ def in_float64() -> Iterator[None]:
 
     with float64():
         yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model of `tiny_runs`."""
+    from tiny_runs import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data of `tiny_runs`."""
+    from tiny_runs import save_data
+
+    return save_data(tmp_path_factory.mktemp("data"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import LORA, command, dpo, grpo, questions, rm, run, save_data, save_model, sft, write_rows
+from tiny_runs import LORA, command, dpo, grpo, questions, rm, run, save_data, sft, write_rows
 
 import posttrain.policy.trainer as trainer_module
 
@@ -43,11 +43,6 @@ class Inputs:
 
     def rows(self, name: str, rows: Sequence[dict[str, Any]]) -> Path:
         return write_rows(self.folder / name, rows)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

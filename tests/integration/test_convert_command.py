@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_runs import grpo, results_of, rm, run, save_data, save_model, weights_of
+from tiny_runs import grpo, results_of, rm, run, save_model, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,16 +23,6 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "converters" / "convert_dcp_to_hf.py"
 PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
 LORA = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

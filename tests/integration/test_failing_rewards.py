@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import grpo, results_of, run, save_data, save_model
+from tiny_runs import grpo, results_of, run
 from transformers import AutoModelForCausalLM
 
 from posttrain.reporting.rows import read_rollouts
@@ -43,16 +43,6 @@ STEPS = 4
 
 def fate(text: str) -> int:
     return zlib.crc32(text.encode()) % 10
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import run, save_data, save_model, sft
+from tiny_runs import run, sft
 
 from posttrain import build
 from posttrain.api import start
 from posttrain.attempts import read_attempts
 from posttrain.reporting import recorder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

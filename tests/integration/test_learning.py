@@ -6,17 +6,12 @@ import statistics
 from pathlib import Path
 
 import pytest
-from tiny_runs import LORA, dpo, grpo, preferences, results_of, run, save_data, save_model, sft, write_rows
+from tiny_runs import LORA, dpo, grpo, preferences, results_of, run, save_data, sft, write_rows
 
 LETTERS = """
 def letters(prompt, response, reference):
     return sum(c in "abcdefghijklmnopqrstuvwxyz" for c in response) / max(1, len(response))
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import torch
 from generated_pages import CHECKS, FAMILIES, PAGES, refreshed
 from peft import PeftModel
 from tiny_models import byte_tokenizer, tiny_model
-from tiny_runs import LORA, dpo, grpo, results_of, rows_of, run, save_data, weights_of
+from tiny_runs import LORA, dpo, grpo, results_of, rows_of, run, weights_of
 from tiny_server import options_for, running
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -31,11 +31,6 @@ from posttrain.models.loading import REFUSED_FAMILIES
 LENGTHS = ["policy.max_total_sequence_length=96", "policy.generation.max_new_tokens=8"]
 SAVE_EACH_STEP = ["checkpointing.save_period=1", "checkpointing.metric_name=null"]
 PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
+from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
 
 from posttrain.demo.calculator import build_model, write_data
 from posttrain.evaluation.results import read_evaluation
@@ -87,11 +87,6 @@ class ShortOrLong(Talk):
     def reset(self, task):
         return (0 if int(task.reference) % 2 else 2, 0.0)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

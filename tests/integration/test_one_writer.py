@@ -8,22 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import count_rows, grpo, rows_of, run, save_data, save_model, sft, start, wait_until, weights_of
+from tiny_runs import count_rows, grpo, rows_of, run, sft, start, wait_until, weights_of
 
 from posttrain.attempts import read_attempts
 from posttrain.cli.main import main
 
 LR = "policy.optimizer.kwargs.lr"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

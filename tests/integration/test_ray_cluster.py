@@ -22,7 +22,6 @@ from tiny_runs import (
     run,
     same_up_to_rounding,
     save_data,
-    save_model,
     weights_of,
     write_rows,
 )
@@ -46,11 +45,6 @@ def nodes() -> Iterator[RayNodes]:
         yield cluster
     finally:
         cluster.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

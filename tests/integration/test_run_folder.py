@@ -9,23 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, save_data, save_model, sft, write_rows
+from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, sft, write_rows
 
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.reporting.rows import read_rollouts
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

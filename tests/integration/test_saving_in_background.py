@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_runs import dpo, results_of, rows_of, run, save_data, save_model, weights_of
+from tiny_runs import dpo, results_of, rows_of, run, weights_of
 
 BF16 = "policy.precision=bfloat16"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 def background_writes(folder: Path) -> int:

@@ -8,14 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_runs import questions, rows_of, run, save_data, save_model, write_rows
+from tiny_runs import questions, rows_of, run, save_data, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

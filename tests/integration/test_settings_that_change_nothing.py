@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_runs import LORA, dpo, grpo, results_of, run, same_up_to_rounding, save_data, save_model
+from tiny_runs import LORA, dpo, grpo, results_of, run, same_up_to_rounding
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 def arguments_of(kind: str, model: Path, data: Path, folder: Path) -> list[str]:

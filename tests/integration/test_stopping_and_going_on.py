@@ -41,11 +41,6 @@ def odd(prompt, response, reference):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_data(tmp_path_factory.mktemp("data"))
     (folder / "rewards.py").write_text(SLOW_REWARD)  # a step takes long enough for a signal to hit the run

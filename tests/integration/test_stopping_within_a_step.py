@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import dpo, grpo, results_of, rm, run, save_data, save_model, sft, weights_of
+from tiny_runs import dpo, grpo, results_of, rm, run, sft, weights_of
 
 from posttrain.engines.native.driver import Driver
 from posttrain.environments.pool import ScoringPool
@@ -24,16 +24,6 @@ ROUNDS = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_st
 # Where to stop: a method, and at which of its calls. Five steps call each of them often enough.
 SAMPLING, SCORING, UPDATING = (Driver, "step"), (ScoringPool, "_collect"), (PolicyTrainer, "update")
 Arguments = Callable[[Path], list[str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

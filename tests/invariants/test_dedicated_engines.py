@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_local_equals_ray import assert_same_curves, copy_until
 from test_rounds_are_exact import trained_draws
-from tiny_runs import LORA, grpo, results_of, run, save_data, save_model, weights_of
+from tiny_runs import LORA, grpo, results_of, run, weights_of
 
 from posttrain.orchestration import sharded, workers
 
@@ -45,16 +45,6 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from tiny_runs import (
     rows_of,
     run,
     same_up_to_rounding,
-    save_data,
     save_model,
     start,
     wait_until,
@@ -64,16 +63,6 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:

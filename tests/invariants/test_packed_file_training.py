@@ -18,8 +18,6 @@ from tiny_runs import (
     rows_of,
     run,
     same_up_to_rounding,
-    save_data,
-    save_model,
     weights_of,
     write_rows,
 )
@@ -32,16 +30,6 @@ from posttrain.models.loading import load_tokenizer
 STEPS = 4
 PACK_SIZE = 128
 PACKING = ("train/packing_factor", "train/packing_efficiency")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

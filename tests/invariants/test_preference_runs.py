@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
+from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, weights_of
 
 from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
@@ -44,16 +44,6 @@ SETTINGS: dict[str, list[str]] = {
 }
 QUICK = ("ipo", "kto")  # the others are slow to show, and `test_loss_invariance.py` packs the loss of each
 every_loss = pytest.mark.parametrize("name", LOSSES)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ from tiny_runs import (
     rm,
     rows_of,
     run,
-    save_data,
-    save_model,
     start,
     wait_until,
     weights_of,
@@ -43,16 +41,6 @@ IN_FEW_BITS = [
 LORA_WITH_DROPOUT = [*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]  # its noise must come back too
 
 Arguments = Callable[[Path], list[str]]  # run folder -> command line
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.slow

@@ -9,20 +9,10 @@ from pathlib import Path
 
 import pytest
 from test_resume_is_exact import kill_and_compare
-from tiny_runs import grpo, results_of, rows_of, run, save_data, save_model, weights_of
+from tiny_runs import grpo, results_of, rows_of, run, weights_of
 
 STEPS, PROMPTS = 8, 4
 NEW_METRICS = ("trajectory_age", "stale_token", "num_open_groups", "num_carried")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_data(tmp_path_factory.mktemp("data"))
 
 
 def rounds(model: Path, data: Path, folder: Path, age: int, *extra: str) -> list[str]:

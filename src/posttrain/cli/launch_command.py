@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import launch_runs
+from posttrain.cli import launch_runs, launch_submit
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
 from posttrain.errors import InputError
@@ -165,14 +165,14 @@ def _launch(args: argparse.Namespace) -> int:
     cluster = launch_runs.cluster_of(request.profile)
     if problems := [check.problem for check in cluster.examine(objects) if check.problem]:
         raise InputError("\n".join([*problems, "nothing was created"]))
-    for line in launch_runs.offer(request, loaded.config, cluster.title):
+    for line in launch_submit.offer(request, loaded.config, cluster.title):
         print(line)
-    if not args.yes and not launch_runs.is_confirmed():
+    if not args.yes and not launch_submit.is_confirmed():
         print("nothing was created")
         return 0
     cluster.create(objects)
     print(f"{objects[-1]['kind']} {request.name} is created; it goes on without this command")
-    return 0 if args.detach else launch_runs.follow(cluster, request.name)
+    return 0 if args.detach else launch_submit.follow(cluster, request.name)
 
 
 def _render(args: argparse.Namespace) -> int:

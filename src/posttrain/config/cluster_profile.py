@@ -297,7 +297,7 @@ class ClusterProfile(Section):
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
         if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":
             raise ValueError(
-                "scheduler.kind raycluster is a cluster that stays, which local does not make; take rayjob"
+                "scheduler.kind raycluster is a long-lived cluster, which cluster.kind local cannot create; use rayjob"
             )
         if self.cluster.kind == "local" and self.nodes.gpus != 0:
             raise ValueError("nodes: with cluster.kind local pods have no GPUs; leave instance_type and gpus out")

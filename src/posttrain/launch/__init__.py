@@ -12,7 +12,7 @@
 | `node/` | `posttrain node`, the first process of every pod |
 | `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
 | `kubernetes_cluster.py`, `cluster_checks.py` | a cluster of Kubernetes, the only file with its client; what a run needs of it |
-| `ray_jobs.py` | a Ray cluster that stays: runs as its jobs, over Ray's Jobs API |
+| `ray_jobs.py` | runs as jobs of a long-lived Ray cluster, over Ray's Jobs API |
 | `local/` | this machine as a cluster |
 | `run_checkpoints.py` | checkpoints of a run, with metrics |
 

@@ -1,4 +1,4 @@
-"""A run as a job of a Ray cluster that stays: Ray's Jobs API, which the dashboard serves over HTTP.
+"""A run as a job of a long-lived Ray cluster: Ray's Jobs API, which the dashboard serves over HTTP.
 
 A job is shown as a workload with one pod, its driver, so the commands of every cluster serve it too. Config and files are its
 working directory, which Ray unpacks on every machine. Nothing starts a job again. Ray itself is not imported.
@@ -192,7 +192,7 @@ class RayJobs:
                 return
             time.sleep(self.poll_s)
 
-    # -- what is asked for ---------------------------------------------------------------------------------------------
+    # -- stop and inspect ---------------------------------------------------------------------------------------------
 
     def delete(self, workload: Object) -> None:
         variables = (workload["job"].get("runtime_env") or {}).get("env_vars") or {}

@@ -1,6 +1,6 @@
 """Values between the two ends of one server, in frames over a socket pair.
 
-They are pickled: the socket has no name, and both ends are this program.
+They are pickled: the socket has no name, and both processes are this program.
 """
 
 from __future__ import annotations

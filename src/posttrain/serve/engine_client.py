@@ -1,4 +1,4 @@
-"""The server's end of the engine: sends orders, and hands the tokens of a step to those who wait for them.
+"""The server's end of the engine: sends requests, and passes the tokens of a step to their sinks.
 
 Everything here runs on the server's event loop. The engine's end is `engine_loop.py`.
 """

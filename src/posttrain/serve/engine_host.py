@@ -39,7 +39,7 @@ class EngineHost(Protocol):
         """Load the models; the limits of their sessions. Raises what loading raises."""
 
     def start(self) -> None:
-        """From here on the loop follows orders."""
+        """From here on the loop handles messages."""
 
     def stop(self, timeout_s: float) -> None:
         """Wait for the loop to end; then end it. The server has sent `StopEngine`, or gives up."""

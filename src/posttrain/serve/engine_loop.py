@@ -1,7 +1,8 @@
 """The engine's end of a server: the only code that touches the models. It steps the sessions in turn.
 
-Orders arrive through a channel; the tokens of a step leave in one message. `engine_host.py` runs it in a process or a thread,
-`engine_client.py` is the other end. One loop for all sessions, because only one forward pass may run at a time in a process.
+Requests and cancellations arrive through a channel; the tokens of a step leave in one message. `engine_host.py` runs it in a
+process or a thread, `engine_client.py` is the other end. One loop for all sessions, because only one
+forward pass may run at a time in a process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("posttrain.serve")
 
 
 class AddRequests(NamedTuple):
-    """Requests of one client: in one order, so that their prompts are computed together whatever else happens."""
+    """Requests of one client: in one message, so that their prompts are computed together whatever else happens."""
 
     session: int
     requests: tuple[SessionRequest, ...]
@@ -63,7 +64,7 @@ class EngineLoop:
         """Until `StopEngine`, or until the other end has gone."""
         try:
             while self._running:
-                self._follow_orders()
+                self._handle_messages()
                 for index, session in enumerate(self.sessions):
                     if session.unfinished:
                         self._step(index, session)
@@ -73,16 +74,16 @@ class EngineLoop:
         finally:
             self._channel.close()
 
-    def _follow_orders(self) -> None:
-        """All orders that have arrived; when no request is active, wait for one."""
+    def _handle_messages(self) -> None:
+        """All messages that have arrived; when no request is active, wait for one."""
         idle = not any(session.unfinished for session in self.sessions)
-        for order in self._channel.receive(wait=idle):
-            if isinstance(order, AddRequests):
-                for request in order.requests:
-                    self._add(order.session, request)
-            elif isinstance(order, Cancel):
-                self._adapters.pop(order.request_id, None)
-                self.sessions[order.session].cancel(order.request_id)
+        for message in self._channel.receive(wait=idle):
+            if isinstance(message, AddRequests):
+                for request in message.requests:
+                    self._add(message.session, request)
+            elif isinstance(message, Cancel):
+                self._adapters.pop(message.request_id, None)
+                self.sessions[message.session].cancel(message.request_id)
             else:
                 self._running = False
 

@@ -6,14 +6,16 @@ import json
 import random
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_profiles import EKS, make_profile, write_profile
 
 from posttrain.cli.main import main
+from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 from posttrain.launch.cost import Interruptions, LaunchCost
-from posttrain.launch.cost_report import report_cost
+from posttrain.launch.cost_report import CostReport, report_cost
 from posttrain.launch.prices import PRICES, age_warning, price_of
 
 STEP_S = 122.9
@@ -103,17 +105,13 @@ def test_total_time_agrees_with_a_simulation_where_machines_are_lost_often() -> 
     )
 
 
+def report(profile: ClusterProfile, **changed: Any) -> CostReport:
+    given = {"num_nodes": 3, "num_steps": 100, "step_s": STEP_S, "step_source": "measured", "save_period": 10}
+    return report_cost(profile, **({**given, "today": date(2026, 9, 1)} | changed))
+
+
 def test_report_has_spot_beside_on_demand_and_names_its_price(tmp_path: Path) -> None:
-    profile = make_profile(tmp_path, EKS, "cost.node_mtbf_hours=24")
-    found = report_cost(
-        profile,
-        num_nodes=3,
-        num_steps=100,
-        step_s=STEP_S,
-        step_source="measured",
-        save_period=10,
-        today=date(2026, 9, 1),
-    )
+    found = report(make_profile(tmp_path, EKS, "cost.node_mtbf_hours=24"))
     assert [row.capacity for row in found.rows] == ["spot", "on_demand"]
     assert found.rows[0].low.in_all < found.rows[1].low.in_all
     text = "\n".join(found.lines())
@@ -124,28 +122,12 @@ def test_report_has_spot_beside_on_demand_and_names_its_price(tmp_path: Path) ->
 
 
 def test_best_period_of_a_short_run_is_at_most_the_run(tmp_path: Path) -> None:
-    found = report_cost(
-        make_profile(tmp_path, EKS),
-        num_nodes=1,
-        num_steps=2,
-        step_s=0.1,
-        step_source="planned",
-        save_period=1000,
-        today=date(2026, 9, 1),
-    )
+    found = report(make_profile(tmp_path, EKS), num_steps=2, step_s=0.1, save_period=1000)
     assert found.best_save_period == 2
 
 
 def test_unknown_rate_of_interruptions_is_shown_as_a_range(tmp_path: Path) -> None:
-    found = report_cost(
-        make_profile(tmp_path, EKS),
-        num_nodes=3,
-        num_steps=100,
-        step_s=60,
-        step_source="planned",
-        save_period=10,
-        today=date(2026, 12, 1),
-    )
+    found = report(make_profile(tmp_path, EKS), step_source="planned", today=date(2026, 12, 1))
     assert [row.node_mtbf_hours for row in found.rows] == [12, 24, 72, None]
     assert any("node_mtbf_hours" in warning for warning in found.warnings)
     assert any("101 days old" in warning for warning in found.warnings)

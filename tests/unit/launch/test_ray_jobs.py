@@ -243,16 +243,21 @@ def test_the_token_is_read_from_the_file_that_ray_reads(
 # -- jobs that exist -----------------------------------------------------------------------------------------------------
 
 
+def end_at_once(ray: JobsApi, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Jobs fail with `code` when they are submitted."""
+    submit = ray._submit
+
+    def submit_and_end(body: dict[str, Any]) -> None:
+        submit(body)
+        ray.end(body["submission_id"], "FAILED", code)
+
+    monkeypatch.setattr(ray, "_submit", submit_and_end)
+
+
 def test_following_prints_the_driver_and_ends_with_its_code(
     ray: JobsApi, profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submit = ray._submit
-
-    def bad_config(body: dict[str, Any]) -> None:
-        submit(body)
-        ray.end(body["submission_id"], "FAILED", 64)
-
-    monkeypatch.setattr(ray, "_submit", bad_config)
+    end_at_once(ray, monkeypatch, 64)
     assert launch(profile) == 64
     out, err = capsys.readouterr()
     assert out.endswith("step 1\n")
@@ -262,13 +267,7 @@ def test_following_prints_the_driver_and_ends_with_its_code(
 def test_an_image_without_posttrain_ends_the_command_and_leaves_nothing(
     ray: JobsApi, profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submit = ray._submit
-
-    def not_found(body: dict[str, Any]) -> None:
-        submit(body)
-        ray.end(body["submission_id"], "FAILED", 127)
-
-    monkeypatch.setattr(ray, "_submit", not_found)
+    end_at_once(ray, monkeypatch, 127)
     assert launch(profile) == 64
     assert "the image lacks it; see Dockerfile" in capsys.readouterr().err
     assert ray.jobs == {}

@@ -359,7 +359,7 @@ class Driver:
         )
         self.cancel(request)
         if self.scheduler.prefixes is not None:
-            self.scheduler.prefixes.forget_all()
+            self.scheduler.prefixes.clear()
         # A page that another request holds is not damaged, or fails that request too.
         self.cache.clear_pages(sorted(page for page in pages if not self.scheduler.pages.holders(page)))
         self.decoding.drop_copies()

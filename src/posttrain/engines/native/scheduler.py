@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from posttrain.engines.native.page_allocator import PageAllocator
-from posttrain.engines.native.prefix_pages import PrefixPages
+from posttrain.engines.native.prefix_cache import PrefixCache
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 
@@ -104,7 +104,7 @@ class Scheduler:
     def __init__(self, num_pages: int, page_size: int, max_batch_size: int, *, keeps_prefixes: bool = False) -> None:
         self.page_size = page_size
         self.max_batch_size = max_batch_size
-        self.prefixes = PrefixPages(num_pages, page_size) if keeps_prefixes else None
+        self.prefixes = PrefixCache(num_pages, page_size) if keeps_prefixes else None
         self.pages = self.prefixes or PageAllocator(num_pages)
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
@@ -172,7 +172,7 @@ class Scheduler:
         """The prompts of the admission have been computed."""
         if self.prefixes is not None:
             for group, job in admission.prompts.items():
-                self.prefixes.remember(group.adapter, group.task.prompt_ids, job.pages)
+                self.prefixes.insert(group.adapter, group.task.prompt_ids, job.pages)
 
     def _num_within(self, max_tokens: int, slots: int) -> int:
         """How many samples from the head of the queue have `max_tokens` to prefill; at least 1 if there is a slot."""
@@ -285,7 +285,7 @@ class Scheduler:
         """Take the sample out of the batch, finished or preempted: its pages are free at once."""
         if self.prefixes is not None:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
-            self.prefixes.remember(sample.group.adapter, written, sample.pages)
+            self.prefixes.insert(sample.group.adapter, written, sample.pages)
         self.pages.release(sample.pages)
         sample.pages = []
         sample.admission = -1

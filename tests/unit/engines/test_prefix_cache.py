@@ -1,4 +1,4 @@
-"""Pages that are remembered by their tokens, simulated without a model."""
+"""Pages that are cached by their tokens, simulated without a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.engines.native.prefix_pages import PrefixPages
+from posttrain.engines.native.prefix_cache import PrefixCache
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
 from posttrain.types import Task
 
@@ -15,28 +15,28 @@ SIZE = 2
 
 
 def test_pages_are_found_by_all_tokens_before_them_and_by_the_adapter() -> None:
-    pages = PrefixPages(8, SIZE)
+    pages = PrefixCache(8, SIZE)
     held = pages.take(3)
-    pages.remember("", (1, 2, 3, 4, 5), held)
+    pages.insert("", (1, 2, 3, 4, 5), held)
     assert pages.find("", (1, 2, 3, 4, 5, 6)) == held[:2], "the third page is not full"
     assert pages.find("", (1, 2, 3, 9)) == held[:1]
     assert pages.find("", (3, 4)) == []
     assert pages.find("other", (1, 2, 3, 4)) == []
     pages.release(held)
     assert pages.num_free == 8
-    assert pages.find("", (1, 2, 3, 4)) == held[:2], "known until they are taken"
+    assert pages.find("", (1, 2, 3, 4)) == held[:2], "cached until they are evicted"
     pages.share(held[:2])
     assert (pages.num_free, pages.holders(held[0])) == (6, 1)
     pages.release(held[:2])
-    pages.forget_all()
+    pages.clear()
     assert (pages.num_free, pages.find("", (1, 2))) == (8, [])
 
 
 def test_pages_are_taken_from_the_end_of_the_sequence_that_was_released_first() -> None:
-    pages = PrefixPages(4, SIZE)
+    pages = PrefixCache(4, SIZE)
     old, new = pages.take(2), pages.take(2)
-    pages.remember("", (1, 2, 3, 4), old)
-    pages.remember("", (5, 6, 7, 8), new)
+    pages.insert("", (1, 2, 3, 4), old)
+    pages.insert("", (5, 6, 7, 8), new)
     pages.release(old)
     pages.release(new)
     assert pages.take(1) == [old[1]]

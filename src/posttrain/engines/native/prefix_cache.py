@@ -1,4 +1,4 @@
-"""Pages of the KV cache that are found again by their tokens: the prefix cache of a session."""
+"""The prefix cache of a session: full pages of the KV cache, looked up by their tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from posttrain.engines.native.page_allocator import PageAllocator
 _Key = tuple[int | str, tuple[int, ...]]
 
 
-class PrefixPages(PageAllocator):
-    """A remembered page without a holder counts as free. It keeps its tokens until it is taken, the one released first before
-    others.
+class PrefixCache(PageAllocator):
+    """A cached page without a holder counts as free, and is evicted when pages run short, the least recently released first.
 
-    Sequences are released from their end, and a holder of a page holds all pages before it. So no page is taken while one that
-    was remembered behind it is still known.
+    Sequences are released from their end, and a holder of a page holds all pages before it. So a page is evicted after the
+    cached pages that follow it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -24,14 +23,14 @@ class PrefixPages(PageAllocator):
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered, without a holder
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached, without a holder
 
     @property
     def num_free(self) -> int:
-        return super().num_free + len(self._idle)
+        return super().num_free + len(self._evictable)
 
     def find(self, adapter: str, token_ids: Sequence[int]) -> list[int]:
-        """The remembered pages that the tokens begin with. The caller shares them before it takes others."""
+        """The cached pages of the longest prefix. The caller shares them before it takes others."""
         pages: list[int] = []
         for key in self._keys(adapter, token_ids, pages):
             if (page := self._page_of.get(key)) is None:
@@ -39,8 +38,8 @@ class PrefixPages(PageAllocator):
             pages.append(page)
         return pages
 
-    def remember(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` begin with the keys and values of the tokens. Those that another sequence has brought already stay unknown."""
+    def insert(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """`pages` begin with the keys and values of the tokens. Of pages with equal contents the first is kept."""
         for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
             if self._page_of.setdefault(key, page) != page:
                 return
@@ -52,25 +51,25 @@ class PrefixPages(PageAllocator):
         for index in range(len(token_ids) // size):
             yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])
 
-    def forget_all(self) -> None:
-        for page in self._idle:
+    def clear(self) -> None:
+        for page in self._evictable:
             self._free.append(page)
-        self._idle.clear()
+        self._evictable.clear()
         self._page_of.clear()
         self._key_of.clear()
 
     def take(self, count: int) -> list[int]:
         assert count <= self.num_free, f"{count} pages requested, {self.num_free} free"
         while len(self._free) < count:
-            page, _ = self._idle.popitem(last=False)
+            page, _ = self._evictable.popitem(last=False)
             del self._page_of[self._key_of.pop(page)]
             self._free.append(page)
         return super().take(count)
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
-            if page in self._idle:
-                del self._idle[page]
+            if page in self._evictable:
+                del self._evictable[page]
                 self._holders[page] = 1
             else:
                 super().share((page,))
@@ -80,6 +79,6 @@ class PrefixPages(PageAllocator):
 
     def _without_holder(self, page: int) -> None:
         if page in self._key_of:
-            self._idle[page] = None
+            self._evictable[page] = None
         else:
             super()._without_holder(page)
