@@ -22,6 +22,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
+from posttrain.engines.weight_handover import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
 from posttrain.hashing import digest
@@ -35,7 +36,6 @@ from posttrain.orchestration.weights import PushedWeights, SharedWeights, Weight
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
-from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
@@ -171,7 +171,7 @@ class TrainingRun:
             show_progress=recorder.progress,
             stop=interruption,
         )
-        engine, weights = self._sampling(workers, trainer)
+        engine, weights = self._sampling(workers, trainer, recorder.warn)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
@@ -233,7 +233,9 @@ class TrainingRun:
             quiet=self.quiet,
         )
 
-    def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
+    def _sampling(
+        self, workers: WorkerGroup, trainer: ShardedTrainer, say: Callable[[str], None]
+    ) -> tuple[RoundEngine, WeightSync]:
         """The engine, and how it gets the weights."""
         weights: WeightSync
         generation = self.config.policy.generation
@@ -245,7 +247,7 @@ class TrainingRun:
         else:
             folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
             handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
-            weights = pushed = PushedWeights(workers, handover)
+            weights = pushed = PushedWeights(workers, handover, say)
             self._cleanup.callback(pushed.close)
             engine = ShardedEngine(workers.engines, pushed.ensure_published)
         if generation is None or not is_vllm:

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from posttrain.engines.weight_handover import SentWeights
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
@@ -20,7 +21,6 @@ from posttrain.orchestration.ray_actor import RayWorker, future_of, settle, star
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.weight_files import SentWeights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class RayEngine:
         self, index: int, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]
     ) -> None:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
-        self._newest: SentWeights | None = None
+        self._newest: Sequence[SentWeights] | None = None
         self._is_closing = False
         self._waits_for: Future[Any] | None = None
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
@@ -53,7 +53,7 @@ class RayEngine:
 
     def _call(self, operation: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         if operation.__name__ == Rank.receive_weights.__name__:
-            (self._newest,) = args
+            self._newest = args[0]
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
                 return self._wait(self.worker.submit(operation, *args, **kwargs), operation.__name__)
