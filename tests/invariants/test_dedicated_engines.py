@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from test_local_equals_ray import assert_same_curves, copy_until
-from test_rounds_are_exact import trained_draws
-from tiny_runs import LORA, grpo, results_of, run, weights_of
+from tiny_runs import LORA, grpo, results_of, run, trained_draws, weights_of
 
 from posttrain.orchestration import sharded, workers
 
