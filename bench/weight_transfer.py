@@ -9,8 +9,8 @@ The trainer packs its weights into buckets that the engine has opened over CUDA 
 parameters in place. Every route must first bring weights that the engine can draw itself from the seed. Two jobs, each a pair of
 processes: torch's usual memory, and `expandable_segments:True` on both sides with several ways to have buckets that can be shared
 nevertheless. Section `handover` is what a run with engines of its own does, calls of Ray excepted: over CUDA IPC, and through its
-file (src/posttrain/engines/weight_handover.py). A section that fails is shown with its error, its engine is replaced, and the others
-go on. See transfer_buckets.py.
+file (src/posttrain/engines/weight_handover.py). A section that fails is shown with its error, its engine is replaced, and the
+others go on. See transfer_buckets.py.
 """
 
 from __future__ import annotations

@@ -223,13 +223,16 @@ class TrainingRun:
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
+            places_per_engine=config.gpus_per_engine,
             log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
         return start_workers(
             partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
             layout,
             config.cluster.launcher,
-            build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
+            build_engine=partial(build_rank, setup.for_sampling(config.gpus_per_engine))
+            if config.num_engines
+            else None,
             quiet=self.quiet,
         )
 

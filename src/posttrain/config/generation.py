@@ -82,6 +82,10 @@ class VllmConfig(Section):
 class TrainingVllmConfig(VllmConfig):
     """vLLM as the sampler of a run: where it runs, how long it may be silent, and how far it may be from the trainer."""
 
+    tensor_parallel_size: PositiveInt = Field(
+        default=1,
+        description="GPUs that share one layer of an engine which only samples, also of a native one; 1 on GPUs that train.",
+    )
     python: str | None = Field(
         default=None,
         description="Python of an environment that has vLLM 0.25 or newer; null samples with the native engine instead.",

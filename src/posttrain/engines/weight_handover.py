@@ -56,6 +56,12 @@ class Handover:
                 return MEMORY_FOLDER / f"{name}-{rank}"
         return self.shared_folder / f"weights-{self.run}-{rank}"
 
+    def remove_files_of_others(self, num_ranks: int, folder: Path) -> None:
+        """Left behind by an attempt that was killed and had more ranks."""
+        for file in folder.glob(f"*weights-{self.run}-*"):
+            if int(file.name.rpartition("-")[2]) >= num_ranks:
+                file.unlink(missing_ok=True)
+
 
 class Place(NamedTuple):
     """Of a part in a file or in the bucket."""
@@ -115,8 +121,9 @@ class WeightSender:
         tensors = [part.tensor for part in self._parts]
         begins, num_bytes = host_memory.place(tensors, _ALIGNMENT)
         if self._file is None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             self._file = to.file(rank, sum(tensor.nbytes for tensor in _weights_of(self.model).values()))
+            to.remove_files_of_others(num_ranks, self._file.parent)
             self._mapped = _create(self._file, num_bytes + _ALIGNMENT)
         sums = _numbers([checksum(tensor) for tensor in tensors])
         self._copy_to_file(begins, num_bytes)

@@ -82,6 +82,15 @@ def test_a_file_is_read_only_once_its_weights_are_complete(tmp_path: Path, monke
     assert WeightReceiver(model).receive([sent])
 
 
+def test_files_of_ranks_that_a_killed_attempt_had_are_removed(tmp_path: Path) -> None:
+    to = Handover("run", tmp_path, on_one_machine=False)
+    stale, others = to.file(3, 1), Handover("another", tmp_path, on_one_machine=False).file(3, 1)
+    for file in (stale, others):
+        file.touch()
+    sent = WeightSender(tiny_model()).send(to)
+    assert sorted(tmp_path.iterdir()) == sorted([sent.file, others])
+
+
 # -- buckets that engines open -------------------------------------------------------------------------------------------
 
 

@@ -96,11 +96,12 @@ class RankMemory:
 
     @property
     def sampler(self) -> RankMemory:
-        """What samples: this rank, or an engine, which holds the whole model and nothing else."""
+        """What samples: this rank, or a GPU of an engine, which holds its part of the layers and nothing else."""
         if not self.settings.num_engines:
             return self
+        size = self.settings.engine_shares
         return RankMemory(
-            self.shape, replace(self.settings, ranks=1, layer_shares=1, row_shares=1, num_engines=0, trains=False)
+            self.shape, replace(self.settings, ranks=size, layer_shares=size, row_shares=1, num_engines=0, trains=False)
         )
 
     # -- phases --------------------------------------------------------------------------------------------------------
@@ -120,7 +121,8 @@ class RankMemory:
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
-        whole = {"whole weights": self.weights / self.settings.layer_shares} if self.settings.ranks > 1 else {}
+        is_sharded = self.settings.ranks > 1 and self.settings.trains
+        whole = {"whole weights": self.weights / self.settings.layer_shares} if is_sharded else {}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 
     def fp8_weights(self) -> dict[str, float]:
