@@ -143,8 +143,8 @@ def _dedicated(config: RunConfig) -> Iterator[str]:
     size, per_node = config.gpus_per_engine, number if cluster.num_nodes == 1 else cluster.gpus_per_node
     if per_node % size:
         yield (
-            f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a machine that only sample: "
-            "those that share an engine's layers are on one machine"
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a machine that only "
+            "sample: those that share an engine's layers are on one machine"
         )
 
 

@@ -84,7 +84,7 @@ class TrainingVllmConfig(VllmConfig):
 
     tensor_parallel_size: PositiveInt = Field(
         default=1,
-        description="GPUs that share one layer of an engine which only samples, also of a native one; 1 on GPUs that train.",
+        description="GPUs that share the layers of a native engine on GPUs that only sample; a vLLM has one GPU.",
     )
     python: str | None = Field(
         default=None,

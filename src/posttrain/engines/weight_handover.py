@@ -28,11 +28,11 @@ from posttrain.errors import HardwareError
 from posttrain.models.lora import is_adapted
 from posttrain.policy import host_memory
 from posttrain.policy.checkpoint.contents import named_adapters, named_weights
+from posttrain.policy.memory.rank import BUCKET_BYTES
 from posttrain.policy.parallel import first_of_part, is_first_copy, is_first_rank, local_part
 from posttrain.policy.runtime import shareable_memory
 
 MEMORY_FOLDER = Path("/dev/shm")
-BUCKET_BYTES = 1 << 30  # of GPU memory on each rank; more where one part is larger
 _ALIGNMENT = 64
 _COMPLETE_S = 300.0  # for the copy to a file, which has begun
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -156,7 +156,7 @@ class WeightSender:
             tensor = self._parts[index].tensor
             host_memory.view(self._bucket[0], begin, tensor).copy_(tensor)
         if self._bucket[0].is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the copy to the file, which has a stream of its own
 
     def wait_until_copied(self) -> None:
         """Before weights change."""
@@ -306,7 +306,7 @@ def _is_on_gpu(parts: Sequence[_Part]) -> bool:
 
 
 def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[Place, ...], ...], int]:
-    """Parts in order, as many at a time as fit into the bucket; and the bytes that it needs."""
+    """Parts in order, as many at a time as fit into the bucket, a larger one alone; and the bytes that the bucket needs."""
     lots: list[list[Place]] = []
     end = largest = 0
     for index, tensor in enumerate(tensors):

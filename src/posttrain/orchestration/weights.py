@@ -66,11 +66,10 @@ class PushedWeights:
 
     def close(self) -> None:
         """Files go before the ranks do. They may be on their machines alone, or a rank may have died."""
+        if not self._files:
+            return
         for file in self._files:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
         with suppress(Exception):
-            wait(
-                [worker.submit(Rank.remove_weights) for worker in self._ranks.workers if self._files],
-                timeout=_REMOVAL_S,
-            )
+            wait([worker.submit(Rank.remove_weights) for worker in self._ranks.workers], timeout=_REMOVAL_S)

@@ -32,8 +32,11 @@ class Method:
 class FakeActor:
     def __init__(self, number: int, dies_at: set[str], log: list[tuple[int, str]]) -> None:
         self.number, self.dies_at, self.log = number, dies_at, log
-        self.build, self.run = Method(lambda *args: self._note("build")), Method(lambda name, *args: self._note(name))
+        self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
         self.address = Method(lambda: ("host", 1))
+
+    def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return self._note(" ".join([operation, *map(str, args[1:])]))  # the first are weights, or tasks
 
     def _note(self, operation: str) -> int:
         self.log.append((self.number, operation))
@@ -75,6 +78,18 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch:
         (1, "sample_round"),
     ]
     assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+
+
+def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = Actors(monkeypatch, {"receive_weights 1"}, set())
+    for lot in range(3):
+        actors.engine.submit(Rank.receive_weights, cast(Any, "weights"), lot).result(timeout=10)
+    assert [operation for _, operation in actors.log] == [
+        *("build", "receive_weights 0", "receive_weights 1", "kill"),
+        *("build", "receive_weights", "receive_weights 1", "receive_weights 2"),
+    ]
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ def test_an_engine_holds_the_whole_model_and_no_optimizer() -> None:
     assert "optimizer state" not in items[SAMPLING]
     assert items[OPTIMIZER]["optimizer state"] == 12 * found.shape.num_weights / 4
     assert "KV cache" not in items[OPTIMIZER], "of GPUs that only train"
+    assert items[OPTIMIZER]["bucket for engines"] == 2**30
 
 
 def test_gpus_that_share_an_engine_hold_parts_of_the_model_and_are_counted_as_one_engine() -> None:

@@ -21,6 +21,7 @@ from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run
 GIB = 2**30
 SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
 KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is released
+BUCKET_BYTES = 1 << 30  # through which a rank hands weights to engines on other GPUs, at most
 RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
 ALLOCATOR_SLACK = 0.03  # of what is allocated, lost between blocks; estimate
 _HEADROOM = 0.05  # of the memory: an estimate is not a measurement
@@ -77,6 +78,8 @@ class RankMemory:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
             items["optimizer state"] = self.state_bytes() / ranks
+        if s.num_engines:
+            items["bucket for engines"] = min(BUCKET_BYTES, (adapters or self.weights) / ranks)
         return items
 
     def state_bytes(self) -> float:
