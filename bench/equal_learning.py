@@ -72,7 +72,8 @@ def run_one(args: argparse.Namespace, seed: int, variant: str | None) -> None:
         if not (folder / "model").exists():
             build_model(folder / "model", seed)
             write_data(folder / "data", seed)
-        train("sft", None, sft_overrides(folder, seed))
+        where = [word for word in args.set if word.startswith(("policy.device=", "policy.precision="))]
+        train("sft", None, [*sft_overrides(folder, seed), *where])
         return
     settings = [] if args.config else grpo_overrides(folder, seed, args.steps)
     settings += [f"grpo.max_num_steps={args.steps}", f"grpo.seed={seed}", *args.set, *VARIANTS[variant]]
