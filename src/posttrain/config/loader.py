@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.config.aliases import expand_aliases
+from posttrain.config.aliases import MANY_EPOCHS, expand_aliases
 from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
 from posttrain.config.aligner_names import translate
 from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, message_of
@@ -66,6 +66,7 @@ class LoadedConfig(Generic[C]):
     origins: dict[str, str]  # dotted key -> "default", "configs/x.yaml:12" or "command line"
     warnings: list[str]  # one line each
     expressions: dict[str, str] = field(default_factory=dict)  # dotted key -> the ${...} that it was written as
+    unused_epochs: str = ""  # max_num_epochs of the file and its place, if `steps` is given instead
 
     def to_yaml(self) -> str:
         """Every value, as YAML that `load_config` reads back to the same config, but for credentials (see `_values`)."""
@@ -183,7 +184,14 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
         warnings=[*warnings, *notices, *cautions(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
+        unused_epochs=_unused_epochs(own, tree, (known, "max_num_epochs")),
     )
+
+
+def _unused_epochs(own: Tree, tree: Tree, key: Path) -> str:
+    given = own.get(key)
+    unused = given is not None and given != MANY_EPOCHS and tree.get(key) == MANY_EPOCHS
+    return f"{dotted(key)} = {given} ({own.origin(key)})" if unused else ""
 
 
 def _is_set_by_user(tree: Tree, path: Path) -> bool:
