@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class PageAllocator:
@@ -45,7 +45,7 @@ class PageAllocator:
                     self._to_clear.pop(page)((page,))
                 self._without_holder(page)
 
-    def clear_when_free(self, pages: Iterable[int], clear: Callable[[Sequence[int]], None]) -> None:
+    def clear_when_free(self, pages: Collection[int], clear: Callable[[Sequence[int]], None]) -> None:
         """Call `clear` with those of `pages` that have no holder, and with each of the others when its last one leaves."""
         clear(sorted(page for page in pages if not self._holders[page]))
         self._to_clear |= {page: clear for page in pages if self._holders[page]}
