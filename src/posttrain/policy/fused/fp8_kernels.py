@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of FP8 sampling: norm, SwiGLU and plain rows quantised as they are written, and products of few rows.
+"""Triton kernels of FP8 products: norm, SwiGLU and plain rows quantised as they are written, and products of few rows.
 
 A quantised row is e4m3 values and one fp32 factor; value times factor is the number. The largest number of a row becomes 448, the
 largest of e4m3. A weight's row is an output, a row of activations a token, so both factors are applied once, to the finished sum.
@@ -58,7 +58,7 @@ def _quantise_rows(
 
 @triton.jit
 def _norm_quantised(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, q_ptr, factor_ptr, width, eps,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, q_ptr, factor_ptr, width, eps,
     HAS_DELTA: tl.constexpr, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +69,9 @@ def _norm_quantised(
         x += tl.load(delta_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(sum_ptr + row * width + at, x.to(sum_ptr.dtype.element_ty), mask=inside)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    y = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)) * weight
+    norm_scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(scale_ptr + row, norm_scale)
+    y = x * norm_scale * weight
     if HAS_Y:
         tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=inside)
     scale, factor = _factor_of(tl.max(tl.abs(y), 0))
@@ -130,19 +132,20 @@ def _launch_quantise(x: Tensor, values: Tensor, factors: Tensor, places: Tensor 
 
 def norm_quantised(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
-) -> tuple[Tensor, Fp8Rows, Tensor | None]:
-    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given); x itself where there is no delta."""
+) -> tuple[Tensor, Fp8Rows, Tensor | None, Tensor]:
+    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x itself
+    where there is no delta."""
     rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)
     y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=x.device)
-    out = new_rows(rows, width, x.device)
+    out, scale = new_rows(rows, width, x.device), x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(width)
         _norm_quantised[(rows,)](
-            x, x if delta is None else delta, weight, total, x if y is None else y, *out, width, eps,
+            x, x if delta is None else delta, weight, total, x if y is None else y, scale, *out, width, eps,
             HAS_DELTA=delta is not None, HAS_Y=y is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return total, out, y
+    return total, out, y, scale
 
 
 def swiglu_quantised(gate_up: Tensor, dtype: torch.dtype | None) -> tuple[Fp8Rows, Tensor | None]:
