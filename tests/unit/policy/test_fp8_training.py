@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_references import use_torch_fp8
+from fp8_references import assert_fp8_is_near, even_model, use_torch_fp8
 from fused_references import random_batch
 from tiny_runs import LORA, dpo, grpo, results_of, run, save_data, save_model, weights_of
 from torch import Tensor
@@ -68,6 +68,13 @@ def test_training_is_near_bf16_and_is_scored_with_the_same_products(words: list[
     for ours, plain in zip(found[True], found[False], strict=True):
         assert ours == pytest.approx(plain, rel=0.1, abs=0.15)
         assert ours != pytest.approx(plain, rel=1e-4, abs=1e-4), "products are in FP8"
+
+
+@pytest.mark.usefixtures("_in_torch")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_states_and_gradients_of_a_model_are_near_those_in_bf16(family: str) -> None:
+    """qwen2 has biases, qwen3 norms of heads."""
+    assert_fp8_is_near(even_model(family, "cpu"))
 
 
 @pytest.mark.usefixtures("_in_torch")
