@@ -85,6 +85,7 @@ def use_torch_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, function in (
         ("quantise", quantise),
+        ("quantise_columns", lambda x: quantise(x.T)),
         ("norm_quantised", norm_quantised),
         ("swiglu_quantised", swiglu_quantised),
     ):

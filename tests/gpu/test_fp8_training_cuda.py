@@ -36,11 +36,11 @@ def given(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
 
 def fp8_product(weight: Tensor) -> Any:
     from posttrain.policy.fused.fp8 import Fp8Product
-    from posttrain.policy.fused.fp8_kernels import quantise
+    from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
 
     whole = weight.detach()
     counters = torch.zeros(2048, dtype=torch.int32, device="cuda")
-    copies = {"copy": quantise(whole), "transposed": quantise(whole.T.contiguous())}
+    copies = {"copy": quantise(whole), "transposed": quantise_columns(whole)}
     return Fp8Product((weight,), (), whole, None, **copies, counters=counters)
 
 
@@ -110,15 +110,16 @@ def test_swiglu_and_product(rows: int, outputs: int, inner: int) -> None:
     assert_like_float64(ours, reference, given(rows, 2 * inner), given(outputs, inner, seed=1, size=0.02))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(7, 28672), (28672, 4096), (4096, 28672), (5, 57344)])
-def test_wide_rows_are_quantised_as_in_torch(rows: int, width: int) -> None:
-    """Gradients of gate and up have the widest rows; so have their weights along the other axis."""
-    from posttrain.policy.fused.fp8_kernels import quantise
+@pytest.mark.parametrize(("rows", "width"), [(7, 28672), (28672, 4096), (4096, 14336), (5, 57344), (960, 576), (33, 17)])
+def test_rows_and_columns_are_quantised_as_in_torch(rows: int, width: int) -> None:
+    """Gradients of gate and up have the widest rows."""
+    from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
 
     x = torch.randn(rows, width, device="cuda", dtype=BF16)
     with poisoned_memory():
-        found = quantise(x)
-    assert_close("rows", found.values.double() * found.factors.double()[:, None], rounded(x))
+        found = {"rows": (quantise(x), x), "columns": (quantise_columns(x), x.T)}
+    for name, (quantised, wide) in found.items():
+        assert_close(name, quantised.values.double() * quantised.factors.double()[:, None], rounded(wide))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

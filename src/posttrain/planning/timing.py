@@ -101,9 +101,9 @@ class TimeModel:
         return float(self.memory.settings.fp8)
 
     def _quantising_s(self, *, gradients: bool) -> float:
-        """Weights of the layers, before a pass in FP8. Along the other axis they are turned round first."""
+        """Weights of the layers, before a pass in FP8; those for gradients are read twice."""
         element = self.memory.settings.element
-        moved = (element + 1) + (2 * element + element + 1 if gradients else 0)
+        moved = (element + 1) + (2 * element + 1 if gradients else 0)
         return self._moved_s(moved * self._trained_in_fp8 * self.memory.shape.layer_products)
 
     @property

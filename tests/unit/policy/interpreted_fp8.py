@@ -66,6 +66,18 @@ def test_rows_come_back_to_one_rounding(rows: int, width: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(7, 33), (40, 16), (513, 35), (2, 40)])
+def test_columns_are_quantised_as_rows_of_the_transpose(rows: int, columns: int) -> None:
+    x = noise(rows, columns) * (10.0 ** noise(1, columns, seed=2))
+    x[rows // 2, 3] = float("nan")
+    with poisoned_memory():
+        found = fp8_kernels.quantise_columns(x)
+    expected = fp8_kernels.quantise(x.T.contiguous())
+    assert torch.equal(found.factors, expected.factors)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert found.values[3].float().isnan().sum() == 1
+
+
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(3, 20)
     x[1, 4], x[2, 5] = float("nan"), float("inf")
@@ -144,9 +156,8 @@ CLOSE = 2e-5  # of the largest number: fp32, and the same e4m3 values as in floa
 
 def fp8_product(*weights: Tensor) -> Fp8Product:
     whole = joined(weights)
-    copies = [fp8_kernels.quantise(each.detach().contiguous()) for each in (whole, whole.T)]
-    counters = torch.zeros(16, dtype=torch.int32)
-    return Fp8Product(weights, (), whole, None, copy=copies[0], transposed=copies[1], counters=counters)
+    copies = {"copy": fp8_kernels.quantise(whole), "transposed": fp8_kernels.quantise_columns(whole)}
+    return Fp8Product(weights, (), whole, None, **copies, counters=torch.zeros(16, dtype=torch.int32))
 
 
 def normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:

@@ -93,7 +93,7 @@ class Fp8Weights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantise the weights as they are now. Weights that stayed where they were are copied to where their copy was."""
-        from posttrain.policy.fused.fp8_kernels import quantise
+        from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
 
         copies: dict[int, Fp8Rows] = {}
         for weight in self._weights():
@@ -102,7 +102,7 @@ class Fp8Weights:
             fits = held is not None and held.values.shape == weight.shape
             copies[weight.data_ptr()] = quantise(weight, held if fits else None)
             if self._gradients:
-                self._transposed[weight.data_ptr()] = quantise(weight.T.contiguous())
+                self._transposed[weight.data_ptr()] = quantise_columns(weight)
         self._copies = copies
         if copies and self._counters is None:
             tiles = max(max(copy.values.shape) for copy in copies.values()) // _COLUMNS
