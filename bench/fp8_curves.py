@@ -74,7 +74,9 @@ def main(words: list[str] | None = None) -> int:
             print(f"{name} …", file=sys.stderr, flush=True)
             curves[name] = losses(args, Path(scratch) / str(len(curves)), fp8=fp8, seed=seed)
     found = {name: difference(curves[name], curves[BF16]) for name in (FP8, OTHER)}
-    rows = [[name, *gaps.values(), sum(curves[name][-LAST:]) / len(curves[name][-LAST:])] for name, gaps in found.items()]
+    rows = [
+        [name, *gaps.values(), sum(curves[name][-LAST:]) / len(curves[name][-LAST:])] for name, gaps in found.items()
+    ]
     header = ["less bf16", "mean of |steps|", "all steps", f"last {LAST}", f"loss, last {LAST}"]
     print(table(header, [[name, *(f"{value:+.5f}" for value in values)] for name, *values in rows]))
     report = {**facts(resolve_device("auto")), "benchmark": "fp8_curves", "steps": args.steps}

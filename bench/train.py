@@ -31,7 +31,12 @@ from train_sides import measure
 
 from posttrain.errors import InputError
 
-TITLES = {POSTTRAIN: "posttrain, packed", FP8: "posttrain, packed, FP8", STOCK: "transformers, sdpa, padded", TRL: "TRL SFTTrainer, padded"}
+TITLES = {
+    POSTTRAIN: "posttrain, packed",
+    FP8: "posttrain, packed, FP8",
+    STOCK: "transformers, sdpa, padded",
+    TRL: "TRL SFTTrainer, padded",
+}
 OURS = (POSTTRAIN, FP8)
 SAME_LOSS = 2e-2  # bf16 sums in another order; a different job differs by far more
 

@@ -118,7 +118,7 @@ def assert_fp8_is_near(model: Any) -> None:
 
 
 def changed_by_fp8(model: Any) -> dict[str, float]:
-    """What FP8 does to hidden states, log-probabilities and gradients of a fused model: norm of the change, in parts of the norm."""
+    """What FP8 does to states, log-probabilities and gradients of a fused model: norm of the change, in parts of the norm."""
     from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 
     batch = random_batch([70, 20], [60, 40, 50], [0, 1, 0])  # more rows than the kernel for few of them takes

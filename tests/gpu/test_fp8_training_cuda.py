@@ -110,7 +110,9 @@ def test_swiglu_and_product(rows: int, outputs: int, inner: int) -> None:
     assert_like_float64(ours, reference, given(rows, 2 * inner), given(outputs, inner, seed=1, size=0.02))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(7, 28672), (28672, 4096), (4096, 14336), (5, 57344), (960, 576), (33, 17)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(7, 28672), (28672, 4096), (4096, 14336), (5, 57344), (960, 576), (33, 17)]
+)
 def test_rows_and_columns_are_quantised_as_in_torch(rows: int, width: int) -> None:
     """Gradients of gate and up have the widest rows."""
     from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns

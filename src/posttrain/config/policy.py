@@ -143,8 +143,8 @@ class PolicyConfig(Section):
     )
     fp8: bool = Field(
         default=False,
-        description="Products of the layers and gradients of their inputs in FP8, in training and log-probabilities; weight "
-        "gradients, output head and optimizer as without. Needs bfloat16 on one GPU of Ada, Hopper or newer.",
+        description="Computes products of the layers and gradients of their inputs in FP8, in training and log-probabilities; "
+        "on one GPU of Ada, Hopper or newer, with precision bfloat16.",
     )
     train_global_batch_size: PositiveInt = Field(
         description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."

@@ -152,9 +152,7 @@ class TimeModel:
         row, count = workload.passes(workload.score, self.memory.shape.window)
         host = self.memory.shape.layers * CALIBRATION.forward_host_s
         device = self.forward_s(row, adapters=False, fp8_share=self._trained_in_fp8)
-        return self._quantising_s(gradients=False) + count * (
-            max(device, host) + row.tokens * CALIBRATION.row_host_s
-        )
+        return self._quantising_s(gradients=False) + count * (max(device, host) + row.tokens * CALIBRATION.row_host_s)
 
     def passes_s(self, workload: Workload) -> float:
         row, count = workload.passes(workload.train, self.memory.shape.window)

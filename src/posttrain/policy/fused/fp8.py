@@ -1,13 +1,13 @@
 """Products of fused layers in FP8, with copies of the weights: for a sampler, and for training (`policy.fp8`).
 
-Both quantise the copies from the weights that are trained. A sampler's live with its KV cache; `Fp8Weights.refresh` quantises them
-again into the same memory, so that captured CUDA graphs stay valid. A trainer's live for one update or one pass over a batch.
-Adapters, biases, norms, embeddings and the output head stay as they are: an adapter adds to a product in FP8 what it adds to
-one in bf16.
+Both quantise the copies from the weights that are trained. A sampler's live with its KV cache; `Fp8Weights.refresh` quantises
+them again into the same memory, so that captured CUDA graphs stay valid. A trainer's live for one update or one pass over a
+batch. Adapters, biases, norms, embeddings and the output head stay as they are: an adapter adds to a product in FP8 what it
+adds to one in bf16.
 
-y = x W^T has one factor for each row of x and one for each output. The gradient of the input, dx = dy W, sums over the outputs, so
-its factors are those of the rows of dy and of the inputs: it needs a second copy, quantised along the other axis. Gradients
-of weights are those of `Product`, from activations that were not quantised.
+y = x W^T has one factor for each row of x and one for each output. The gradient of the input, dx = dy W, sums over the outputs,
+so its factors are those of the rows of dy and of the inputs: it needs a second copy, quantised along the other axis.
+Gradients of weights are those of `Product`, from activations that were not quantised.
 
 Many rows go through `torch._scaled_mm`, few through a kernel of our own, which reads the weights faster (`fp8_kernels.py`).
 """
@@ -73,9 +73,7 @@ def fp8_obstacle(
     if is_sharded:
         return "weights that are sharded over GPUs cannot be quantised yet"
     if num_fused < num_layers:
-        return (
-            f"{num_fused} of {num_layers} layers of {model_type} follow the pattern of Llama whose products can be quantised"
-        )
+        return f"{num_fused} of {num_layers} layers of {model_type} follow the pattern of Llama whose products can be quantised"
     return None
 
 

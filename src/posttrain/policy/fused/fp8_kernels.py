@@ -167,8 +167,8 @@ def _launch_quantise(x: Tensor, values: Tensor, factors: Tensor, places: Tensor 
 def norm_quantised(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Fp8Rows, Tensor | None, Tensor]:
-    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x itself
-    where there is no delta."""
+    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x
+    itself where there is no delta."""
     rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)
     y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=x.device)
