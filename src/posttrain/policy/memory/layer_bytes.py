@@ -154,7 +154,7 @@ class LayerBytes:
         return norms + 6 * e * s.inner + 2 * e * (s.query_width + s.kv_width)
 
     def moved_by_quantising(self) -> float:
-        """Per layer and token of a backward pass in FP8: gradients of the outputs. The forward pass moves no more than in bf16."""
+        """Per layer and token of a backward pass in FP8: gradients of the outputs. The forward pass moves no more than bf16."""
         if not self.settings.fp8:
             return 0.0
         return (self.settings.element + 1) * sum(outputs for _, outputs in self.shape.linears)
