@@ -76,10 +76,8 @@ def _quantised_sampling(config: GrpoRunConfig) -> Iterator[str]:
     if generation is None:
         return
     native = generation.native_cfg
-    if (
-        "fp8" in (native.precision, config.policy.fp8 and "fp8")
-        and not config.loss_fn.use_importance_sampling_correction
-    ):
+    in_fp8 = native.precision == "fp8" or config.policy.fp8
+    if in_fp8 and not config.loss_fn.use_importance_sampling_correction:
         where = "sampler" if native.precision == "fp8" else "trainer"
         yield (
             f"loss_fn.use_importance_sampling_correction = false: with the {where} in FP8 the sampler is another policy than the "
