@@ -51,6 +51,7 @@ from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+FP8 = ("policy", "fp8")
 PRECISION = ("policy", "generation", "native_cfg", "precision")
 BACKEND = ("policy", "generation", "backend")
 VLLM_PYTHON = ("policy", "generation", "vllm_cfg", "python")
@@ -284,8 +285,8 @@ def _forget_unfitting_validation(tree: Tree) -> None:
 
 
 def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
-    """A sampler in FP8, or in vLLM, is another policy than the one that is trained: its samples are weighted, with the weights
-    truncated, unless the user says no."""
+    """A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its samples are
+    weighted, those of vLLM with truncated weights, unless the user says no."""
     if kind != "grpo" or _is_set_by_user(tree, CORRECTION):
         return
     if tree.get(PRECISION) == "fp8":
@@ -295,6 +296,8 @@ def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
         if not any(_is_set_by_user(tree, key) for key in (TRUNCATION, TRUNCATION_RATIO)):
             tree.put(TRUNCATION, "tis", f"{dotted(BACKEND)}: vllm")
             tree.put(TRUNCATION_RATIO, 2.0, f"{dotted(BACKEND)}: vllm")
+    elif tree.get(FP8) is True:
+        tree.put(CORRECTION, True, f"{dotted(FP8)}: true")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:

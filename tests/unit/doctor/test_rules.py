@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.config import load_config
 from posttrain.doctor import Doctor, Finding
 from posttrain.doctor.doctor import RULES
 from posttrain.doctor.policy_rules import theil_sen
@@ -161,6 +162,18 @@ def test_a_sampler_that_disagrees_is_an_error_unless_its_samples_are_weighted() 
     weighted = {"loss_fn.use_importance_sampling_correction": True}
     assert only(examine("grpo", settings=weighted, train_token_mult_prob_error=lambda step: 1.2)).severity == "warning"
     assert only(examine("grpo", train_gen_kl_error=lambda step: 0.005)).rule == "sampler-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [("policy.generation.native_cfg.precision", "fp8", "auto"), ("policy.fp8", True, "false")],
+)
+def test_a_disagreement_in_fp8_is_mended_by_a_setting_that_the_config_accepts(
+    key: str, value: object, fix: str
+) -> None:
+    found = only(examine("grpo", settings={key: value}, train_token_mult_prob_error=lambda step: 1.2))
+    assert found.fixes == (f"{key}={fix}",)
+    load_config("grpo", None, list(found.fixes))
 
 
 def test_one_step_of_disagreement_is_averaged_out() -> None:

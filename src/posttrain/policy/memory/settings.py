@@ -89,6 +89,7 @@ class RunSettings:
     row_shares: int = 1  # ranks that share each packed row in training
     num_engines: int = 0  # GPUs that only sample; 0: those that train sample too
     trains: bool = True  # False: an engine on a GPU of its own
+    fp8: bool = False  # products of training and of log-probabilities
 
     @property
     def holds_copy(self) -> bool:
@@ -137,6 +138,7 @@ def run_settings(
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
         row_shares=policy.dtensor_cfg.context_parallel_size,
         num_engines=num_engines,
+        fp8=policy.fp8,
     )
 
 
