@@ -3,6 +3,7 @@
 
     python bench/train.py --shape llama-8b --out train.json                       posttrain alone
     python bench/train.py --shape llama-8b --against stock --profile
+    python bench/train.py --shape llama-8b --fp8                                  with policy.fp8, beside bf16
     python bench/train.py --shape llama-1.5b --against stock trl --shortest 100   lengths between 100 and 900
     python bench/train.py --shape tiny --against stock trl                        on a CPU, in a minute: does it all run?
 
@@ -25,12 +26,18 @@ from machine import dtype_name, facts, matrix_roof, resolve_device, resolve_dtyp
 from shapes import SHAPES, chosen_model
 from side_process import Result, run_side, serve_side, show_failures
 from tables import ratio, table, write_json
-from train_job import POSTTRAIN, STOCK, TRL, TrainJob
+from train_job import FP8, POSTTRAIN, STOCK, TRL, TrainJob
 from train_sides import measure
 
 from posttrain.errors import InputError
 
-TITLES = {POSTTRAIN: "posttrain, packed", STOCK: "transformers, sdpa, padded", TRL: "TRL SFTTrainer, padded"}
+TITLES = {
+    POSTTRAIN: "posttrain, packed",
+    FP8: "posttrain, packed, FP8",
+    STOCK: "transformers, sdpa, padded",
+    TRL: "TRL SFTTrainer, padded",
+}
+OURS = (POSTTRAIN, FP8)
 SAME_LOSS = 2e-2  # bf16 sums in another order; a different job differs by far more
 
 
@@ -39,6 +46,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="llama-8b", help=f"random weights of a shape: {', '.join(SHAPES)}")
     parser.add_argument("--model", type=Path, help="folder of a model, instead of random weights")
     parser.add_argument("--against", nargs="*", choices=[STOCK, TRL], default=[], help="peers to run beside posttrain")
+    parser.add_argument("--fp8", action="store_true", help="posttrain once more, with policy.fp8")
     parser.add_argument("--sequences", type=int, help="of an optimizer step (default 36: four micro-batches)")
     parser.add_argument("--tokens", type=int, help="of a sequence, or of the longest (default 900)")
     parser.add_argument("--shortest", type=int, help="tokens of the shortest sequence (default: all are equally long)")
@@ -86,8 +94,8 @@ def job_of(args: argparse.Namespace, side: str) -> TrainJob:
         lora=args.lora,
         checkpointing=args.checkpointing,
         logprobs_only=args.logprobs_only,
-        profile=args.profile and side == POSTTRAIN,
-        overrides=tuple(args.set) if side == POSTTRAIN else (),
+        profile=args.profile and side in OURS,
+        overrides=(*args.set, *(["policy.fp8=true"] if side == FP8 else [])) if side in OURS else (),
     )
 
 
@@ -112,9 +120,16 @@ def show(results: dict[str, Result], roof: float | None) -> str:
             share = f"{result[flops] / roof:.0%}" if roof and flops in result else None
             speed = result.get(rate, "failed")
             tflops = result[flops] / 1e12 if flops in result else None
-            faster = "" if side == POSTTRAIN else ratio(ours, result.get(rate))
+            faster = "" if side in OURS else ratio(ours, result.get(rate))
             rows.append([f"{what}: {TITLES[side]}", speed, tflops, share, result.get(peak), faster])
     return table(["", "tokens/s", "TFLOP/s", "of the roof", "peak GiB", "posttrain is"], rows)
+
+
+def fp8_gain(results: dict[str, Result]) -> dict[str, float]:
+    """Tokens per second in FP8, in parts of those in bf16."""
+    rates = {"training": "train_tokens_per_s", "log-probabilities": "logprobs_tokens_per_s"}
+    plain, fp8 = (results.get(side, {}) for side in OURS)
+    return {what: fp8[rate] / plain[rate] for what, rate in rates.items() if fp8.get(rate) and plain.get(rate)}
 
 
 def same_losses(results: dict[str, Result]) -> list[str]:
@@ -139,15 +154,18 @@ def main(words: list[str] | None = None) -> int:
         flush=True,
     )
     results: dict[str, Result] = {}
-    for side in [POSTTRAIN, *args.against]:
+    for side in [POSTTRAIN, *([FP8] if args.fp8 else []), *args.against]:
         print(f"{TITLES[side]} …", file=sys.stderr, flush=True)
         results[side] = run_side(__file__, job_of(args, side).as_json())
     roof = next((result["matrix_roof_flops"] for result in results.values() if "matrix_roof_flops" in result), None)
     print(f"\n{show(results, roof)}")
     if roof:
         print(f"the roof: a product of square matrices at {roof / 1e12:.1f} TFLOP/s")
-    if text := results[POSTTRAIN].pop("profile_text", None):
-        print(f"\n{text}")
+    for side in OURS:
+        if text := results.get(side, {}).pop("profile_text", None):
+            print(f"\n{TITLES[side]}\n{text}")
+    if gain := fp8_gain(results):
+        print("FP8 is " + ", ".join(f"{value:.2f}x bf16 in {what}" for what, value in gain.items()))
     show_failures(results)
     different = same_losses(results)
     for side in different:
@@ -155,10 +173,10 @@ def main(words: list[str] | None = None) -> int:
             f"not the same job: the loss of {TITLES[side]} is {results[side]['loss']}, ours {results[POSTTRAIN]['loss']}"
         )
     rates = {side: result["train_tokens_per_s"] for side, result in results.items() if "train_tokens_per_s" in result}
-    ratios = {side: rates[POSTTRAIN] / rate for side, rate in rates.items() if side != POSTTRAIN and POSTTRAIN in rates}
+    ratios = {side: rates[POSTTRAIN] / rate for side, rate in rates.items() if side not in OURS and POSTTRAIN in rates}
     report = {**facts(device), "benchmark": "train", "job": job.as_json(), "matrix_roof_flops": roof}
-    write_json(args.out, {**report, "sides": results, "ratios": ratios})
-    return 1 if "error" in results[POSTTRAIN] or different else 0
+    write_json(args.out, {**report, "sides": results, "ratios": ratios, "fp8_over_bf16": gain})
+    return 1 if any("error" in results.get(side, {}) for side in OURS) or different else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from machine import resolve_dtype
 from shapes import FIRST_WORD, vocab_size_of
 
-POSTTRAIN, STOCK, TRL = "posttrain", "stock", "trl"
+POSTTRAIN, FP8, STOCK, TRL = "posttrain", "posttrain-fp8", "stock", "trl"
 
 
 @dataclass(frozen=True)

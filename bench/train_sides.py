@@ -11,11 +11,11 @@ from machine import GIB, peak_bytes, reset_peak, seconds_of
 from profiling import cost_table, largest_costs
 from shapes import EOS, PAD, open_model
 from torch import Tensor
-from train_job import POSTTRAIN, STOCK, TrainJob, flops_of
+from train_job import FP8, POSTTRAIN, STOCK, TrainJob, flops_of
 
 
 def measure(job: TrainJob) -> dict[str, Any]:
-    sides = {POSTTRAIN: posttrain_side, STOCK: stock_side}
+    sides = {POSTTRAIN: posttrain_side, FP8: posttrain_side, STOCK: stock_side}
     return sides.get(job.side, trl_side)(job)
 
 

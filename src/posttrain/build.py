@@ -153,6 +153,7 @@ class TrainingRun:
             num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
+            unused_epochs=self.loaded.unused_epochs,
         )
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)

@@ -6,10 +6,34 @@ import difflib
 import errno
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 EXIT_ERROR_FOUND = 3  # the doctor has found an error in a run
 EXIT_SAVED = 85  # stopped by SIGTERM or SIGHUP after saving
+_IN_PYTHON = ContextVar("_IN_PYTHON", default=False)
+
+
+@contextmanager
+def called_from_python() -> Iterator[None]:
+    """Within it, messages name arguments of the Python functions instead of options of the command line."""
+    token = _IN_PYTHON.set(True)
+    try:
+        yield
+    finally:
+        _IN_PYTHON.reset(token)
+
+
+def option(flag: str) -> str:
+    """For messages: `--top-p`, or `top_p` in Python."""
+    return flag.removeprefix("--").replace("-", "_") if _IN_PYTHON.get() else flag
+
+
+def switch(flag: str) -> str:
+    """For messages: `--restart`, or `restart=True` in Python."""
+    return f"{option(flag)}=True" if _IN_PYTHON.get() else flag
 
 
 class InputError(ValueError):

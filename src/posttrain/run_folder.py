@@ -21,14 +21,12 @@ from posttrain.config import LoadedConfig, RunConfig
 from posttrain.config.base import ConfigError
 from posttrain.config.changes import ConfigChange, changes_since
 from posttrain.config.tree import DEFAULT
-from posttrain.errors import FolderHeld, InputError, exit_code_of, reason_of
+from posttrain.errors import FolderHeld, InputError, exit_code_of, reason_of, switch
 from posttrain.redaction import redact
 from posttrain.reporting.run_files import CONFIG_FILE, FILES_OF_A_RUN, FINISHED, archive, config_from_step, read_info
 
 CHECKPOINT_DIR = "checkpointing.checkpoint_dir"
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the name of the run in a cluster, in its pods
-FLAG = "--resume-with-changes"
-RESTART_FLAG = "--restart"
 MAX_NAMED = 20
 
 
@@ -194,7 +192,7 @@ def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tupl
     newest = _numbered(base, numbers[0])
     newest_state = inspect_folder(log_dir, newest)
     if accept_changes and newest_state.holds_run:
-        return newest, [f"resuming the run in {newest}, the newest one: {FLAG} is given"]
+        return newest, [f"resuming the run in {newest}, the newest one: {switch('--resume-with-changes')} is given"]
     for number in numbers:
         folder = _numbered(base, number)
         state = inspect_folder(log_dir, folder)
@@ -254,14 +252,14 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
     except ConfigError as error:
         if not state.step:
             return []  # there is nothing to resume: the files are archived
-        raise InputError(f"{error}\n{_REMEDY_FOLDER}, or {_REMEDY_RESTART}") from error
+        raise InputError(f"{error}\n{_REMEDY_FOLDER}, or {_remedy_restart()}") from error
     training = [change for change in changes if change.is_training]
     if training and state.step and not accept_changes:
         raise InputError(
             f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
             f"{_listed(training)}\n"
             f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
-            f"settings: {FLAG}, or {_REMEDY_RESTART}"
+            f"settings: {switch('--resume-with-changes')}, or {_remedy_restart()}"
         )
     if not changes:
         return []
@@ -269,8 +267,11 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
     return [f"settings that differ {since}:", *_listed(changes).splitlines()]
 
 
-_REMEDY_RESTART = f"set the run in the folder aside and begin at step 1: {RESTART_FLAG}"
 _REMEDY_FOLDER = f"start a new run in another folder ({CHECKPOINT_DIR}=...)"
+
+
+def _remedy_restart() -> str:
+    return f"set the run in the folder aside and begin at step 1: {switch('--restart')}"
 
 
 def _listed(changes: Sequence[ConfigChange]) -> str:

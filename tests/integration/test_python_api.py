@@ -71,8 +71,11 @@ def test_the_same_call_finds_the_run_finished_and_another_reward_is_another_run(
     before = (run.folder / "metrics.jsonl").read_bytes()
     assert start(model, run.folder, reward=made_reward(1.0)).folder == run.folder
     assert (run.folder / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(InputError, match=r"env\.reward\.function"):
+    with pytest.raises(InputError, match=r"env\.reward\.function") as refused:
         start(model, run.folder, reward=made_reward(2.0))
+    assert "resume_with_changes=True" in str(refused.value)
+    assert "begin at step 1: restart=True" in str(refused.value)
+    assert "--" not in str(refused.value)
 
 
 def test_the_command_line_resumes_a_run_that_python_started(run: pt.Run) -> None:
@@ -91,6 +94,8 @@ def test_its_newest_checkpoint_answers_and_is_evaluated(
     assert answer == run.chat("1 + 1 = ?", new=True)
     with pytest.raises(InputError, match="top_p is 3"):
         run.chat("1 + 1 = ?", top_p=3)
+    with pytest.raises(InputError, match=r"^max_model_len is 9999"):
+        run.chat("1 + 1 = ?", max_model_len=9999, device="cpu")
     lines = iter(["2 + 2 = ?", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     with redirect_stdout(io.StringIO()) as shown:
@@ -122,7 +127,7 @@ def test_a_run_without_a_single_reward_is_a_failure_that_holds_the_run(model: Pa
     def broken(response: str) -> float:
         raise RuntimeError("no service")
 
-    with pytest.raises(pt.RunFailed, match="not one of the 8 rollouts could be scored") as caught:
+    with pytest.raises(pt.RunFailed, match=r"not one of the 8 rollouts could be scored.*with restart=True") as caught:
         start(model, tmp_path / "failed", reward=broken, steps=1)
     assert caught.value.exit_code == 65
     assert caught.value.run.rollouts(1)[0]["completions"][0]["error"] == "RuntimeError: no service"

@@ -1,11 +1,16 @@
-"""The header of a run states the learning rate that the run reaches."""
+"""The header of a run states the learning rate that the run reaches, and a setting that has no effect."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from posttrain.config import load_config
-from posttrain.recipes.header import _learning_rate
+from posttrain.policy.trainer import ModelFacts
+from posttrain.recipes.header import _learning_rate, header_lines
+from posttrain.recipes.recipe import Prepared
 
 
 @pytest.mark.parametrize(
@@ -21,3 +26,29 @@ def test_a_run_shorter_than_its_warm_up_says_which_learning_rate_it_reaches(
 ) -> None:
     scheduler = load_config(kind).config.policy.scheduler
     assert _learning_rate(1e-4, scheduler, max_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["steps=9"], "epochs   sft.max_num_epochs = 2 ({file}:1) is not used: steps is given"),
+        (["steps=9", "epochs=3"], None),
+        (["sft.max_num_steps=9"], None),
+    ],
+)
+def test_epochs_of_a_file_that_steps_replace_are_named(words: list[str], line: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("sft: {max_num_epochs: 2}\n")
+    loaded = load_config("sft", file, words)
+    rows: Any = range(40)
+    header = header_lines(
+        loaded.config,
+        Prepared(rows, None, rows, rows),
+        ModelFacts({}, 1, "cpu", "cpu"),
+        unit="examples",
+        num_devices=1,
+        max_steps=9,
+        planned="",
+        unused_epochs=loaded.unused_epochs,
+    )
+    assert [shown for shown in header if "epochs" in shown] == ([line.format(file=file)] if line else [])

@@ -19,6 +19,7 @@ from posttrain.api.settings import (
     overrides_of,
 )
 from posttrain.api.start import quieten_libraries
+from posttrain.errors import called_from_python
 from posttrain.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from posttrain.evaluation.results import Evaluation
 
 
+@called_from_python()
 def evaluate(
     model: str | Path,
     data: Data | None = None,

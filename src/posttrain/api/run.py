@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import InputError, near_path
+from posttrain.errors import InputError, called_from_python, near_path
 
 if TYPE_CHECKING:
     import pandas
@@ -126,6 +126,7 @@ class Run:
 
         return evaluate(self.checkpoints, data, reward=reward, config=config, **settings)
 
+    @called_from_python()
     def chat(self, message: str | None = None, *, new: bool = False, **options: Any) -> str | None:
         """The answer of the newest checkpoint. The conversation goes on from call to call, until `new=True`.
 

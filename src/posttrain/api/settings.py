@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -52,11 +54,17 @@ def loaded_config(
 
     def load(extra: Sequence[str]) -> LoadedConfig[Any]:
         try:
-            return load_config(kind, path, [*words, *extra])
+            loaded = load_config(kind, path, [*words, *extra])
         except ConfigError as error:
-            raise ConfigError(str(error).replace("command line: ", "")) from None  # there is none
+            raise ConfigError(_without_command_line(str(error))) from None
+        return replace(loaded, warnings=[_without_command_line(warning) for warning in loaded.warnings])
 
     return load
+
+
+def _without_command_line(message: str) -> str:
+    """A message about settings without the words for where they were given."""
+    return re.sub(r"^command line: ", "", message, flags=re.MULTILINE).replace("=… on the command line", "=…")
 
 
 def _text(value: object, key: str) -> str:

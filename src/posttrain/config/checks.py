@@ -26,7 +26,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
         return [*check_eval(config), *check_turn_classes(config.env)]
-    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
+    found = [*_data(config), *_optimizer(config), *_fp8(config), *config.scoring_layer_problems()]
     found += [*_dedicated(config)] or [*_parallelism(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
@@ -76,12 +76,14 @@ def _quantised_sampling(config: GrpoRunConfig) -> Iterator[str]:
     if generation is None:
         return
     native = generation.native_cfg
+    in_fp8 = native.precision == "fp8" or config.policy.fp8
+    if in_fp8 and not config.loss_fn.use_importance_sampling_correction:
+        where = "sampler" if native.precision == "fp8" else "trainer"
+        yield (
+            f"loss_fn.use_importance_sampling_correction = false: with the {where} in FP8 the sampler is another policy than the "
+            "one that is trained, and nothing corrects for it"
+        )
     if native.precision == "fp8":
-        if not config.loss_fn.use_importance_sampling_correction:
-            yield (
-                "loss_fn.use_importance_sampling_correction = false: the sampler in FP8 is another policy than the one that is "
-                "trained, and nothing corrects for it"
-            )
         return
     defaults = NativeConfig()
     for key in ("kv_cache_dtype", "num_first_layers_in_bf16", "num_last_layers_in_bf16"):
@@ -114,6 +116,26 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         yield (
             f"policy.optimizer.kwargs.lr is not set, and {config.policy.optimizer.name} would choose one of its own: "
             "set policy.optimizer.kwargs.lr"
+        )
+
+
+def _fp8(config: RunConfig) -> Iterator[str]:
+    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
+    if not policy.fp8:
+        return
+    if policy.precision != "bfloat16":
+        yield f"policy.fp8 quantises weights in bfloat16, and policy.precision = {policy.precision}: set that to bfloat16"
+    if policy.device == "cpu":
+        yield "policy.fp8 needs a GPU with FP8 matrix units (Ada, Hopper or newer), and policy.device = cpu"
+    if config.num_ranks > 1:
+        yield (
+            f"policy.fp8: weights that are sharded over GPUs cannot be quantised yet, and this run trains on {config.num_ranks}; "
+            "set policy.fp8=false"
+        )
+    if lora.enabled and lora.dropout:
+        yield (
+            f"policy.fp8 with policy.dtensor_cfg.lora_cfg.dropout = {lora.dropout}: layers with dropout are not fused, and "
+            "their products would not be in FP8; set one of them to its default"
         )
 
 

@@ -143,6 +143,7 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule("policy.dtensor_cfg.defer_fsdp_grad_sync", _anything, _MEMORY),
     KeyRule("policy.dtensor_cfg.clear_cache_every_n_steps", _anything, _MEMORY),
     KeyRule("policy.megatron_cfg.enabled", _off, "training with Megatron"),
+    KeyRule("policy.megatron_cfg.fp8_cfg.*", _anything, "FP8 of Megatron is not used; policy.fp8=true trains in FP8"),
     KeyRule("policy.megatron_cfg.*", _anything, _MEGATRON),
     KeyRule("policy.draft.enabled", _off, "training a draft model"),
     KeyRule("policy.draft.*", _anything, _DRAFT),

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.config.aliases import expand_aliases
+from posttrain.config.aliases import MANY_EPOCHS, expand_aliases
 from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
 from posttrain.config.aligner_names import translate
 from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, message_of
@@ -51,6 +51,7 @@ from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+FP8 = ("policy", "fp8")
 PRECISION = ("policy", "generation", "native_cfg", "precision")
 BACKEND = ("policy", "generation", "backend")
 VLLM_PYTHON = ("policy", "generation", "vllm_cfg", "python")
@@ -66,6 +67,7 @@ class LoadedConfig(Generic[C]):
     origins: dict[str, str]  # dotted key -> "default", "configs/x.yaml:12" or "command line"
     warnings: list[str]  # one line each
     expressions: dict[str, str] = field(default_factory=dict)  # dotted key -> the ${...} that it was written as
+    unused_epochs: str = ""  # max_num_epochs of the file and its place, if `steps` is given instead
 
     def to_yaml(self) -> str:
         """Every value, as YAML that `load_config` reads back to the same config, but for credentials (see `_values`)."""
@@ -183,7 +185,14 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
         warnings=[*warnings, *notices, *cautions(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
+        unused_epochs=_unused_epochs(own, tree, (known, "max_num_epochs")),
     )
+
+
+def _unused_epochs(own: Tree, tree: Tree, key: Path) -> str:
+    given = own.get(key)
+    unused = given is not None and given != MANY_EPOCHS and tree.get(key) == MANY_EPOCHS
+    return f"{dotted(key)} = {given} ({own.origin(key)})" if unused else ""
 
 
 def _is_set_by_user(tree: Tree, path: Path) -> bool:
@@ -276,8 +285,8 @@ def _forget_unfitting_validation(tree: Tree) -> None:
 
 
 def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
-    """A sampler in FP8, or in vLLM, is another policy than the one that is trained: its samples are weighted, with the weights
-    truncated, unless the user says no."""
+    """A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its samples are
+    weighted, those of vLLM with truncated weights, unless the user says no."""
     if kind != "grpo" or _is_set_by_user(tree, CORRECTION):
         return
     if tree.get(PRECISION) == "fp8":
@@ -287,6 +296,8 @@ def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
         if not any(_is_set_by_user(tree, key) for key in (TRUNCATION, TRUNCATION_RATIO)):
             tree.put(TRUNCATION, "tis", f"{dotted(BACKEND)}: vllm")
             tree.put(TRUNCATION_RATIO, 2.0, f"{dotted(BACKEND)}: vllm")
+    elif tree.get(FP8) is True:
+        tree.put(CORRECTION, True, f"{dotted(FP8)}: true")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:

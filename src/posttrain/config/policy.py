@@ -141,6 +141,11 @@ class PolicyConfig(Section):
         default="bfloat16",
         description="Number format of weights and activations; for that of the optimizer see optimizer.state_dtype.",
     )
+    fp8: bool = Field(
+        default=False,
+        description="Computes products of the layers and gradients of their inputs in FP8, in training and log-probabilities; "
+        "on one GPU of Ada, Hopper or newer, with precision bfloat16.",
+    )
     train_global_batch_size: PositiveInt = Field(
         description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
     )

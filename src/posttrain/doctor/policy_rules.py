@@ -33,11 +33,13 @@ TEMPLATE = "policy.tokenizer.chat_template"
 KL_WARNING, KL_ERROR = 0.1, 0.5
 ENTROPY_WARNING, ENTROPY_ERROR, NO_ENTROPY = 0.2, 0.05, 0.02
 SIGNAL_WARNING, SIGNAL_ERROR = 0.3, 0.1
+ENOUGH_GROUPS = 4  # with a signal in a step: a policy learns from them, however many others it is asked
 COLD = 0.1  # temperatures below sample hardly more than one answer
 TRUNCATION_WARNING, TRUNCATION_ERROR = 0.2, 0.5
 MIN_LENGTH = 16  # tokens: shorter answers may double in length without a problem
 PERSISTENCE = 3  # steps
 LONG_PERSISTENCE = 5
+TRUNCATION_PERSISTENCE = 20  # many models learn to end their answers within the first steps
 MIN_STEPS_OF_TREND = 50
 MAX_WINDOW = 1000  # steps that a level is looked for in
 
@@ -96,7 +98,7 @@ def no_signal(run: History) -> Sighting | None:
     ):
         severity = "error"
     elif run.all_below(SIGNAL, SIGNAL_WARNING, LONG_PERSISTENCE):
-        severity = "warning"
+        severity = "note" if _has_hard_prompts(run) else "warning"
     elif all_equal and (run.now("train/num_samples") or 0) >= 8:
         severity = "warning" if run.num_steps == 1 else "note"
     else:
@@ -116,6 +118,15 @@ def _is_solved(run: History) -> bool:
     return bool(best) and reward is not None and reward >= 0.9 * max(best) > 0 and min(lowest) < 0.8 * max(best)
 
 
+def _has_hard_prompts(run: History) -> bool:
+    """Few groups have a signal, as at the start, but enough of them to learn from."""
+    signal, sampled = run.recent(SIGNAL), run.now("train/num_samples")
+    group = run.number_setting("grpo.num_generations_per_prompt")
+    if signal is None or sampled is None or not group:
+        return False
+    return signal * sampled / group >= ENOUGH_GROUPS and run.values(SIGNAL)[0] < SIGNAL_WARNING
+
+
 def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[str, ...]]:
     distinct, truncation = run.now(DISTINCT), run.now(TRUNCATION) or 0.0
     temperature = run.number_setting("policy.generation.temperature")
@@ -131,22 +142,28 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     if distinct is not None and group > 1 and distinct <= 1.5 / group:
         return "the policy gives one answer to a prompt: it has collapsed", (lower_lr(run), higher_kl_penalty(run))
     first = run.values(SIGNAL)[0]
-    was_truncated = (run.values(TRUNCATION) or (0.0,))[0] > TRUNCATION_WARNING
-    if first >= SIGNAL_WARNING and run.num_steps > 1 and not was_truncated:
+    was_truncated = min((run.values(TRUNCATION) or (0.0,))[0], truncation) > TRUNCATION_WARNING
+    start, recent = run.start(SIGNAL), run.recent(SIGNAL)
+    has_fallen = start is not None and recent is not None and recent < 0.6 * start
+    if (first >= SIGNAL_WARNING or has_fallen) and run.num_steps > 1 and not was_truncated:
         at_once = 100 if run.num_steps <= LONG_PERSISTENCE else 10
-        text = f"at the start {percent(first)} of the groups had a signal: the policy has got worse"
+        before = max(first, start or 0.0)
+        text = f"at the start {percent(before)} of the groups had a signal: the policy has got worse"
         return text, (lower_lr(run, at_once),)
     if truncation > TRUNCATION_ERROR:
         return (
             f"{percent(truncation)} of the answers are cut off at {MAX_NEW_TOKENS} before they can earn a reward",
             (*_template_fixes(run), longer_answers(run)),
         )
+    dynamic_sampling = run.fix("grpo.use_dynamic_sampling", "true")
+    if _has_hard_prompts(run):
+        return "most prompts are too hard, or too easy", (dynamic_sampling,)
     return (
         "the reward does not see what differs, or the prompts are too easy or too hard",
         (
             "check the reward on known answers: posttrain rewards test",
             *_template_fixes(run),
-            run.fix("grpo.use_dynamic_sampling", "true"),
+            dynamic_sampling,
         ),
     )
 
@@ -176,8 +193,8 @@ def _reward_ranges(run: History) -> list[tuple[float, float]]:
 
 def truncated(run: History) -> Sighting | None:
     now = run.now(TRUNCATION)
-    tail = run.tail(TRUNCATION, LONG_PERSISTENCE)
-    if now is None or not tail or min(tail) <= TRUNCATION_WARNING:
+    is_error = run.all_above(TRUNCATION, TRUNCATION_ERROR, LONG_PERSISTENCE)
+    if now is None or not (is_error or run.all_above(TRUNCATION, TRUNCATION_WARNING, TRUNCATION_PERSISTENCE)):
         return None
     text = f"{percent(now)} of the answers are cut off at the length limit, so their end is never judged"
     fixes: tuple[str, ...] = (
@@ -185,13 +202,11 @@ def truncated(run: History) -> Sighting | None:
         longer_answers(run),
         run.fix("grpo.overlong_filtering", "true"),
     )
-    start = run.values(TRUNCATION)[0]
-    if start < TRUNCATION_WARNING:  # the policy has learnt to go on
+    start, lowest = run.values(TRUNCATION)[0], min(run.values(TRUNCATION))
+    if start < TRUNCATION_WARNING or lowest < TRUNCATION_WARNING / 2:  # the policy has learnt to go on
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))
-        text = (
-            f"{percent(start)} of the answers were cut off at the start, now {percent(now)}: the policy does not stop"
-        )
-    severity: Severity = "error" if min(tail) > TRUNCATION_ERROR else "warning"
+        text = f"{percent(lowest)} of the answers were cut off before, now {percent(now)}: the policy does not stop"
+    severity: Severity = "error" if is_error else "warning"
     values = run.values(TRUNCATION)
     falls = now < 0.7 * max(values) and run.validation_is_rising
     return Sighting("note" if falls else severity, TRUNCATION, now, text, fixes, "cut")
@@ -337,11 +352,18 @@ POLICY_RULES = (
         "no-signal",
         GRPO,
         no_signal,
-        "groups with signal < 30 % (warning), < 10 % (error), 5 steps; all rewards equal: 1 step (note), 3 steps (error)",
+        "groups with signal < 30 % (warning; a note if 4 or more in a step, as at the start), < 10 % (error), 5 steps; "
+        "all rewards equal: 1 step (note), 3 steps (error)",
         "ours, after DAPO (arXiv:2503.14476)",
     ),
     Rule("wrong-template", GRPO, wrong_template, "first 3 steps, own template: truncation > 90 %, or no reward", OURS),
-    Rule("truncated", GRPO, truncated, "truncated answers > 20 % (warning), > 50 % (error), 5 steps", OURS),
+    Rule(
+        "truncated",
+        GRPO,
+        truncated,
+        "truncated answers > 20 % for 20 steps (warning), > 50 % for 5 steps (error)",
+        OURS,
+    ),
     Rule("length-explosion", GRPO, length_explosion, "length > 2 x the start; a note while validation rises", OURS),
     Rule(
         "reward-flat",

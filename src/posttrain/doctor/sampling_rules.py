@@ -17,6 +17,7 @@ SHIFT, AGE = "train/policy_shift_kl", "train/trajectory_age_mean"
 MISMATCH, SAMPLER_KL = "train/token_mult_prob_error", "train/gen_kl_error"
 LENGTH = "train/mean_generation_length"
 CORRECTION = "loss_fn.use_importance_sampling_correction"
+PRECISION, FP8_TRAINING = "policy.generation.native_cfg.precision", "policy.fp8"
 MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 MISMATCH_WARNING, MISMATCH_ERROR, SAMPLER_KL_LIMIT = 1.02, 1.05, 1e-3
 WEIGHT_LIMITS, SAMPLE_SIZE_ERROR, SAMPLE_SIZE_WARNING = (0.5, 2.0), 0.3, 0.7
@@ -31,11 +32,12 @@ def sampler_mismatch(run: History) -> Sighting | None:
         return None
     error = _moving_average(run.tail(MISMATCH, min(20, len(run.values(MISMATCH)))))
     kl = run.recent(SAMPLER_KL, PERSISTENCE)
-    fixes = (
-        run.fix("policy.generation.native_cfg.precision", "bfloat16")
-        if run.setting("policy.generation.native_cfg.precision") == "fp8"
-        else run.fix(CORRECTION, "true"),
-    )
+    if run.setting(PRECISION) == "fp8":
+        fixes = (run.fix(PRECISION, "auto"),)
+    elif run.setting(FP8_TRAINING) is True:
+        fixes = (run.fix(FP8_TRAINING, "false"),)
+    else:
+        fixes = (run.fix(CORRECTION, "true"),)
     is_corrected = run.setting(CORRECTION) is True
     text = f"sampler and trainer disagree about the tokens: mean exp|difference of log-probabilities| is {error:.4g}"
     if error > MISMATCH_ERROR and len(run.values(MISMATCH)) >= PERSISTENCE:

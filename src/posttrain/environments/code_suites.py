@@ -65,7 +65,7 @@ def read_suite(value: object, around: JsonMapping) -> Suite:
     if isinstance(value, Mapping):
         return _mapping_suite(value, around)
     if isinstance(value, Sequence) and value and all(isinstance(one, str) for one in value):
-        for number, code in enumerate(value):
+        for number, code in enumerate(value, start=1):
             _parsed(code, f"test {number}")
         return StepSuite(tuple((code, True) for code in value), _setup(around))
     if isinstance(value, Sequence) and value and all(isinstance(one, Mapping) for one in value):
@@ -103,7 +103,7 @@ def _mapping_suite(value: JsonMapping, around: JsonMapping) -> Suite:
 
 
 def _cases(cases: Sequence[JsonMapping], around: JsonMapping) -> Suite:
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases, start=1):
         if "input" not in case or "output" not in case:
             raise Unscored(f"test {number} of the task has no `input` or no `output`")
     if not any(case.get("testtype") == "functional" for case in cases):

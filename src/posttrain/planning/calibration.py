@@ -61,7 +61,7 @@ class Calibration:
     elementwise_share: float = 0.90  # of copy_bytes_per_s, fused kernels; estimate
     weight_read_share: float = 0.85  # of copy_bytes_per_s, products of few rows; estimate
     decode_attention_share: float = 1.1  # of copy_bytes_per_s, paged attention: reading alone is faster than copying
-    fp8_speedup: float = 2.0  # of products in FP8 over those in bf16, many rows
+    fp8_speedup: float = 2.0  # of products in FP8 over those in bf16, many rows; in training an estimate
     fp8_weight_read_share: float = 0.75  # of copy_bytes_per_s, products of few rows in FP8
     fp8_decode_attention_share: float = 0.85  # of copy_bytes_per_s, keys and values in FP8
     unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes

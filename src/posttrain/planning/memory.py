@@ -79,7 +79,7 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
 def _scoring(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
     row = workload.largest_pass(workload.score, rank.shape.window)
     head, layer = rank.layer.head_forward(row), rank.layer.layer_forward(row)
-    items = {**rank.resident(), **rank.gathered_weights(), **kept_cache}
+    items = {**rank.resident(), **rank.gathered_weights(), **kept_cache, **rank.quantised_weights(gradients=False)}
     # The layers are done when the head begins: the larger of the two counts.
     if head > layer:
         return Phase(SCORING, {**items, "logits chunk": head, "activations": rank.hidden_bytes(row.responses)})

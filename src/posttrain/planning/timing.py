@@ -79,8 +79,9 @@ class TimeModel:
     def backward_s(self, row: Pass) -> float:
         settings, shape = self.memory.settings, self.memory.shape
         sides = 2.0 if settings.lora_rank is None else 1.0  # gradients of inputs, and of weights that are trained
-        flops = 2.0 * sides * shape.layer_products * row.tokens
-        moved = self._layer.moved_backward() + self._layer.moved_by_adapters()[1]
+        of_layers = sides - 1 + self._time_share(self._trained_in_fp8)
+        flops = 2.0 * of_layers * shape.layer_products * row.tokens
+        moved = self._layer.moved_backward() + self._layer.moved_by_adapters()[1] + self._layer.moved_by_quantising()
         moved = shape.layers * (row.tokens * moved + 1.5 * self._gather_bytes(row))
         if not settings.scores_answers:
             again = 1.0 if self._layer.recomputes_logits(row) else 0.0
@@ -88,12 +89,22 @@ class TimeModel:
             moved += (FP32 + settings.element + again * FP32) * shape.vocab * row.responses
         seconds = self._products_s(flops) + 2.5 * self._attention_s(row) + self._moved_s(moved)
         if settings.checkpointing:
-            seconds += self.forward_s(row, head=False) / self._unfused
+            seconds += self.forward_s(row, head=False, fp8_share=self._trained_in_fp8) / self._unfused
         return self._unfused * seconds
 
     def _time_share(self, fp8_share: float) -> float:
         """Time of products of which this share is in FP8, in parts of their time in bf16."""
         return 1 - fp8_share + fp8_share / CALIBRATION.fp8_speedup
+
+    @property
+    def _trained_in_fp8(self) -> float:
+        return float(self.memory.settings.fp8)
+
+    def _quantising_s(self, *, gradients: bool) -> float:
+        """Weights of the layers, before a pass in FP8; those for gradients are read twice."""
+        element = self.memory.settings.element
+        moved = (element + 1) + (2 * element + 1 if gradients else 0)
+        return self._moved_s(moved * self._trained_in_fp8 * self.memory.shape.layer_products)
 
     @property
     def _fp8_share(self) -> float:
@@ -140,11 +151,12 @@ class TimeModel:
         """One pass over all samples. The device waits while the next row is packed: each result is fetched before it."""
         row, count = workload.passes(workload.score, self.memory.shape.window)
         host = self.memory.shape.layers * CALIBRATION.forward_host_s
-        return count * (max(self.forward_s(row, adapters=False), host) + row.tokens * CALIBRATION.row_host_s)
+        device = self.forward_s(row, adapters=False, fp8_share=self._trained_in_fp8)
+        return self._quantising_s(gradients=False) + count * (max(device, host) + row.tokens * CALIBRATION.row_host_s)
 
     def passes_s(self, workload: Workload) -> float:
         row, count = workload.passes(workload.train, self.memory.shape.window)
-        device = self.forward_s(row) + self.backward_s(row)
+        device = self.forward_s(row, fp8_share=self._trained_in_fp8) + self.backward_s(row)
         # Gradients of each micro-batch are accumulated in fp32 by the GEMM; sharded ones are written and read before.
         settings = self.memory.settings
         on_the_way = 0 if settings.ranks == 1 else settings.element
@@ -152,7 +164,7 @@ class TimeModel:
         again = 1 if self.memory.settings.checkpointing else 0
         launching = (1 + again) * CALIBRATION.forward_host_s + CALIBRATION.backward_host_s
         host = self.memory.shape.layers * launching + row.tokens * CALIBRATION.row_host_s
-        return count * max(device, host)
+        return workload.num_updates * self._quantising_s(gradients=True) + count * max(device, host)
 
     def optimizer_s(self) -> float:
         """Norm, clipping, the update and rounding back; one update."""

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
+from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context, refuse_dropout
 from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
@@ -26,6 +27,7 @@ from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.contents import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.context_parallel import RowGroup
+from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
@@ -104,6 +106,7 @@ class PolicyTrainer:
         self.model = self._load_model(setup)
         lora = config.dtensor_cfg.lora_cfg
         self._scores_answers, self._trains = setup.reward_model, setup.trains
+        self._in_fp8 = config.fp8 and setup.trains
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.reference = self._freeze_reference() if setup.needs_reference and not lora.enabled else None
@@ -156,7 +159,9 @@ class PolicyTrainer:
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
         if layers_mesh is not None:
             split_over_ranks(model, root.head, layers_mesh, self.device, FIELD if self._trains else ENGINE_FIELD)
-        fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
+        num_fused = fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
+        if self._in_fp8:
+            self._refuse_fp8(root.head.decoder, num_fused)
         if mesh is not None:
             layers = cast(nn.ModuleList, root.head.decoder.layers)
             shard(root, list(layers), mesh)
@@ -165,6 +170,18 @@ class PolicyTrainer:
             self._score(root, [None])
             reshard(root)
         return root
+
+    def _refuse_fp8(self, decoder: Any, num_fused: int) -> None:
+        obstacle = fp8_obstacle(
+            self.device,
+            next(decoder.parameters()).dtype,
+            model_type=decoder.config.model_type,
+            num_layers=len(decoder.layers),
+            num_fused=num_fused,
+            is_sharded=self.mesh.size > 1,
+        )
+        if obstacle is not None:
+            raise InputError(f"policy.fp8 = true: {obstacle}; set policy.fp8=false")
 
     def _refuse_unsupported(self, setup: RankSetup) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
@@ -209,23 +226,30 @@ class PolicyTrainer:
         torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
         self.model.train()
         metrics: list[Mapping[str, Tensor]] = []
-        for part in parts:
-            with self._row(part, self.forward) as row:
-                logprobs = self.forward(row, self.temperature)
-                if part is None:
-                    loss = logprobs.sum() * 0.0
-                else:
-                    loss, measured = objective(logprobs, part)
-                    metrics.append(measured)
-                # FSDP averages gradients over ranks; the loss is a sum over them.
-                (loss * self.mesh.num_shards).backward()
-            self.optimizer.collect_gradients()
-            if progress is not None:
-                progress(1)
+        with self._products_in_fp8(self.forward, gradients=True):
+            for part in parts:
+                metrics += self._backward(part, objective)
+                self.optimizer.collect_gradients()
+                if progress is not None:
+                    progress(1)
         learning_rate = self.optimizer.learning_rate
         norm, taken = self.optimizer.step(self.config.max_grad_norm)
         summed = combine_metrics([_to_floats(m) for m in metrics])
         return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
+
+    def _backward(self, part: TokenBatch | None, objective: Objective) -> list[Mapping[str, Tensor]]:
+        """Both passes of one micro-batch; nothing of its graph is left afterwards."""
+        with self._row(part, self.forward) as row:
+            logprobs = self.forward(row, self.temperature)
+            measured: list[Mapping[str, Tensor]] = []
+            if part is None:
+                loss = logprobs.sum() * 0.0
+            else:
+                loss, metrics = objective(logprobs, part)
+                measured.append(metrics)
+            # FSDP averages gradients over ranks; the loss is a sum over them.
+            (loss * self.mesh.num_shards).backward()
+        return measured
 
     @torch.no_grad()
     def evaluate(
@@ -233,7 +257,7 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         self.model.eval()
         metrics = []
-        with deterministic_algorithms(self.config.deterministic):
+        with deterministic_algorithms(self.config.deterministic), self._products_in_fp8(self.forward):
             for part in parts:
                 with self._row(part, self.forward) as row:
                     logprobs = self.forward(row, self.temperature)
@@ -264,12 +288,13 @@ class PolicyTrainer:
     def reference_fingerprint(self) -> str:
         """A digest of everything that determines `reference_logprobs`, whatever the number of ranks; on rank 0."""
         model = self.model if self.reference is None else self.reference.model
-        return model_fingerprint(model, base_config(self.model).to_dict(), self.temperature)
+        settings = {**base_config(self.model).to_dict(), **({"fp8": True} if self._in_fp8 else {})}
+        return model_fingerprint(model, settings, self.temperature)
 
     @torch.no_grad()
     def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         scores: list[Tensor | None] = []
-        with self._phase("logprobs"):
+        with self._phase("logprobs"), self._products_in_fp8(forward):
             for part in parts:
                 with self._row(part, forward) as row:
                     logprobs = forward(row, self.temperature)
@@ -280,6 +305,17 @@ class PolicyTrainer:
     def _phase(self, name: str) -> Iterator[None]:
         """A phase of training whose memory is measured."""
         with self.peak_memory.during(name), deterministic_algorithms(self.config.deterministic):
+            yield
+
+    @contextmanager
+    def _products_in_fp8(self, forward: Forward, *, gradients: bool = False) -> Iterator[None]:
+        """With `policy.fp8` inside: quantised now, released at the end. An optimizer step or an engine has the memory again."""
+        copies = None
+        if self._in_fp8:
+            decoder: Any = forward.head.decoder
+            copies = Fp8Weights(decoder.layers, gradients=gradients)
+            copies.refresh()
+        with fp8_products(copies):
             yield
 
     @contextmanager

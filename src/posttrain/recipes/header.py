@@ -19,8 +19,9 @@ def header_lines(
     num_devices: int,
     max_steps: int,
     planned: str,
+    unused_epochs: str,
 ) -> list[str]:
-    """`planned`: memory and time as predicted; empty where nothing is."""
+    """`planned`: memory and time as predicted; empty where nothing is. `unused_epochs`: see `LoadedConfig`."""
     policy, sizes = config.policy, config.step_sizes()
     lora = policy.dtensor_cfg.lora_cfg
     trained = f"LoRA adapters of rank {lora.dim}" if lora.enabled else "all weights are trained"
@@ -32,6 +33,7 @@ def header_lines(
         "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
         "data": f"{len(prepared.train):,} {unit}{held_out}",
         "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
+        "epochs": f"{unused_epochs} is not used: steps is given" if unused_epochs else "",
         "settings": ", ".join(_settings(config, max_steps)),
         "planned": planned,
     }

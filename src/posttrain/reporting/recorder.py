@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from posttrain.config import LoggerConfig
-from posttrain.errors import Superseded, reason_of
+from posttrain.errors import Superseded, reason_of, switch
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
@@ -270,7 +270,7 @@ class RunRecorder:
             ending = "nothing scored"
             reason += (
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
-                "the reasons; fix the reward, and begin again with --restart"
+                f"the reasons; fix the reward, and begin again with {switch('--restart')}"
             )
         elif self._lost_step is not None:
             ending = "record lost"

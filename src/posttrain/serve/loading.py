@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
-from posttrain.models.loading import load_tokenizer
+from posttrain.models.loading import load_tokenizer, resolve_device
 from posttrain.serve.adapters import load_adapter_tokenizer
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.engine_client import EngineClient
@@ -28,7 +28,8 @@ log = logging.getLogger("posttrain.serve")
 
 
 def build_service(options: ServeOptions, say: Say = log.info) -> Service:
-    host = EngineThread() if options.processes == 1 else EngineProcess()  # its imports run beside what follows
+    processes = options.processes or (2 if resolve_device(options.engine.device).type == "cuda" else 1)
+    host = EngineThread() if processes == 1 else EngineProcess()  # its imports run beside what follows
     try:
         return _service(host, options, say)
     except BaseException:

@@ -11,7 +11,7 @@ from torch import nn
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.errors import InputError
+from posttrain.errors import InputError, option
 from posttrain.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
@@ -78,5 +78,5 @@ def load_engine(
     )
     own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
     if (length := engine.settings.max_total_tokens) > own:
-        raise InputError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
+        raise InputError(f"{option('--max-model-len')} is {length}, and {model.text} was made for {own} tokens at most")
     return engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
-from posttrain.errors import InputError
+from posttrain.errors import InputError, option
 from posttrain.models.accepted_names import resolve_registered_model
 from posttrain.serve.models import load_engine
 from posttrain.serve.options import EngineOptions
@@ -115,14 +115,14 @@ def open_chat(
 ) -> TerminalChat:
     """Load the model. Raises InputError for an option that is out of range."""
     fine = {
-        "temperature": (temperature, 0 <= temperature <= 10, "a number from 0 to 10"),
-        "top_p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
-        "max_model_len": (max_model_len, max_model_len is None or max_model_len >= 8, "at least 8"),
+        "--temperature": (temperature, 0 <= temperature <= 10, "a number from 0 to 10"),
+        "--top-p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        "--max-tokens": (max_tokens, max_tokens >= 1, "at least 1"),
+        "--max-model-len": (max_model_len, max_model_len is None or max_model_len >= 8, "at least 8"),
     }
-    for name, (value, is_fine, accepted) in fine.items():
+    for flag, (value, is_fine, accepted) in fine.items():
         if not is_fine:
-            raise InputError(f"{name} is {value}: {accepted} is accepted")
+            raise InputError(f"{option(flag)} is {value}: {accepted} is accepted")
     found = resolve_registered_model(model, registry=registry)
     session = GenerationSession(load_engine(found, EngineOptions(precision, device, max_model_len, max_batch_size=1)))
     sampling = Sampling(

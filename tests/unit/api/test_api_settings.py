@@ -48,6 +48,8 @@ def test_the_error_for_an_unknown_setting_does_not_mention_the_command_line() ->
     with pytest.raises(ConfigError, match="learning") as caught:
         loaded_config("grpo", None, overrides_of({"learning": 1}))([])
     assert "command line" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"a value must be given, e\.g\. policy\.model_name=…$"):
+        loaded_config("grpo", {"policy.model_name": "???"}, [])([])
     with pytest.raises(InputError, match=r"policy\.precision"):
         overrides_of({"policy.precision": object()})
 

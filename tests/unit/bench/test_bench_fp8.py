@@ -1,4 +1,5 @@
-"""bench/sampler_gap.py on a CPU, where the sampler is the trainer, and its measures; bench/fp8_products.py without a GPU."""
+"""bench/sampler_gap.py on a CPU, where the sampler is the trainer, and its measures; bench/fp8_products.py without a GPU;
+bench/fp8_curves.py with FP8 in plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_references import use_torch_fp8
+from tiny_runs import save_data, save_model, sft
 
 
 def test_the_difference_is_measured_by_its_definitions() -> None:
@@ -35,3 +38,28 @@ def test_products_in_fp8_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 64
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_loss_curves_in_fp8_are_near_those_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fp8_curves import LAST, difference, main
+
+    use_torch_fp8(monkeypatch)
+    model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data")
+    config = tmp_path / "sft.yaml"
+    config.write_text("{}\n")
+    settings = [word for word in sft(model, data, tmp_path / "unused")[1:] if not word.startswith("checkpointing")]
+    words = ["--model", str(model), "--data", str(data / "questions.jsonl"), "--config", str(config), "--steps", "3"]
+    for setting in [*settings, "policy.precision=bfloat16", "sft.max_num_steps=3"]:
+        words += ["--set", setting]
+    assert main([*words, "--out", str(tmp_path / "curves.json")]) == 0
+    report = json.loads((tmp_path / "curves.json").read_text())
+    plain, quantised, other = report["losses"].values()
+    assert len(plain) == len(quantised) == len(other) == 3
+    assert quantised != plain
+    assert quantised == pytest.approx(plain, rel=0.05)
+    assert other[0] != pytest.approx(plain[0], rel=1e-6), "other batches"
+    assert report["differences"]["FP8"] == pytest.approx(difference(quantised, plain))
+    assert f"last {LAST}" in capsys.readouterr().out
+    assert difference([1.0, 3.0], [2.0, 1.0]) == {"mean_abs": 1.5, "mean": 0.5, "last": 0.5}

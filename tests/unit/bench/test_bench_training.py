@@ -72,6 +72,32 @@ def test_the_training_report_has_the_share_of_the_roof_and_the_ratio(
     assert f"{rates[0] / rates[1]:.2f}x" in shown
 
 
+def test_fp8_runs_beside_bf16_with_its_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = []
+
+    def run_side(_: str, job: dict[str, Any]) -> dict[str, Any]:
+        jobs.append(job)
+        faster = 1.5 if "policy.fp8=true" in job["overrides"] else 1.0
+        return {**trained["posttrain"], "train_tokens_per_s": faster * 100, "logprobs_tokens_per_s": faster**2 * 100}
+
+    monkeypatch.setattr(train, "run_side", run_side)
+    assert train.main(["--shape", "tiny", "--fp8", "--set", "policy.num_threads=1", "--out", str(tmp_path / "r")]) == 0
+    assert [job["overrides"] for job in jobs] == [
+        ("policy.num_threads=1",),
+        ("policy.num_threads=1", "policy.fp8=true"),
+    ]
+    gain = {"training": pytest.approx(1.5), "log-probabilities": pytest.approx(2.25)}
+    assert json.loads((tmp_path / "r").read_text())["fp8_over_bf16"] == gain
+    assert "FP8 is 1.50x bf16 in training, 2.25x bf16 in log-probabilities" in capsys.readouterr().out
+
+
+def test_fp8_that_cannot_be_had_is_a_failure_with_its_reason() -> None:
+    with pytest.raises(InputError, match=r"policy\.fp8"):
+        train.do_job(replace(TRAIN, side="posttrain-fp8", overrides=("policy.fp8=true",)).as_json())
+
+
 # -- GRPO ----------------------------------------------------------------------------------------------------------------
 
 

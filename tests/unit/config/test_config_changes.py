@@ -53,6 +53,7 @@ def test_change_of_training_has_key_old_and_new_value() -> None:
         ("grpo.seed=7", True),
         ("grpo.max_val_samples=7", True),
         ("policy.precision=float32", True),
+        ("policy.fp8=true", True),
         ("policy.generation.native_cfg.max_batch_size=3", False),
         ("policy.generation.native_cfg.num_speculative_tokens=4", False),
         ("policy.generation.native_cfg.precision=fp8", True),

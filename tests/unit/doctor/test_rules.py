@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain.config import load_config
 from posttrain.doctor import Doctor, Finding
 from posttrain.doctor.doctor import RULES
 from posttrain.doctor.policy_rules import theil_sen
 from posttrain.doctor.rule import short
 
 LR = "policy.optimizer.kwargs.lr"
+RECORDED = Path(__file__).parents[2] / "recorded_runs"
 SETTINGS: dict[str, Any] = {
     LR: 1e-5,
     "loss_fn.reference_policy_kl_penalty": 0.01,
@@ -157,6 +162,18 @@ def test_a_sampler_that_disagrees_is_an_error_unless_its_samples_are_weighted() 
     weighted = {"loss_fn.use_importance_sampling_correction": True}
     assert only(examine("grpo", settings=weighted, train_token_mult_prob_error=lambda step: 1.2)).severity == "warning"
     assert only(examine("grpo", train_gen_kl_error=lambda step: 0.005)).rule == "sampler-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [("policy.generation.native_cfg.precision", "fp8", "auto"), ("policy.fp8", True, "false")],
+)
+def test_a_disagreement_in_fp8_is_mended_by_a_setting_that_the_config_accepts(
+    key: str, value: object, fix: str
+) -> None:
+    found = only(examine("grpo", settings={key: value}, train_token_mult_prob_error=lambda step: 1.2))
+    assert found.fixes == (f"{key}={fix}",)
+    load_config("grpo", None, list(found.fixes))
 
 
 def test_one_step_of_disagreement_is_averaged_out() -> None:
@@ -549,3 +566,47 @@ def test_no_rule_needs_a_metric_that_a_run_may_not_have(kind: str) -> None:
             kept = {key: value for key, value in HEALTHY[kind](step).items() if left_out and key != left_out}
             doctor.observe({"step": step, "train/lr": 1e-5, **kept})
         doctor.finish()
+
+
+# -- a recorded run of a real model -------------------------------------------------------------------------------------
+
+
+def recorded(lr: str) -> list[Finding]:
+    """What the doctor says of SmolLM2 on GSM8K; tests/recorded_runs/README.md."""
+    settings = {
+        **SETTINGS,
+        LR: float(lr),
+        "policy.generation.max_new_tokens": 200,
+        "loss_fn.reference_policy_kl_penalty": 0.0,
+    }
+    doctor = Doctor("grpo", settings)
+    lines = gzip.decompress((RECORDED / f"smollm2_gsm8k_lr_{lr}.jsonl.gz").read_bytes()).splitlines()
+    doctor.replay([json.loads(line) for line in lines])
+    doctor.finish()
+    return doctor.findings
+
+
+@pytest.mark.parametrize("lr", ["1e-5", "3e-5"])
+def test_real_runs_that_learn_slowly_have_one_note(lr: str) -> None:
+    (found,) = recorded(lr)
+    assert (found.rule, found.severity) == ("no-signal", "note")
+    assert found.fixes == ("grpo.use_dynamic_sampling=true",)
+
+
+def test_a_real_run_that_collapsed_has_errors_that_name_the_learning_rate() -> None:
+    errors = {finding.rule: finding for finding in recorded("1e-4") if finding.severity == "error"}
+    assert {"entropy-collapse", "truncated", "reward-hacking", "no-signal"} <= errors.keys()
+    assert errors["no-signal"].step == 16, "long before the answers are useless"
+    for rule in ("no-signal", "truncated", "entropy-collapse"):
+        assert errors[rule].fixes[0] == f"{LR}=1e-5"
+
+
+def test_few_groups_with_signal_are_a_warning_where_they_are_too_few_to_learn_from() -> None:
+    few = examine("grpo", train_groups_with_signal=lambda step: 0.2)["no-signal"]  # 8 groups a step
+    many = examine("grpo", train_groups_with_signal=lambda step: 0.2, train_num_samples=lambda step: 512)["no-signal"]
+    assert (few.severity, many.severity) == ("warning", "note")
+
+
+def test_cut_off_answers_are_a_warning_once_they_persist() -> None:
+    assert "truncated" not in examine("grpo", steps=19, train_truncation_rate=lambda step: 0.25)
+    assert examine("grpo", steps=20, train_truncation_rate=lambda step: 0.25)["truncated"].severity == "warning"

@@ -43,7 +43,7 @@ def test_other_obstacles_are_named(
 def test_some_layer_must_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.engines.native import fp8
 
-    monkeypatch.setattr(fp8, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(fp8, "fp8_obstacle", lambda *_, **__: None)
     settings = NativeSettings(precision="fp8", num_first_layers_in_bf16=1, num_last_layers_in_bf16=1)
     with pytest.raises(InputError, match="num_last_layers_in_bf16 = 1 leave none of the 2 layers"):
         NativeEngine(tiny_model(), byte_tokenizer(), settings)

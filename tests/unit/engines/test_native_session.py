@@ -334,6 +334,23 @@ def test_nan_is_cleared_from_the_cache_with_its_request(keeps_prefixes: bool) ->
     assert run(session, [wanted[1]])
 
 
+def test_a_page_of_a_failed_request_is_not_reused_after_its_other_holder_is_cancelled(model: nn.Module) -> None:
+    session = session_of(model, keeps_prefixes=True)
+    prompt = tuple(range(10, 21))
+    holder, lost, again = (SessionRequest(name, prompt, Sampling(8, 0.0, ignore_eos=True), 0) for name in "abc")
+    session.add(holder)
+    session.step()
+    session.step()  # the next one prefills
+    page = session.driver.scheduler.active[0].pages[0]
+    for values in session._cache.values.values():
+        values[page] = float("nan")
+    session.add(lost)
+    assert session.step() == [FailureEvent("b", "the model's output is NaN: its weights are damaged")]
+    session.cancel("a")  # before its next token shows that it is damaged, too
+    assert_empty(session)
+    assert tokens(run(session, [again]))["c", 0] == engine_answers(model, again)["c", 0][0]
+
+
 def test_reset_returns_lost_requests_and_leaves_a_working_session(model: nn.Module) -> None:
     session = session_of(model)
     wanted = requests(8, seed=5)

@@ -46,6 +46,21 @@ def test_pages_are_taken_from_the_end_of_the_sequence_that_was_released_first() 
     assert pages.find("", (5, 6, 7, 8)) == new
 
 
+def test_known_pages_of_a_prompt_do_not_count_in_the_limit_of_a_prefill_step() -> None:
+    scheduler = Scheduler(40, SIZE, 8, keeps_prefixes=True)
+
+    def add(number: int, prompt: tuple[int, ...]) -> None:
+        scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
+
+    add(0, tuple(range(8)))
+    first = scheduler.admit(3)
+    scheduler.remember_prompts(first)
+    for number in (1, 2, 3):
+        add(number, (*range(8), 10 + number))  # one token each beyond the known pages
+    add(4, tuple(range(20, 24)))
+    assert [sample.group.task.id for sample in scheduler.admit(3).samples] == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
     """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and values of

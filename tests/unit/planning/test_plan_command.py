@@ -139,11 +139,13 @@ def test_uncounted_parts_are_listed() -> None:
         "grpo.use_dynamic_sampling=true",
         "policy.dtensor_cfg.lora_cfg.enabled=true",
         "policy.dtensor_cfg.lora_cfg.exclude_modules=[down_proj]",
+        "policy.fp8=true",
     ]
     config = load_config("grpo", None, words).config
     said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
     assert "adapters are counted on every linear layer" in said
     assert "dynamic sampling is counted as one batch" in said
+    assert "policy.fp8: products of the layers are 2 times as fast as in bf16" in said
 
 
 def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:

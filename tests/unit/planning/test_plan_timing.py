@@ -84,6 +84,23 @@ def test_decode_steps_in_fp8_are_predicted_within_15_percent(context: float, mil
     assert 1e3 * time.decode_step_s(512, 512, 0, context, 1) == pytest.approx(milliseconds, rel=0.15)
 
 
+def test_training_in_fp8_is_planned_with_its_copies_and_quantising() -> None:
+    in_fp8 = replace(PLAIN, fp8=True)
+    plain, fp8 = time_of(), time_of(in_fp8)
+    step = workload()
+    assert 1.25 < plain.passes_s(step) / fp8.passes_s(step) < 1.45, "two of three products are twice as fast"
+    assert 1.5 < plain.scoring_s(step) / fp8.scoring_s(step) < 1.8
+    assert fp8.optimizer_s() == plain.optimizer_s()
+    # Weights are quantised once an update: several cost more than one.
+    updates = [fp8.passes_s(replace(step, num_updates=count)) for count in (1, 8)]
+    assert updates[1] - updates[0] > 6 * fp8._quantising_s(gradients=True)
+    assert fp8._quantising_s(gradients=True) == pytest.approx(0.0145, rel=0.1)
+    memory = [plan_memory(RankMemory(LLAMA, settings), step, H200) for settings in (PLAIN, in_fp8)]
+    for name, copies in (("training", 2), ("logprobs", 1), ("optimizer", 0), ("sampling", 0)):
+        more = memory[1].peak_bytes(name) - memory[0].peak_bytes(name)
+        assert more == copies * LLAMA.layer_products, name
+
+
 def test_layers_left_in_bf16_cost_as_much_as_before() -> None:
     half = replace(FP8, engine=replace(FP8.engine, layers_in_bf16=LLAMA.layers // 2))
     steps = [TimeModel(RankMemory(LLAMA, s), H200).decode_step_s(16, 16, 0, 256, 1) for s in (PLAIN, half, FP8)]

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu, trainer_logprobs
+from fp8_references import slow_product
+from fused_references import (
+    EPS,
+    assert_like_float64,
+    assert_near,
+    noise,
+    norm,
+    poisoned_memory,
+    swiglu,
+    trainer_logprobs,
+)
 from kernel_references import mend_interpreter
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
@@ -18,11 +28,13 @@ from posttrain.engines.native import NativeEngine, NativeSettings, kernels
 from posttrain.engines.native import attention as engine_attention
 from posttrain.engines.native import fp8 as engine_fp8
 from posttrain.engines.native.engine import Workspace
-from posttrain.policy.fused import fp8_kernels
+from posttrain.policy.fused import fp8_kernels, ops
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.adapters import product_of
-from posttrain.policy.fused.fp8 import Fp8Weights
+from posttrain.policy.fused.fp8 import Fp8Product, Fp8Weights
 from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.fused.products import Multiply, Product
 from posttrain.types import Completion, NoiseKey, OpenGroup, Sampling, Task, Unfinished
 
 mend_interpreter()
@@ -54,6 +66,18 @@ def test_rows_come_back_to_one_rounding(rows: int, width: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(7, 33), (40, 16), (513, 35), (2, 40)])
+def test_columns_are_quantised_as_rows_of_the_transpose(rows: int, columns: int) -> None:
+    x = noise(rows, columns) * (10.0 ** noise(1, columns, seed=2))
+    x[rows // 2, 3] = float("nan")
+    with poisoned_memory():
+        found = fp8_kernels.quantise_columns(x)
+    expected = fp8_kernels.quantise(x.T.contiguous())
+    assert torch.equal(found.factors, expected.factors)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert found.values[3].float().isnan().sum() == 1
+
+
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(3, 20)
     x[1, 4], x[2, 5] = float("nan"), float("inf")
@@ -83,10 +107,11 @@ def test_norm(rows: int, width: int, has_delta: bool, dtype: torch.dtype | None)
     x, weight = noise(rows, width), noise(width)
     delta = noise(rows, width, seed=1).half() if has_delta else None
     with poisoned_memory():
-        total, quantised, y = fp8_kernels.norm_quantised(x, delta, weight, EPS, dtype)
+        total, quantised, y, scale = fp8_kernels.norm_quantised(x, delta, weight, EPS, dtype)
     wide = x.double() if delta is None else x.double() + delta.double()
     assert_near("sum", total, wide, 2e-6)
     assert_rounded_once(quantised, norm(total.double(), weight.double()))
+    assert_near("factor of the norm", scale, (wide.square().mean(-1) + EPS).rsqrt(), 2e-6)
     assert (y is None) == (dtype is None)
     if y is not None:
         assert_near("norm", y, norm(wide, weight.double()), 4e-3)
@@ -124,6 +149,57 @@ def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) 
         assert not counters.any(), "ready for the next product"
 
 
+# -- gradients -----------------------------------------------------------------------------------------------------------
+
+CLOSE = 2e-5  # of the largest number: fp32, and the same e4m3 values as in float64
+
+
+def fp8_product(*weights: Tensor) -> Fp8Product:
+    whole = joined(weights)
+    copies = {"copy": fp8_kernels.quantise(whole), "transposed": fp8_kernels.quantise_columns(whole)}
+    return Fp8Product(weights, (), whole, None, **copies, counters=torch.zeros(16, dtype=torch.int32))
+
+
+def normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:
+    product = fp8_product(w0, w1)
+    return ops.NormedLinear.apply(x, delta, weight, EPS, product, *product.parts)
+
+
+def slow_normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:
+    return x + delta, slow_product(norm(x + delta, weight), torch.cat([w0, w1]))
+
+
+@pytest.mark.parametrize("frozen", [[], ["w0", "w1"], ["x", "delta", "weight"]], ids=["all", "inputs", "weights"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(7, 48, (32, 16)), (1, 16, (16, 16)), (33, 64, (16, 64))])
+def test_gradients_of_norm_and_product(rows: int, inputs: int, outputs: tuple[int, int], frozen: list[str]) -> None:
+    given = {"x": noise(rows, inputs), "delta": noise(rows, inputs, seed=1), "weight": noise(inputs)}
+    given |= {f"w{i}": noise(size, inputs, seed=2 + i) for i, size in enumerate(outputs)}
+    unused = (0,) if "x" in frozen else ()
+    assert_like_float64(normed, slow_normed, given, CLOSE, frozen=frozen, unused=unused)
+
+
+@pytest.mark.parametrize(("rows", "inner", "outputs"), [(5, 48, 32), (1, 16, 16)])
+def test_gradients_of_swiglu_and_product(rows: int, inner: int, outputs: int) -> None:
+    def ours(gate_up: Tensor, w0: Tensor) -> Any:
+        product = fp8_product(w0)
+        return ops.SwigluLinear.apply(gate_up, product, *product.parts)
+
+    given = {"gate_up": noise(rows, 2 * inner), "w0": noise(outputs, inner)}
+    assert_like_float64(ours, lambda gate_up, w0: slow_product(swiglu(*gate_up.chunk(2, dim=1)), w0), given, CLOSE)
+
+
+def test_gradients_of_a_product() -> None:
+    def ours(x: Tensor, w0: Tensor) -> Any:
+        product = fp8_product(w0)
+        return Multiply.apply(x, product, *product.parts)
+
+    given = {"x": noise(9, 32), "w0": noise(48, 32)}
+    assert_like_float64(ours, lambda x, w0: slow_product(x, w0), given, CLOSE)
+    plain = Product((w := given["w0"],), (), w, None)
+    error = (ours(given["x"], w) - plain.forward(given["x"])[0]).norm() / plain.forward(given["x"])[0].norm()
+    assert 1e-3 < error < 0.06, "quantised, and near the product that is not"
+
+
 # -- a sampler -----------------------------------------------------------------------------------------------------------
 
 PROMPTS = ((5, 9, 40, 7, 11, 2, 30), (17, 3, 50))
@@ -136,7 +212,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "
 @pytest.fixture(autouse=True)
 def _way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine reads pages in place with the kernels, and keeps its memory."""
-    monkeypatch.setattr(engine_fp8, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(engine_fp8, "fp8_obstacle", lambda *_, **__: None)
     monkeypatch.setattr(engine_attention, "_load_kernel", lambda device: kernels)
 
 
@@ -241,8 +317,8 @@ def test_adapters_are_not_quantised() -> None:
             product = product_of(modules)
             assert product is not None
             in_fp8 = copies.product(product)
-            assert in_fp8 is not None
-            found[name] = in_fp8.of(x).double()
+            assert isinstance(in_fp8, Fp8Product)
+            found[name] = in_fp8.forward(x)[0].double()
     adapters = [module.scaling["default"] * _low_rank(module, x) for module in modules]
     assert_near("what adapters add", found["on"] - found["off"], torch.cat(adapters, dim=1), 1e-2)
     engine = sampler(model)

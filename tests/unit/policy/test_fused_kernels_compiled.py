@@ -56,10 +56,11 @@ def test_activations_are_quantised_sixteen_bytes_at_a_time(compiled: Compiled) -
     from posttrain.policy.fused import fp8_kernels
 
     fp8_kernels.quantise(torch.empty(3, 4096, dtype=BF16))
+    fp8_kernels.quantise_columns(torch.empty(6144, 4096, dtype=BF16))
     weight = torch.empty(4096, dtype=BF16)
     fp8_kernels.norm_quantised(torch.empty(3, 4096), torch.empty(3, 4096, dtype=BF16), weight, 1e-5, BF16)
     fp8_kernels.swiglu_quantised(torch.empty(3, 2 * 14336, dtype=BF16), None)
-    assert set(compiled) == {"_quantise_rows", "_norm_quantised", "_swiglu_quantised"}
+    assert set(compiled) == {"_quantise_rows", "_quantise_columns", "_norm_quantised", "_swiglu_quantised"}
     for kernel in compiled.values():
         assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"]
         assert "v4.b32" in kernel.asm["ptx"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_server import options_for, save_adapter, save_model
 from transformers import AutoTokenizer
 
@@ -240,21 +241,31 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, "EngineThread"), ({"processes": 2}, "EngineProcess")])
-def test_engine_has_a_process_of_its_own_on_request(
-    model: Path, options: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_gpu", "options", "expected"),
+    [
+        (False, {}, "EngineThread"),
+        (False, {"processes": 2}, "EngineProcess"),
+        (True, {}, "EngineProcess"),
+        (True, {"processes": 1}, "EngineThread"),
+    ],
+)
+def test_engine_has_a_process_of_its_own_on_a_gpu_or_on_request(
+    model: Path, has_gpu: bool, options: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str) -> None:
         raise LookupError(name)
 
     for name in ("EngineProcess", "EngineThread"):
         monkeypatch.setattr(loading, name, partial(refuse, name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    engine = replace(options_for(model).engine, device="auto")
     with pytest.raises(LookupError, match=expected):
-        loading.build_service(options_for(model, **options))
+        loading.build_service(options_for(model, engine=engine, **options))
 
 
-def test_command_line_gives_the_engine_a_process_only_on_request() -> None:
-    def processes(*words: str) -> int:
+def test_command_line_leaves_the_number_of_processes_open() -> None:
+    def processes(*words: str) -> int | None:
         return options_of(build_parser().parse_args(["serve", "model", *words])).processes
 
-    assert (processes(), processes("--processes", "2")) == (1, 2)
+    assert (processes(), processes("--processes", "2")) == (None, 2)

@@ -360,8 +360,8 @@ class Driver:
         self.cancel(request)
         if self.scheduler.prefixes is not None:
             self.scheduler.prefixes.clear()
-        # A page that another request holds is not damaged, or fails that request too.
-        self.cache.clear_pages(sorted(page for page in pages if not self.scheduler.pages.holders(page)))
+        # A page that another request holds is not damaged, or fails that request too, unless it is cancelled before that.
+        self.scheduler.pages.clear_when_free(pages, self.cache.clear_pages)
         self.decoding.drop_copies()
 
 

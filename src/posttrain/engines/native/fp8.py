@@ -14,49 +14,30 @@ from torch import nn
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.errors import InputError
-from posttrain.policy.fused.fp8 import Fp8Weights
+from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle
 from posttrain.policy.model_support import LayerShape
-
-_LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix units
 
 
 def check_fp8(forward: ForwardPass, settings: NativeConfig, *, num_fused: int, is_sharded: bool) -> None:
     """Refuse FP8 where the device or the model does not allow it; `num_fused` layers of the model are fused."""
     if settings.precision != "fp8":
         return
-    if (obstacle := _obstacle(forward, num_fused, is_sharded)) is not None:
-        raise InputError(f"native_cfg.precision = fp8: {obstacle}; use precision = auto")
     num_layers = int(forward.config.num_hidden_layers)
+    obstacle = fp8_obstacle(
+        forward.device,
+        next(forward.head.decoder.parameters()).dtype,
+        model_type=forward.config.model_type,
+        num_layers=num_layers,
+        num_fused=num_fused,
+        is_sharded=is_sharded,
+    )
+    if obstacle is not None:
+        raise InputError(f"native_cfg.precision = fp8: {obstacle}; use precision = auto")
     if settings.num_first_layers_in_bf16 + settings.num_last_layers_in_bf16 >= num_layers:
         raise InputError(
             f"native_cfg.precision = fp8: num_first_layers_in_bf16 = {settings.num_first_layers_in_bf16} and "
             f"num_last_layers_in_bf16 = {settings.num_last_layers_in_bf16} leave none of the {num_layers} layers"
         )
-
-
-def _obstacle(forward: ForwardPass, num_fused: int, is_sharded: bool) -> str | None:
-    device, dtype = forward.device, next(forward.head.decoder.parameters()).dtype
-    if device.type != "cuda":
-        return f"it needs a GPU with FP8 matrix units (Ada, Hopper or newer), and the model is on {device.type}"
-    if torch.version.hip is not None:
-        return "its kernels are for GPUs of NVIDIA"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return (
-            f"{name} (compute capability {capability[0]}.{capability[1]}) has no FP8 matrix units; Ada (8.9), Hopper (9.0) "
-            "and newer ones have"
-        )
-    if dtype != torch.bfloat16:
-        return f"weights in bfloat16 are quantised, and these are {str(dtype).removeprefix('torch.')}"
-    if is_sharded:
-        return "weights that are sharded over GPUs cannot be quantised yet"
-    if num_fused < forward.config.num_hidden_layers:
-        return (
-            f"{num_fused} of {forward.config.num_hidden_layers} layers of {forward.config.model_type} follow the pattern of "
-            "Llama whose products can be quantised"
-        )
-    return None
 
 
 def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class PageAllocator:
@@ -12,6 +12,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
+        self._to_clear: dict[int, Callable[[Sequence[int]], None]] = {}  # when they have no holder any more
 
     @property
     def num_free(self) -> int:
@@ -40,7 +41,14 @@ class PageAllocator:
             assert self._holders[page] > 0, f"page {page} is released twice"
             self._holders[page] -= 1
             if self._holders[page] == 0:
+                if page in self._to_clear:
+                    self._to_clear.pop(page)((page,))
                 self._without_holder(page)
+
+    def clear_when_free(self, pages: Collection[int], clear: Callable[[Sequence[int]], None]) -> None:
+        """Call `clear` with those of `pages` that have no holder, and with each of the others when its last one leaves."""
+        clear(sorted(page for page in pages if not self._holders[page]))
+        self._to_clear |= {page: clear for page in pages if self._holders[page]}
 
     def _without_holder(self, page: int) -> None:
         self._free.append(page)

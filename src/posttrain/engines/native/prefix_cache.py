@@ -39,9 +39,12 @@ class PrefixCache(PageAllocator):
         return pages
 
     def insert(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` begin with the keys and values of the tokens. Of pages with equal contents the first is kept."""
+        """`pages` begin with the keys and values of the tokens. Of pages with equal contents the first is kept.
+
+        A page that is to be cleared is not cached, nor are those after it.
+        """
         for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
-            if self._page_of.setdefault(key, page) != page:
+            if page in self._to_clear or self._page_of.setdefault(key, page) != page:
                 return
             self._key_of[page] = key
 

@@ -168,6 +168,15 @@ class Scheduler:
         self.num_reused_tokens += len(known) * self.page_size
         return known
 
+    def _num_to_prefill(self, group: PromptGroup) -> int:
+        """Tokens of the prompt that must be computed."""
+        if group.pages is not None:
+            return 0
+        if self.prefixes is None:
+            return group.prompt_length
+        known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
+        return group.prompt_length - len(known) * self.page_size
+
     def remember_prompts(self, admission: Admission) -> None:
         """The prompts of the admission have been computed."""
         if self.prefixes is not None:
@@ -179,9 +188,10 @@ class Scheduler:
         count = 0
         seen: set[PromptGroup] = set()
         for sample in self.waiting:
-            is_computed = sample.group in seen or sample.group.pages is not None
-            cost = len(sample.token_ids) + (0 if is_computed else sample.group.prompt_length)
-            if count == slots or (count and cost > max_tokens):
+            if count == slots:
+                break
+            cost = len(sample.token_ids) + (0 if sample.group in seen else self._num_to_prefill(sample.group))
+            if count and cost > max_tokens:
                 break
             seen.add(sample.group)
             max_tokens -= cost

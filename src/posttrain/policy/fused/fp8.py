@@ -1,11 +1,15 @@
-"""FP8 copies of the weights of fused layers, and the products of a sampler that uses them.
+"""Products of fused layers in FP8, with copies of the weights: for a sampler, and for training (`policy.fp8`).
 
-The copies belong to a sampler; the trainer never sees them. `Fp8Weights.refresh` quantises them again from the weights that are
-trained, into the same memory, so that captured CUDA graphs stay valid. Adapters, biases, norms, embeddings and the output head
-stay as they are: an adapter adds to a product in FP8 what it adds to one in bf16.
+Both quantise the copies from the weights that are trained. A sampler's live with its KV cache; `Fp8Weights.refresh` quantises
+them again into the same memory, so that captured CUDA graphs stay valid. A trainer's live for one update or one pass over a
+batch. Adapters, biases, norms, embeddings and the output head stay as they are: an adapter adds to a product in FP8 what it
+adds to one in bf16.
 
-Many rows go through `torch._scaled_mm` with a factor per row and per output, few through a kernel of our own, which reads the
-weights faster (`fp8_kernels.py`).
+y = x W^T has one factor for each row of x and one for each output. The gradient of the input, dx = dy W, sums over the outputs,
+so its factors are those of the rows of dy and of the inputs: it needs a second copy, quantised along the other axis.
+Gradients of weights are those of `Product`, from activations that were not quantised.
+
+Many rows go through `torch._scaled_mm`, few through a kernel of our own, which reads the weights faster (`fp8_kernels.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from posttrain.policy.fused.products import Product
 if TYPE_CHECKING:
     from posttrain.policy.fused.fp8_kernels import Fp8Rows
 
+_LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix units
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix library
 _MOST_FEW_ROWS = 64  # up to here our own kernel is faster
 _COLUMNS = 64  # of a tile of that kernel
@@ -48,18 +53,45 @@ def active_fp8() -> Fp8Weights | None:
     return _active
 
 
-class Fp8Weights:
-    """Copies of the weights of `layers`: the fused decoder layers whose products are to be in FP8."""
+def fp8_obstacle(
+    device: torch.device, dtype: torch.dtype, *, model_type: str, num_layers: int, num_fused: int, is_sharded: bool
+) -> str | None:
+    """Why the products of a model cannot be in FP8, `num_fused` of whose layers are fused; None if they can."""
+    if device.type != "cuda":
+        return f"it needs a GPU with FP8 matrix units (Ada, Hopper or newer), and the model is on {device.type}"
+    if torch.version.hip is not None:
+        return "its kernels are for GPUs of NVIDIA"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return (
+            f"{name} (compute capability {capability[0]}.{capability[1]}) has no FP8 matrix units; Ada (8.9), Hopper (9.0) "
+            "and newer ones have"
+        )
+    if dtype != torch.bfloat16:
+        return f"weights in bfloat16 are quantised, and these are {str(dtype).removeprefix('torch.')}"
+    if is_sharded:
+        return "weights that are sharded over GPUs cannot be quantised yet"
+    if num_fused < num_layers:
+        return f"{num_fused} of {num_layers} layers of {model_type} follow the pattern of Llama whose products can be quantised"
+    return None
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+
+class Fp8Weights:
+    """Copies of the weights of `layers`: the fused decoder layers whose products are to be in FP8. `gradients`: with those that
+    gradients of inputs need."""
+
+    def __init__(self, layers: Iterable[nn.Module], *, gradients: bool = False) -> None:
         self._layers = list(layers)
+        self._gradients = gradients
         self._copies: dict[int, Fp8Rows] = {}  # by the address of what they are copies of
+        self._transposed: dict[int, Fp8Rows] = {}
         self._counters: Tensor | None = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantise the weights as they are now. Weights that stayed where they were are copied to where their copy was."""
-        from posttrain.policy.fused.fp8_kernels import quantise
+        from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
 
         copies: dict[int, Fp8Rows] = {}
         for weight in self._weights():
@@ -67,9 +99,11 @@ class Fp8Weights:
             # Other weights may have come to lie where some were that moved.
             fits = held is not None and held.values.shape == weight.shape
             copies[weight.data_ptr()] = quantise(weight, held if fits else None)
+            if self._gradients:
+                self._transposed[weight.data_ptr()] = quantise_columns(weight)
         self._copies = copies
         if copies and self._counters is None:
-            tiles = max(len(copy.values) for copy in copies.values()) // _COLUMNS
+            tiles = max(max(copy.values.shape) for copy in copies.values()) // _COLUMNS
             device = next(iter(copies.values())).values.device
             self._counters = torch.zeros(tiles + _SPARE_COUNTERS, dtype=torch.int32, device=device)
 
@@ -81,53 +115,63 @@ class Fp8Weights:
                 if product is not None and not any(size % _MULTIPLE for size in product.weight.shape):
                     yield product.weight
 
-    def product(self, product: Product) -> Fp8Product | None:
-        """The same product in FP8; None if its weights have no copy."""
-        copy = self._copies.get(product.weight.data_ptr())
-        return None if copy is None or self._counters is None else Fp8Product(product, copy, self._counters)
+    def product(self, product: Product) -> Product:
+        """The same product in FP8, or itself if its weights have no copy."""
+        place = product.weight.data_ptr()
+        if (copy := self._copies.get(place)) is None or self._counters is None:
+            return product
+        own = (product.weights, product.biases, product.weight, product.bias, product.low_rank)
+        return Fp8Product(*own, copy=copy, transposed=self._transposed.get(place), counters=self._counters)
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.values.nbytes + copy.factors.nbytes for copy in self._copies.values())
+        copies = [*self._copies.values(), *self._transposed.values()]
+        return sum(copy.values.nbytes + copy.factors.nbytes for copy in copies)
 
 
-@dataclass(frozen=True)
-class Fp8Product:
-    """A product whose weights and inputs are quantised. For one call, and without gradients."""
+@dataclass(frozen=True, kw_only=True)
+class Fp8Product(Product):
+    """A product whose weights and inputs are quantised; on the way back the gradient of its outputs."""
 
-    product: Product
-    weight: Fp8Rows
+    copy: Fp8Rows  # a factor for each output
+    transposed: Fp8Rows | None  # [inputs, outputs], a factor for each input; None where no gradient is needed
     counters: Tensor
 
-    def of_norm(self, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + delta, the product with norm(x + delta) * norm_weight)."""
-        from posttrain.policy.fused.fp8_kernels import norm_quantised
-
-        total, rows, y = norm_quantised(x, delta, norm_weight, eps, self._adapter_dtype)
-        return total, self._multiply(rows, y)
-
-    def of_swiglu(self, gate_up: Tensor) -> Tensor:
-        from posttrain.policy.fused.fp8_kernels import swiglu_quantised
-
-        return self._multiply(*swiglu_quantised(gate_up, self._adapter_dtype))
-
-    def of(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         from posttrain.policy.fused.fp8_kernels import quantise
 
         return self._multiply(quantise(x), x)
 
+    def of_norm(
+        self, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(x + delta, the norm's factor of each row, the product with norm(x + delta) * norm_weight, what adapters see of it)."""
+        from posttrain.policy.fused.fp8_kernels import norm_quantised
+
+        total, rows, y, scale = norm_quantised(x, delta, norm_weight, eps, self._adapter_dtype)
+        return total, scale, *self._multiply(rows, y)
+
+    def of_swiglu(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        from posttrain.policy.fused.fp8_kernels import swiglu_quantised
+
+        return self._multiply(*swiglu_quantised(gate_up, self._adapter_dtype))
+
+    def _base_gradient(self, grad_out: Tensor) -> Tensor:
+        from posttrain.policy.fused.fp8_kernels import quantise
+
+        assert self.transposed is not None, "these copies are for passes without gradients"
+        return multiply(quantise(grad_out), self.transposed, grad_out.dtype, self.counters)
+
     @property
     def _adapter_dtype(self) -> torch.dtype | None:
         """In which adapters want the input; None where there are none."""
-        return None if self.product.low_rank is None else self.product.weight.dtype
+        return None if self.low_rank is None else self.weight.dtype
 
-    def _multiply(self, rows: Fp8Rows, x: Tensor | None) -> Tensor:
-        out = multiply(rows, self.weight, self.product.weight.dtype, self.counters)
-        if self.product.bias is not None:
-            out += self.product.bias
-        if x is not None:
-            self.product.add_adapters(x, out)
-        return out
+    def _multiply(self, rows: Fp8Rows, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out = multiply(rows, self.copy, self.weight.dtype, self.counters)
+        if self.bias is not None:
+            out += self.bias
+        return out, None if x is None else self.add_adapters(x, out)
 
 
 def multiply(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype, counters: Tensor) -> Tensor:

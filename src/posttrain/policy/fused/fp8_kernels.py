@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of FP8 sampling: norm, SwiGLU and plain rows quantised as they are written, and products of few rows.
+"""Triton kernels of FP8 products: norm, SwiGLU and plain rows quantised as they are written, and products of few rows.
 
 A quantised row is e4m3 values and one fp32 factor; value times factor is the number. The largest number of a row becomes 448, the
 largest of e4m3. A weight's row is an output, a row of activations a token, so both factors are applied once, to the finished sum.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+_TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # of a weight, that a program turns round at a time
 
 
 class Fp8Rows(NamedTuple):
@@ -57,8 +58,29 @@ def _quantise_rows(
 
 
 @triton.jit
+def _quantise_columns(x_ptr, q_ptr, factor_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of x [rows, columns], which become rows of q [columns, rows]: read once for the largest number, and again."""
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < columns
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < rows)[:, None] & there[None, :]
+        x = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale, factor = _factor_of(tl.max(largest, 0))
+    tl.store(factor_ptr + column, factor, mask=there)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < rows)[:, None] & there[None, :]
+        x = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        q = tl.trans((x * scale[None, :]).to(tl.float8e4nv))
+        tl.store(q_ptr + column[:, None] * rows + row[None, :], q, mask=tl.trans(mask))
+
+
+@triton.jit
 def _norm_quantised(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, q_ptr, factor_ptr, width, eps,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, q_ptr, factor_ptr, width, eps,
     HAS_DELTA: tl.constexpr, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +91,9 @@ def _norm_quantised(
         x += tl.load(delta_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(sum_ptr + row * width + at, x.to(sum_ptr.dtype.element_ty), mask=inside)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    y = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)) * weight
+    norm_scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(scale_ptr + row, norm_scale)
+    y = x * norm_scale * weight
     if HAS_Y:
         tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=inside)
     scale, factor = _factor_of(tl.max(tl.abs(y), 0))
@@ -108,6 +132,18 @@ def quantise(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
     return out
 
 
+def quantise_columns(x: Tensor) -> Fp8Rows:
+    """Each column of `x` [rows, columns] with a factor of its own, as rows: `quantise(x.T)`, without the transposed copy."""
+    rows, columns = x.shape
+    assert x.is_contiguous()
+    out = new_rows(columns, rows, x.device)
+    if columns:
+        _quantise_columns[(triton.cdiv(columns, _TURNED_COLUMNS),)](
+            x, *out, rows, columns, ROWS=_TURNED_ROWS, COLUMNS=_TURNED_COLUMNS, num_warps=8
+        )
+    return out
+
+
 def quantise_into(x: Tensor, values: Tensor, factors: Tensor, slots: Tensor) -> None:
     """Heads of tokens [tokens, heads, dim] into `slots` of pages [pages, page size, heads, dim] and of their factors."""
     _launch_quantise(x, values, factors, slots)
@@ -130,19 +166,20 @@ def _launch_quantise(x: Tensor, values: Tensor, factors: Tensor, places: Tensor 
 
 def norm_quantised(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
-) -> tuple[Tensor, Fp8Rows, Tensor | None]:
-    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given); x itself where there is no delta."""
+) -> tuple[Tensor, Fp8Rows, Tensor | None, Tensor]:
+    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x
+    itself where there is no delta."""
     rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)
     y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=x.device)
-    out = new_rows(rows, width, x.device)
+    out, scale = new_rows(rows, width, x.device), x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(width)
         _norm_quantised[(rows,)](
-            x, x if delta is None else delta, weight, total, x if y is None else y, *out, width, eps,
+            x, x if delta is None else delta, weight, total, x if y is None else y, scale, *out, width, eps,
             HAS_DELTA=delta is not None, HAS_Y=y is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return total, out, y
+    return total, out, y, scale
 
 
 def swiglu_quantised(gate_up: Tensor, dtype: torch.dtype | None) -> tuple[Fp8Rows, Tensor | None]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
-from posttrain.policy.fused.fp8 import Fp8Product, active_fp8
+from posttrain.policy.fused.fp8 import active_fp8
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 from posttrain.policy.tensor_group import group_of, local_parameter
@@ -242,7 +242,9 @@ class FusedLayer:
         return [joined[0], [attention.o_proj], joined[1], [mlp.down_proj]]
 
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
-        return product_of(modules) if self.may_join else None
+        product = product_of(modules) if self.may_join else None
+        copies = active_fp8()
+        return product if product is None or copies is None else copies.product(product)
 
     def _normed(
         self, norm: Any, x: Tensor, delta: Tensor | None, modules: Sequence[nn.Module]
@@ -251,8 +253,6 @@ class FusedLayer:
         from posttrain.policy.fused.ops import AddNorm, NormedLinear
 
         if (product := self._product(modules)) is not None:
-            if (in_fp8 := _in_fp8(product)) is not None:
-                return in_fp8.of_norm(x, delta, norm.weight, norm.variance_epsilon)
             total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
             return total, out
         total, y = AddNorm.apply(x, delta, local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
@@ -265,8 +265,6 @@ class FusedLayer:
         if product is None or product.weight.dtype != x.dtype:
             out: Tensor = module(x)
             return out
-        if (in_fp8 := _in_fp8(product)) is not None:
-            return in_fp8.of(x)
         return Multiply.apply(x, product, *product.parts)
 
     def _down(self, module: nn.Module, gate_up: Tensor | list[Tensor]) -> Tensor:
@@ -274,8 +272,6 @@ class FusedLayer:
 
         product = self._product([module])
         if isinstance(gate_up, Tensor) and product is not None and product.weight.dtype == gate_up.dtype:
-            if (in_fp8 := _in_fp8(product)) is not None:
-                return in_fp8.of_swiglu(gate_up)
             return SwigluLinear.apply(gate_up, product, *product.parts)
         gate, up = gate_up if isinstance(gate_up, list) else gate_up.chunk(2, dim=1)
         return self._linear(module, Swiglu.apply(gate, up))
@@ -302,12 +298,6 @@ class FusedLayer:
             part = Rotate.apply(part.contiguous(), cos, sin, part.shape[1] // self.head_dim)
             turned.append(part)
         return [part.unflatten(1, (-1, self.head_dim)) for part in (*turned, parts[2])]
-
-
-def _in_fp8(product: Product) -> Fp8Product | None:
-    """Where a sampler runs with FP8 copies of the weights."""
-    copies = active_fp8()
-    return None if copies is None else copies.product(product)
 
 
 class FusedNorm:

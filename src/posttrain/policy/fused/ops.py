@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.policy.fused import kernels
+from posttrain.policy.fused.fp8 import Fp8Product
 from posttrain.policy.fused.products import Product
 
 
@@ -59,8 +60,11 @@ class NormedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float, product: Product, *parts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total, y, scale = kernels.norm_forward(x, delta, norm_weight, eps, product.weight.dtype)
-        out, low = product.forward(y)
+        if isinstance(product, Fp8Product):
+            total, scale, out, low = product.of_norm(x, delta, norm_weight, eps)
+        else:
+            total, y, scale = kernels.norm_forward(x, delta, norm_weight, eps, product.weight.dtype)
+            out, low = product.forward(y)
         ctx.save_for_backward(total, norm_weight, scale, low)
         ctx.product = product
         ctx.delta_dtype = None if delta is None else delta.dtype
@@ -92,7 +96,10 @@ class SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Product, *parts: Tensor) -> Tensor:
-        out, low = product.forward(kernels.swiglu_forward(*gate_up.chunk(2, dim=1)))
+        if isinstance(product, Fp8Product):
+            out, low = product.of_swiglu(gate_up)
+        else:
+            out, low = product.forward(kernels.swiglu_forward(*gate_up.chunk(2, dim=1)))
         ctx.save_for_backward(gate_up, low)
         ctx.product = product
         return out

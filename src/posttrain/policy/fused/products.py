@@ -87,10 +87,14 @@ class Product:
         return grad_low
 
     def input_gradient(self, grad_out: Tensor, grad_low: Tensor | None) -> Tensor:
-        grad = torch.mm(grad_out, self.weight)
+        grad = self._base_gradient(grad_out)
         if self.low_rank is not None and grad_low is not None:
             grad.addmm_(grad_low, self.low_rank.down)
         return grad
+
+    def _base_gradient(self, grad_out: Tensor) -> Tensor:
+        """Of the inputs, without what came by adapters."""
+        return torch.mm(grad_out, self.weight)
 
     def part_gradients(
         self, grad_out: Tensor, grad_low: Tensor | None, low: Tensor | None, x: Tensor | None, needed: Sequence[bool]

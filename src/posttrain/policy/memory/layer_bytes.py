@@ -153,6 +153,12 @@ class LayerBytes:
         norms = (6 + 2 + 1) * FP32 * s.hidden + (3 + 2 + 1) * e * s.hidden
         return norms + 6 * e * s.inner + 2 * e * (s.query_width + s.kv_width)
 
+    def moved_by_quantising(self) -> float:
+        """Per layer and token of a backward pass in FP8: gradients of the outputs. The forward pass moves no more than bf16."""
+        if not self.settings.fp8:
+            return 0.0
+        return (self.settings.element + 1) * sum(outputs for _, outputs in self.shape.linears)
+
     def moved_by_adapters(self) -> tuple[float, float]:
         """Forward and backward, per layer and token: reading inputs again and adding to outputs, and the same for gradients."""
         if self.settings.lora_rank is None:

@@ -135,6 +135,12 @@ class RankMemory:
             return {}
         return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_products}
 
+    def quantised_weights(self, *, gradients: bool) -> dict[str, float]:
+        """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, and again along the other axis for gradients."""
+        if not self.settings.fp8:
+            return {}
+        return {"FP8 weights of training": (2.0 if gradients else 1.0) * self.shape.layer_products}
+
     def cache_bytes_per_token(self) -> float:
         engine, s = self.settings.engine, self.shape
         assert engine is not None
@@ -148,7 +154,7 @@ class RankMemory:
 
     def training_phase(self, row: Pass, kept_cache: Mapping[str, float], *, accumulates: bool) -> Phase:
         """A forward and backward pass. `accumulates`: gradients of earlier passes of the update exist already."""
-        items = {**self.resident(), **self.gathered_weights(), **kept_cache}
+        items = {**self.resident(), **self.gathered_weights(), **kept_cache, **self.quantised_weights(gradients=True)}
         before = self.gradients() if accumulates else 0.0
         kept = self.layer.kept(row)
         one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as temporary

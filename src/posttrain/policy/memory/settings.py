@@ -90,6 +90,7 @@ class RunSettings:
     num_engines: int = 0  # on GPUs that only sample; 0: those that train sample too
     engine_shares: int = 1  # GPUs that share the layers of such an engine
     trains: bool = True  # False: an engine on a GPU of its own
+    fp8: bool = False  # products of training and of log-probabilities
 
     @property
     def holds_copy(self) -> bool:
@@ -140,6 +141,7 @@ def run_settings(
         row_shares=policy.dtensor_cfg.context_parallel_size,
         num_engines=num_engines,
         engine_shares=engine_shares,
+        fp8=policy.fp8,
     )
 
 
