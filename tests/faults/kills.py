@@ -52,7 +52,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 17
+    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 32
 )
 
 
