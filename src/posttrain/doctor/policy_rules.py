@@ -157,7 +157,8 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
         )
     dynamic_sampling = run.fix("grpo.use_dynamic_sampling", "true")
     if _has_hard_prompts(run):
-        return "most prompts are too hard, or too easy", (dynamic_sampling,)
+        screen = "or screen the prompts: posttrain data screen"
+        return "most prompts are too hard, or too easy", (dynamic_sampling, screen)
     return (
         "the reward does not see what differs, or the prompts are too easy or too hard",
         (

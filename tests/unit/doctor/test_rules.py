@@ -590,7 +590,7 @@ def recorded(lr: str) -> list[Finding]:
 def test_real_runs_that_learn_slowly_have_one_note(lr: str) -> None:
     (found,) = recorded(lr)
     assert (found.rule, found.severity) == ("no-signal", "note")
-    assert found.fixes == ("grpo.use_dynamic_sampling=true",)
+    assert found.fixes == ("grpo.use_dynamic_sampling=true", "or screen the prompts: posttrain data screen")
 
 
 def test_a_real_run_that_collapsed_has_errors_that_name_the_learning_rate() -> None:
