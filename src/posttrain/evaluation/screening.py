@@ -48,8 +48,8 @@ from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Task
 
 Verdict = Literal["kept", "too hard", "too easy", "no difference", "unscored"]
-# Of one engine in one batch: enough to keep the device busy, few enough to lose little when interrupted.
-_ANSWERS_PER_BATCH = {"cuda": 4096, "cpu": 64}
+# That one engine may sample in one batch: enough to keep the device busy, few enough to lose little when interrupted.
+_TOKENS_PER_BATCH = {"cuda": 1 << 20, "cpu": 1 << 13}
 _MAX_VALUES = 17  # means of 16 answers that are right or wrong
 
 
@@ -165,8 +165,7 @@ class Screening:
     ) -> int:
         workers = start_samplers(self.config, chat)
         cleanup.callback(workers.close)
-        per_engine = _ANSWERS_PER_BATCH.get(call_all(workers, Rank.facts)[0].device, 64) // self.num_samples
-        size = max(1, per_engine) * len(workers.workers)
+        size = self._prompts_per_engine(call_all(workers, Rank.facts)[0].device) * len(workers.workers)
         batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
         interruption = Interruption(answer="writing what was measured, then stopping")
         interruption.tell(workers.request_stop)
@@ -192,6 +191,14 @@ class Screening:
             except FloatingPointError as error:
                 raise InputError(f"policy.model_name: the model cannot be sampled from: {error}") from error
         return interruption.exit_code
+
+    def _prompts_per_engine(self, device: str) -> int:
+        generation = self.config.policy.generation
+        assert generation is not None, "GRPO samples"
+        num_answers = _TOKENS_PER_BATCH[device] // generation.max_new_tokens
+        if device == "cuda":
+            num_answers = max(num_answers, generation.native_cfg.max_batch_size)
+        return max(1, num_answers // self.num_samples)
 
     def _identity(self, dataset: TaskDataset, chat: ChatFormat) -> JsonObject:
         """Everything that determines the rewards, and nothing that changes only their speed."""
@@ -277,7 +284,7 @@ def measure(
             for group in groups
             if None in group.rewards
         }
-        if not _scored([*files.rewards.values(), *rewards.values()]):
+        if not files.rewards and not _scored(rewards.values()):
             raise NothingScored(f"not one answer could be scored: {next(iter(reasons.values()))}")
         files.append(rewards, reasons)
         keep.check(_scored(rewards.values()))
