@@ -57,7 +57,8 @@ def add_parser(actions: Subparsers) -> None:
         "--keep",
         type=_range,
         metavar="LOW:HIGH",
-        help="mean rewards to keep, in units of the reward, ends included (default: 0.05:0.95, for rewards from 0 to 1)",
+        help="mean rewards to keep, in units of the reward, ends included (default: 0.05:0.95, for rewards from 0 to 1; "
+        "a negative one as --keep=-1:0.5)",
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="measure at most N prompts")
     parser.add_argument(
