@@ -78,11 +78,12 @@ class ScreenFiles:
             return
         try:
             found, *rows = map(parse_json, lines)
+            differing = what_differs(found, identity)
             # Where an answer is unscored, the prompt is measured again.
             self.rewards = {row["row"]: row["rewards"] for row in rows if None not in row["rewards"]}
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{self.journal}: not the rewards of a screening ({error}); name another --out") from error
-        if not isinstance(found, dict) or (differing := what_differs(found, identity)):
+        if differing:
             if rows or self.out.exists():
                 raise InputError(f"--out {self.out}: was screened with other settings: {differing}. Name another file")
             self.journal.unlink()  # of an attempt that failed before it had measured anything

@@ -102,9 +102,10 @@ def test_file_of_another_origin_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text('{"input": "mine"}\n')
     with pytest.raises(InputError, match=r"s\.jsonl: exists, without the s\.screen\.jsonl"):
         reopened(tmp_path / "s.jsonl")
-    (tmp_path / "s.screen.jsonl").write_text("[]\n3\n")
-    with pytest.raises(InputError, match=r"s\.screen\.jsonl: not the rewards of a screening"):
-        reopened(tmp_path / "s.jsonl")
+    for content in ("3\n", "[]\n", '{"a": 1}\n3\n', "{\n"):
+        (tmp_path / "s.screen.jsonl").write_text(content)
+        with pytest.raises(InputError, match=r"s\.screen\.jsonl: not the rewards of a screening"):
+            reopened(tmp_path / "s.jsonl")
     assert (tmp_path / "s.jsonl").read_text() == '{"input": "mine"}\n'
 
 
