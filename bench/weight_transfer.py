@@ -8,7 +8,9 @@
 The trainer packs its weights into buckets that the engine has opened over CUDA IPC, and the engine copies them into its own
 parameters in place. Every route must first bring weights that the engine can draw itself from the seed. Two jobs, each a pair of
 processes: torch's usual memory, and `expandable_segments:True` on both sides with several ways to have buckets that can be shared
-nevertheless. A section that fails is shown with its error, its engine is replaced, and the others go on. See transfer_buckets.py.
+nevertheless. Section `handover` is what a run with engines of its own does, calls of Ray excepted: over CUDA IPC, and through its
+file (src/posttrain/engines/weight_handover.py). A section that fails is shown with its error, its engine is replaced, and the
+others go on. See transfer_buckets.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from transfer_buckets import (
 )
 
 GIB, MIB = 2**30, 2**20
-SECTIONS = ("floor", "buckets", "digests", "adapters", "direct", "cycles", "host", "expandable")
+SECTIONS = ("floor", "buckets", "digests", "adapters", "direct", "cycles", "host", "handover", "expandable")
 RANK = 16
 _DEADLINE_S = 40.0  # of any wait for the other side
 Reply = tuple[Any, ...]
@@ -231,8 +233,27 @@ class Engine(Side):
         torch._foreach_copy_(self.weights[what], self.buckets)
         self.synchronise()
 
+    def do_handover(self, pipe: Any, sent: Any, lot: int | None) -> str:
+        """Why the trainer's memory cannot be opened; empty: all is taken."""
+        if not hasattr(self, "receiver"):
+            from posttrain.engines.weight_handover import WeightReceiver
+
+            self.receiver = WeightReceiver(module_of(self.weights["weights"]))
+        why = self.receiver.open_buckets([sent]) if lot is not None else ""
+        if not why:
+            self.receiver.receive([sent], lot)
+        return why
+
     def do_host(self, pipe: Any, route: str, path: str, num_buckets: int, bucket_bytes: int) -> dict[str, float]:
         return HostRoute(self, path, num_buckets, bucket_bytes, rank=1).receive(route, pipe)
+
+
+def module_of(weights: Sequence[Tensor]) -> torch.nn.Module:
+    """These very tensors as parameters."""
+    module = torch.nn.Module()
+    for index, weight in enumerate(weights):
+        module.register_parameter(f"weight_{index}", torch.nn.Parameter(weight, requires_grad=False))
+    return module
 
 
 def engine_main(pipe: Any, device: str, sizes: LlamaSizes) -> None:
@@ -653,6 +674,42 @@ class Trainer(Side):
             }  # fmt: skip
         return found
 
+    def section_handover(self, options: argparse.Namespace) -> dict[str, Any]:
+        from posttrain.engines.weight_handover import Handover, WeightSender
+
+        found: dict[str, Any] = {}
+        sender = WeightSender(module_of(self.weights["weights"]))
+        with tempfile.TemporaryDirectory(prefix="weight-transfer-") as folder:
+            for over_ipc in (True, False) if self.device == "cuda" else (False,):
+                to = Handover(f"bench-{os.getpid()}", Path(folder), on_one_machine=True, over_gpu_memory=over_ipc)
+                label, times, copied = ("over CUDA IPC" if over_ipc else "through the file"), [], []
+                for number in range(options.repeats + 1):
+                    if number == 0:
+                        self.make("weights", 71 + over_ipc)
+                    self.synchronise()
+                    start = time.perf_counter()
+                    sent = sender.send(to)
+                    if over_ipc and not sent.lots:
+                        raise RuntimeError(sent.why_no_bucket)
+                    for lot in range(len(sent.lots)) if over_ipc else (None,):
+                        if lot is not None:
+                            sender.fill(lot)
+                        if why := self.ask("handover", sent, lot):
+                            raise RuntimeError(why)
+                    times.append(time.perf_counter() - start)
+                    sender.wait_until_copied()
+                    copied.append(time.perf_counter() - start)
+                    if number == 0 and (wrong := self.ask("check", "weights", 71 + over_ipc)):
+                        raise AssertionError(f"{label}: {wrong} weights did not arrive as they were sent")
+                seconds = median(times[1:])
+                found[label] = {
+                    "seconds": seconds, "least_s": min(times[1:]), "most_s": max(times[1:]), "first_s": times[0],
+                    "file_complete_s": median(copied[1:]), "gb_per_s": self.num_bytes("weights") / seconds / 1e9,
+                    "file": str(sent.file.parent), "trainer": self.memory(), "engine": self.ask("memory", False),
+                }  # fmt: skip
+            sender.remove_file()
+        return found
+
     def section_expandable(self, options: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {"may this process take another's files": self.ask("probe", os.getpid())}
         for way in WAYS if self.device == "cuda" else (PLAIN,):
@@ -790,7 +847,7 @@ def show(report: dict[str, Any]) -> None:
             f"packing alone {floor['pack_s'] * 1e3:.1f} ms; a message and its answer {floor['message_and_answer_us']:.0f} us"
         )
     lines = []
-    for name in ("buckets", "digests", "adapters", "direct", "expandable"):
+    for name in ("buckets", "digests", "adapters", "direct", "handover", "expandable"):
         for label, entry in sections.get(name, {}).items():
             if isinstance(entry, dict) and "seconds" in entry:
                 trainer, engine = entry.get("trainer", {}), entry.get("engine", {})
@@ -816,6 +873,11 @@ def show(report: dict[str, Any]) -> None:
             print(
                 f"host, {label}: {entry['gb_per_s']:.1f} GB/s over {entry['bytes'] / 1e9:.1f} GB, "
                 f"{entry['seconds_of_all']:.2f} s for all"
+            )
+    for label, entry in sections.get("handover", {}).items():
+        if "file_complete_s" in entry:
+            print(
+                f"handover, {label}: the file in {entry['file']} is complete after {entry['file_complete_s'] * 1e3:.0f} ms"
             )
     for label, entry in sections.get("expandable", {}).items():
         if "seconds" not in entry:

@@ -8,6 +8,7 @@ kill many.
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import logging
 import multiprocessing
@@ -341,6 +342,12 @@ def results_of(folder: Path) -> list[Row]:
         {key: value for key, value in row.items() if key == "step" or key.startswith(("train/", "validation/"))}
         for row in rows_of(folder)
     ]
+
+
+def trained_draws(folder: Path, steps: int) -> list[int]:
+    """Which draws of prompts the samples of a run come from, in the order in which they were trained."""
+    files = [folder / "rollouts" / f"step_{step}.jsonl.gz" for step in range(1, steps + 1)]
+    return [json.loads(line)["draw"] for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 def weights_of(checkpoint: Path) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
+from posttrain.engines.weight_handover import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
 from posttrain.hashing import digest
@@ -35,7 +36,6 @@ from posttrain.orchestration.weights import PushedWeights, SharedWeights, Weight
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
-from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
@@ -172,7 +172,7 @@ class TrainingRun:
             show_progress=recorder.progress,
             stop=interruption,
         )
-        engine, weights = self._sampling(workers, trainer)
+        engine, weights = self._sampling(workers, trainer, recorder.warn)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
@@ -217,17 +217,22 @@ class TrainingRun:
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
+            places_per_engine=config.gpus_per_engine,
             log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
         return start_workers(
             partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
             layout,
             config.cluster.launcher,
-            build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
+            build_engine=partial(build_rank, setup.for_sampling(config.gpus_per_engine))
+            if config.num_engines
+            else None,
             quiet=self.quiet,
         )
 
-    def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
+    def _sampling(
+        self, workers: WorkerGroup, trainer: ShardedTrainer, say: Callable[[str], None]
+    ) -> tuple[RoundEngine, WeightSync]:
         """The engine, and how it gets the weights."""
         weights: WeightSync
         generation = self.config.policy.generation
@@ -239,7 +244,7 @@ class TrainingRun:
         else:
             folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
             handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
-            weights = pushed = PushedWeights(workers, handover)
+            weights = pushed = PushedWeights(workers, handover, say)
             self._cleanup.callback(pushed.close)
             engine = ShardedEngine(workers.engines, pushed.ensure_published)
         if generation is None or not is_vllm:

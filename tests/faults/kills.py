@@ -19,12 +19,13 @@ import tiny_runs
 
 from faults import processes
 from faults.campaign import Case, NotPossibleHere, Part
-from faults.lab import Lab
+from faults.lab import STEPS, Lab
 from faults.processes import Running, Surroundings
 
 KINDS = ("grpo", "dpo", "sft", "rm", "grpo-lora")
 KINDS_IN_BACKGROUND = ("dpo-background", "grpo-background", "grpo-lora-background")
 RAY_KILLS = 4  # in a row, before the run may end: a start of Ray takes half a minute
+DEDICATED_CASES, DEDICATED_KILLS = 10, 5
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
@@ -46,6 +47,8 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
         yield Case(f"pipeline-{number}", partial(kill_pipeline, lab))
     for victim in () if short else ("driver", "rank", "all"):
         yield Case(f"ray-{victim}", partial(kill_ray, lab, victim), tries=RAY_KILLS)
+    for number in range(0 if short else DEDICATED_CASES):
+        yield Case(f"dedicated-{number}", partial(kill_dedicated, lab), tries=DEDICATED_KILLS)
 
 
 PART = Part(
@@ -126,15 +129,21 @@ def _wait_for_a_moment(running: Running, run: Path, chance: random.Random) -> No
         running.wait_for(lambda: any(run.glob("tmp_step_*")) or tiny_runs.count_rows(run) > before + 2)
 
 
-def _ranks_of(running: Running) -> list[psutil.Process]:
+def _ranks_of(running: Running, log: str = "") -> list[psutil.Process]:
+    """Ranks and engines; with `log` those that write one whose name begins with it."""
     found = []
     for process in processes.descendants(running.pid):
         try:
-            if "RankActor" in " ".join(process.cmdline()):
+            if "RankActor" in " ".join(process.cmdline()) and (not log or _writes(process, log)):
                 found.append(process)
         except psutil.Error:
             continue
     return found
+
+
+def _writes(process: psutil.Process, log: str) -> bool:
+    names = [Path(opened.path).name for opened in process.open_files()]
+    return any(name.startswith(log) and name.endswith(".log") for name in names)
 
 
 def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool:
@@ -142,7 +151,8 @@ def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool
     everybody, ranks = processes.descendants(running.pid), _ranks_of(running)
     try:
         if victim == "rank":
-            processes.kill([chance.choice(ranks)] if ranks else [])
+            training = _ranks_of(running, "rank_")
+            processes.kill([chance.choice(training)] if training else [])
         elif victim == "driver":
             running.process.kill()
         else:
@@ -155,6 +165,42 @@ def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool
     finally:
         processes.kill(everybody)
     return finished.code != 0
+
+
+# -- an engine of its own that samples ahead -----------------------------------------------------------------------------
+
+
+def kill_dedicated(lab: Lab, folder: Path, chance: random.Random) -> None:
+    """Without the engine the run goes on, with another one; without the driver or a rank the same command does."""
+    kind, run = "grpo-rounds-dedicated", folder / "run"
+    draws = tiny_runs.trained_draws(lab.whole(kind), STEPS)
+    assert sorted(draws) == list(range(len(draws))), "every prompt is trained once"
+    kills, running = 0, None
+    for attempt in range(4 * DEDICATED_KILLS):
+        if running is None:
+            running = processes.begin(lab.arguments(kind, run), folder / f"log_{attempt}")
+        _wait_for_a_moment(running, run, chance)
+        victim = chance.choice(["driver", "rank", "engine", "all"])
+        if victim == "engine" and running.process.is_alive():
+            engines = _ranks_of(running, "engine_")
+            processes.kill(engines)
+            kills += bool(engines)
+        else:
+            was_alive = running.process.is_alive()
+            if _killed_in_ray(victim, running, chance):
+                kills += was_alive  # an engine that is killed while a run starts ends it
+            else:  # it was over before: this was none
+                lab.assert_same_end(kind, run, running.finish())
+                shutil.rmtree(run)
+            running = None
+        if kills == DEDICATED_KILLS:
+            break
+    else:
+        raise AssertionError(f"the run was over before {DEDICATED_KILLS} kills hit it")
+    if running is not None and (finished := running.finish(300)).code == 0:
+        lab.assert_same_end(kind, run, finished)
+        return
+    lab.assert_same_end(kind, run, processes.run(lab.arguments(kind, run), folder / "log", limit_s=300))
 
 
 # -- conversion, registry, pipeline ------------------------------------------------------------------------------------

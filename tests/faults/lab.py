@@ -53,8 +53,8 @@ class Lab:
         return tiny_runs.save_data(self.folder / "data")
 
     def arguments(self, kind: str, folder: Path) -> list[str]:
-        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-background` saves
-        beside the training."""
+        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-dedicated` on an
+        engine of its own, `-background` saves beside the training."""
         name, *variants = kind.split("-")
         words = getattr(tiny_runs, name)(self.model, self.data, folder, steps=STEPS)
         if name == "sft":
@@ -63,6 +63,9 @@ class Lab:
             words += [*tiny_runs.LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]
         if "rounds" in variants:
             words += ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
+        if "dedicated" in variants:
+            engine = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"
+            words += ["cluster.gpus_per_node=2", engine]
         if "background" in variants:
             words.append(BACKGROUND)
         if "ray" in variants:

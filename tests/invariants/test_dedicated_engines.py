@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import os
 import signal
@@ -13,8 +15,7 @@ from typing import Any
 
 import pytest
 from test_local_equals_ray import assert_same_curves, copy_until
-from test_rounds_are_exact import trained_draws
-from tiny_runs import LORA, grpo, results_of, run, weights_of
+from tiny_runs import LORA, grpo, results_of, run, save_model, trained_draws, weights_of
 
 from posttrain.orchestration import sharded, workers
 
@@ -122,6 +123,59 @@ def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, d
     assert run([*grpo(model, data, tmp_path / "local", steps=STEPS), *LOCAL]) == 0
     assert run([*grpo(model, data, tmp_path / "four", steps=STEPS), *places]) == 0
     assert_same_curves(tmp_path / "four", tmp_path / "local")
+
+
+# -- engines of two parts ------------------------------------------------------------------------------------------------
+
+TWO_PARTS = [
+    "cluster.gpus_per_node=3",
+    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}",
+    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+]
+
+
+@pytest.fixture(scope="module")
+def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose heads two processes can share."""
+    return save_model(tmp_path_factory.mktemp("even") / "model", num_kv_heads=2)
+
+
+def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_survives_the_death_of_a_part(
+    fault_at: Callable[..., None], even_model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*grpo(even_model, data, tmp_path / name, steps=STEPS), *AGE_2]
+
+    assert run([*arguments("whole"), *DEDICATED]) == 0
+    assert run([*arguments("parts"), *TWO_PARTS]) == 0
+    assert_same_curves(tmp_path / "parts", tmp_path / "whole")
+    assert sampled_answers(tmp_path / "parts") == sampled_answers(tmp_path / "whole")
+    logs = {file.name for file in (tmp_path / "parts" / "logs").iterdir()}
+    assert logs >= {"engine_0_part_0.log", "engine_0_part_1.log"}
+    fault_at("sample_round", 4, ray.kill)  # the second part of the engine, in the second round
+    assert run([*arguments("killed"), *TWO_PARTS]) == 0
+    assert "engine 0 died during sample_round: another one is started" in capfd.readouterr().err
+    assert_same_run(tmp_path / "killed", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
+def test_ranks_that_share_layers_hand_their_parts_to_an_engine_of_two_parts(
+    adapters: list[str], even_model: Path, data: Path, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*grpo(even_model, data, tmp_path / name, steps=2), *adapters]
+
+    places = ["cluster.gpus_per_node=4", *TWO_PARTS[1:], "policy.dtensor_cfg.tensor_parallel_size=2"]
+    assert run([*arguments("local"), *LOCAL]) == 0
+    assert run([*arguments("four"), *places]) == 0
+    assert_same_curves(tmp_path / "four", tmp_path / "local")
+
+
+def sampled_answers(folder: Path) -> list[Any]:
+    files = [folder / "rollouts" / f"step_{step}.jsonl.gz" for step in range(1, STEPS + 1)]
+    rows = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    answers = [answer for row in rows for answer in row["completions"]]
+    return [(answer["text"], answer["num_tokens"], answer["versions"]) for answer in answers]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from test_resume_is_exact import kill_and_compare
-from tiny_runs import grpo, results_of, rows_of, run, weights_of
+from tiny_runs import grpo, results_of, rows_of, run, trained_draws, weights_of
 
 STEPS, PROMPTS = 8, 4
 NEW_METRICS = ("trajectory_age", "stale_token", "num_open_groups", "num_carried")
@@ -57,10 +55,5 @@ def test_a_killed_run_with_rounds_equals_the_uninterrupted_one(
     assert run(rounds(model, data, whole, 2, *extra)) == 0
     ages = [row["train/trajectory_age_max"] for row in rows_of(whole) if "train/trajectory_age_max" in row]
     assert 0 < max(ages) <= 2, "groups are carried over"
-    assert sorted(trained_draws(whole)) == list(range(STEPS * PROMPTS)), "each draw is trained exactly once"
+    assert sorted(trained_draws(whole, STEPS)) == list(range(STEPS * PROMPTS)), "each draw is trained exactly once"
     kill_and_compare(lambda folder: rounds(model, data, folder, 2, *extra), whole, tmp_path, num_kills=5, seed=11)
-
-
-def trained_draws(folder: Path, steps: int = STEPS) -> list[int]:
-    files = [folder / "rollouts" / f"step_{step}.jsonl.gz" for step in range(1, steps + 1)]
-    return [json.loads(line)["draw"] for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]

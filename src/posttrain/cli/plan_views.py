@@ -183,7 +183,7 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
 def _splits(splits: Splits) -> Table:
     table = _table(["", "train", "sample", "max age", "s a step", "speed", "GiB, training", "GiB, sampling"])
     for index, split in enumerate(splits.shown):
-        engines = split.config.num_engines
+        engines = split.config.num_engine_gpus
         fits = not split.found.too_large
         table.add_row(
             "now" if index == 0 else "",

@@ -161,6 +161,13 @@ def _dedicated(config: RunConfig) -> Iterator[str]:
             f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = {limit}; it is "
             f"{'null' if number is None else number}, and at least one must be left to train"
         )
+        return
+    size, per_node = config.gpus_per_engine, number if cluster.num_nodes == 1 else cluster.gpus_per_node
+    if per_node % size:
+        yield (
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a machine that only "
+            "sample: those that share an engine's layers are on one machine"
+        )
 
 
 def _parallelism(config: RunConfig) -> Iterator[str]:
@@ -170,7 +177,7 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
         yield (
             f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
             f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
-            f"{' less what only samples' if config.num_engines else ''} = {num_ranks}"
+            f"{' less what only samples' if config.num_engine_gpus else ''} = {num_ranks}"
         )
     elif config.cluster.gpus_per_node % tp and config.cluster.num_nodes > 1:
         yield (
@@ -243,6 +250,7 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         samplers = "ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size)"
         if config.num_engines:
             samplers = "engines (policy.generation.colocated.resources)"
+            samplers += f", each of {config.gpus_per_engine} GPUs" if config.gpus_per_engine > 1 else ""
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
             f"{num_samplers} {samplers}, which have equal shares of a round"

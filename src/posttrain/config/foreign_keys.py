@@ -194,6 +194,7 @@ RULES: tuple[KeyRule, ...] = (
 )
 
 _VLLM = "policy.generation.vllm_cfg"
+_ENGINE_SIZE = f"{_VLLM}.tensor_parallel_size"  # of native engines too, where they have GPUs of their own
 # Where vLLM samples, these are asked before `RULES`.
 VLLM_RULES: tuple[KeyRule, ...] = (
     KeyRule(f"{_VLLM}.async_engine", _anything, "requests are always batched continuously, and a round ends by itself"),
@@ -315,7 +316,7 @@ def review(
     vllm_samples = _vllm_samples(own)
     for path, value in [*every_value(own), *every_value(foreign)]:
         rule = rule_for(dotted(path), vllm_samples=vllm_samples)
-        if rule is None:
+        if rule is None or (dotted(path) == _ENGINE_SIZE and _has_own_engines(own)):
             continue
         if not rule.accepts(value):
             shown = shown_setting(dotted(path), value)
@@ -328,6 +329,11 @@ def review(
 def _vllm_samples(own: Values) -> bool:
     generation = (own.get("policy") or {}).get("generation") or {}
     return generation.get("backend") == "vllm" and bool(generation.get("vllm_cfg", {}).get("python"))
+
+
+def _has_own_engines(own: Values) -> bool:
+    generation = (own.get("policy") or {}).get("generation") or {}
+    return (generation.get("colocated") or {}).get("enabled") is False
 
 
 def substitutions(own: Values, foreign: Values) -> Iterator[str]:

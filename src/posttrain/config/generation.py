@@ -82,6 +82,10 @@ class VllmConfig(Section):
 class TrainingVllmConfig(VllmConfig):
     """vLLM as the sampler of a run: where it runs, how long it may be silent, and how far it may be from the trainer."""
 
+    tensor_parallel_size: PositiveInt = Field(
+        default=1,
+        description="GPUs that share the layers of a native engine on GPUs that only sample; a vLLM has one GPU.",
+    )
     python: str | None = Field(
         default=None,
         description="Python of an environment that has vLLM 0.25 or newer; null samples with the native engine instead.",

@@ -76,7 +76,20 @@ class RunConfig(Section):
 
     @property
     def num_engines(self) -> int:
-        """GPUs that only sample: the last of all that the cluster has. 0: those that train sample too."""
+        """On GPUs that only sample. 0: those that train sample too."""
+        return self.num_engine_gpus // self.gpus_per_engine
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """That share the layers of an engine which only samples."""
+        generation = self.policy.generation
+        if generation is None or generation.colocated.enabled or generation.uses_vllm:
+            return 1
+        return generation.vllm_cfg.tensor_parallel_size
+
+    @property
+    def num_engine_gpus(self) -> int:
+        """GPUs that only sample: the last of all that the cluster has."""
         generation, cluster = self.policy.generation, self.cluster
         if generation is None or generation.colocated.enabled:
             return 0
@@ -88,7 +101,7 @@ class RunConfig(Section):
     @property
     def num_ranks(self) -> int:
         """GPUs that train."""
-        return self.cluster.num_workers - self.num_engines
+        return self.cluster.num_workers - self.num_engine_gpus
 
     @property
     def schedule(self) -> Schedule:

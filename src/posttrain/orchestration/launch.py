@@ -24,6 +24,7 @@ class RankLayout:
     is_process_group: bool = True  # False: ranks that know nothing of each other
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
     num_engines: int = 0
+    places_per_engine: int = 1  # that share the layers of one
     log_folder: Path | None = None  # the run folder, for the logs of ranks; None: they write none
 
     @property
@@ -36,11 +37,27 @@ class RankLayout:
 
     @property
     def num_ranks(self) -> int:
-        return self.num_places - self.num_engines
+        return self.num_places - self.num_engines * self.places_per_engine
 
     @property
     def gpus_per_node(self) -> int:
         return self.ranks_per_node * self.gpus_per_rank
+
+    def engine_places(self, engine: int) -> range:
+        first = self.num_ranks + engine * self.places_per_engine
+        return range(first, first + self.places_per_engine)
+
+    def place_in_group(self, place: int) -> tuple[int, int]:
+        """The rank in its process group, of all ranks or of one engine, and the group's size."""
+        if place >= self.num_ranks:
+            return (place - self.num_ranks) % self.places_per_engine, self.places_per_engine
+        return (place, self.num_ranks) if self.is_process_group else (0, 1)
+
+    def name_of(self, place: int) -> str:
+        if place < self.num_ranks:
+            return f"rank_{place}"
+        engine, part = divmod(place - self.num_ranks, self.places_per_engine)
+        return f"engine_{engine}" if self.places_per_engine == 1 else f"engine_{engine}_part_{part}"
 
 
 def start_workers(

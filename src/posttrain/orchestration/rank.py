@@ -21,9 +21,9 @@ from torch import Tensor
 from posttrain.engines.choose_engine import engine_for_training
 from posttrain.engines.native import NativeEngine
 from posttrain.engines.vllm_sampler import UNKNOWN, VllmSampler
+from posttrain.engines.weight_handover import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
-from posttrain.policy.weight_files import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
@@ -66,6 +66,8 @@ class Rank:
         elif self.engine is not None:
             self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
         self._sender, self._receiver = WeightSender(trainer.model), WeightReceiver(trainer.model)
+        if trainer.optimizer is not None:
+            trainer.optimizer.before_change = self._before_change
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()
@@ -112,6 +114,11 @@ class Rank:
 
     def end_step(self) -> None:
         self.trainer.end_step()
+
+    def _before_change(self) -> None:
+        """Copies of the weights that were begun must be complete."""
+        self.trainer.checkpoints.wait_until_copied()
+        self._sender.wait_until_copied()
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -170,13 +177,19 @@ class Rank:
 
     # -- weights of engines on devices of their own --------------------------------------------------------------------
 
-    def send_weights(self, to: Handover) -> SentWeights | None:
+    def send_weights(self, to: Handover) -> SentWeights:
         return self._sender.send(to)
 
-    def receive_weights(self, sent: SentWeights) -> None:
-        self._receiver.receive(sent)
-        if isinstance(self.engine, VllmSampler):
+    def fill_bucket(self, lot: int) -> None:
+        self._sender.fill(lot)
+
+    def receive_weights(self, sent: Sequence[SentWeights], lot: int | None = None) -> str:
+        """`sent` by rank. All of it from their files, or a lot from their buckets: returns why those cannot be opened."""
+        if lot is not None and (why := self._receiver.open_buckets(sent)):
+            return why
+        if self._receiver.receive(sent, lot) and isinstance(self.engine, VllmSampler):
             self.engine.take_weights(UNKNOWN)
+        return ""
 
     def remove_weights(self) -> None:
         self._sender.remove_file()
@@ -187,6 +200,7 @@ class Rank:
         self.trainer.checkpoints.save(folder, optimizer=optimizer)
 
     def load(self, folder: Path) -> None:
+        self._sender.wait_until_copied()
         self.trainer.load(folder)
         if isinstance(self.engine, VllmSampler):
             self.engine.forget_weights()

@@ -32,13 +32,12 @@ CONTROL = "control"  # calls that do not wait for the operation that the rank is
 class RankActor:
     """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
 
-    def __init__(self, index: int, layout: RankLayout) -> None:
-        self.index, self.layout = index, layout
+    def __init__(self, place: int, layout: RankLayout) -> None:
+        self.place, self.layout = place, layout
         torch.set_num_threads(layout.num_threads or max(1, (os.cpu_count() or 1) // layout.ranks_per_node))
         logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
         logging.disable_progress_bar()
-        name = f"rank_{index}" if index < layout.num_ranks else f"engine_{index - layout.num_ranks}"
-        self.log = RankLog(layout.log_folder, name)
+        self.log = RankLog(layout.log_folder, layout.name_of(place))
         self.rank: Any = None
 
     def node(self) -> tuple[str, str]:
@@ -56,13 +55,14 @@ class RankActor:
 
     def _build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
-        if self.layout.is_process_group and self.layout.num_ranks > 1:
+        rank, size = self.layout.place_in_group(self.place)
+        if size > 1:
             cuda = torch.cuda.is_available() and self.layout.device != "cpu"
             torch.distributed.init_process_group(
                 "cuda:nccl,cpu:gloo" if cuda else "gloo",
                 init_method=f"tcp://{address[0]}:{address[1]}",
-                rank=self.index,
-                world_size=self.layout.num_ranks,
+                rank=rank,
+                world_size=size,
                 timeout=_collective_timeout(),
             )
         self.rank = build()

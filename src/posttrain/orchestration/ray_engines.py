@@ -1,4 +1,4 @@
-"""Engines on places of their own, each an actor that is replaced when it dies.
+"""Engines on places of their own, each replaced as a whole when an actor of it dies.
 
 Engines know nothing of each other. A replacement gets the newest weights and repeats the call that was lost: the same tasks
 and the same noise keys, so the same bits.
@@ -7,12 +7,12 @@ and the same noise keys, so the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from posttrain.engines.weight_handover import SentWeights
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
@@ -20,7 +20,6 @@ from posttrain.orchestration.ray_actor import RayWorker, future_of, settle, star
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.weight_files import SentWeights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,64 +29,89 @@ _GRACE_S = 10.0  # the wait for all engines ends before that for one, with a mes
 
 
 class RayEngine:
-    """One engine. Its calls run one after another, in the order of `submit`."""
+    """One engine: an actor, or several that share its layers and run every call together. Calls run in the order of `submit`."""
 
     def __init__(
         self, index: int, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]
     ) -> None:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
-        self._newest: SentWeights | None = None
+        self._newest: Sequence[SentWeights] | None = None
         self._is_closing = False
-        self._waits_for: Future[Any] | None = None
+        self._waits_for: Sequence[Future[Any]] = ()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
-        self.built = self._start()
+        self._start()
+        self.built = self._calls.submit(self._build_all)
 
-    def _start(self) -> Future[None]:
-        place = self._layout.num_ranks + self.index
-        actor = start_actor(place, replace(self._layout, is_process_group=False), self._places)
-        self.worker = RayWorker(actor)
-        return future_of(actor.build.remote(self._build, ("", 0)))
+    def _start(self) -> None:
+        places = self._layout.engine_places(self.index)
+        self.workers = [RayWorker(start_actor(place, self._layout, self._places)) for place in places]
+
+    def _build_all(self) -> None:
+        actors, address = [worker.actor for worker in self.workers], ("", 0)
+        if len(actors) > 1:
+            [address] = self._wait([future_of(actors[0].address.remote())], "build")
+        self._wait([future_of(actor.build.remote(self._build, address)) for actor in actors], "build")
 
     def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._calls.submit(self._call, operation, args, kwargs)
 
     def _call(self, operation: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         if operation.__name__ == Rank.receive_weights.__name__:
-            (self._newest,) = args
+            self._newest = args[0]
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
-                return self._wait(self.worker.submit(operation, *args, **kwargs), operation.__name__)
+                return self._call_all(operation, *args, **kwargs)
             except WorkerDiedError:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
                 self._replace(operation.__name__)
         raise AssertionError("the last attempt returns or raises")
 
+    def _call_all(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        pending = [worker.submit(operation, *args, **kwargs) for worker in self.workers]
+        results = self._wait(pending, operation.__name__)
+        # They sample the same. Why weights were not received, only some may say.
+        return next(filter(None, results), results[0])
+
     def _replace(self, operation: str) -> None:
         self._say(f"engine {self.index} died during {operation}: another one is started, and repeats it")
-        ray.kill(self.worker.actor)  # it may only be out of reach, and would keep its place
-        self._wait(self._start(), "build")
+        self._kill()
+        self._start()
+        self._build_all()
         if self._newest is not None:
-            self._wait(self.worker.submit(Rank.receive_weights, self._newest), Rank.receive_weights.__name__)
+            self._call_all(Rank.receive_weights, self._newest)
 
-    def _wait(self, pending: Future[T], operation: str) -> T:
+    def _kill(self) -> None:
+        """All of it: what still runs would keep its place, or waits for the part that died."""
+        for worker in self.workers:
+            ray.kill(worker.actor)
+
+    def _wait(self, pending: Sequence[Future[T]], operation: str) -> list[T]:
         limit_s = deadline_s(operation) + _GRACE_S
         self._waits_for = pending
-        try:
-            return pending.result(timeout=limit_s)
-        except TimeoutError as error:
-            if pending.done():
-                raise  # by the engine itself
-            raise WorkerTimeoutError(
-                f"engine {self.index} has not finished {operation} within {limit_s:.0f} s"
-            ) from error
+        wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
+        if _errors(pending) and not _deaths(pending):
+            wait(pending, timeout=_GRACE_S)  # others fail with the one that died, perhaps before its death is known
+        for error in [*_deaths(pending), *_errors(pending)]:
+            raise error
+        if not all(future.done() for future in pending):
+            raise WorkerTimeoutError(f"engine {self.index} has not finished {operation} within {limit_s:.0f} s")
+        return [future.result(timeout=0) for future in pending]
 
     def close(self) -> None:
         self._is_closing = True
-        ray.kill(self.worker.actor)
+        self._kill()
         self._calls.shutdown(wait=False, cancel_futures=True)
-        if self._waits_for is not None:  # its thread would keep this process until the deadline
-            settle(self._waits_for, WorkerDiedError("the run has ended"))
+        for pending in self._waits_for:  # its thread would keep this process until the deadline
+            settle(pending, WorkerDiedError("the run has ended"))
+
+
+def _errors(pending: Sequence[Future[Any]]) -> list[BaseException]:
+    return [error for future in pending if future.done() and (error := future.exception(timeout=0)) is not None]
+
+
+def _deaths(pending: Sequence[Future[Any]]) -> list[BaseException]:
+    return [error for error in _errors(pending) if isinstance(error, WorkerDiedError)]
 
 
 class RayEngines:
@@ -110,14 +134,23 @@ class RayEngines:
     def engines(self) -> WorkerGroup:
         return self
 
+    @property
+    def summary(self) -> str:
+        size = len(self._engines[0].workers)
+        return f"{len(self._engines)} engines{f' of {size} processes' if size > 1 else ''}"
+
+    @property
+    def _parts(self) -> list[RayWorker]:
+        return [worker for engine in self._engines for worker in engine.workers]
+
     def wait_until_built(self) -> list[tuple[str, str]]:
         """Returns their nodes: IP and id."""
         gather("build", [engine.built for engine in self._engines], self.unit)
-        return gather("build", [future_of(engine.worker.actor.node.remote()) for engine in self._engines], self.unit)
+        return gather("build", [future_of(worker.actor.node.remote()) for worker in self._parts], self.unit)
 
     def request_stop(self) -> None:
-        for engine in self._engines:
-            engine.worker.actor.request_stop.remote()
+        for worker in self._parts:
+            worker.actor.request_stop.remote()
 
     def close(self) -> None:
         for engine in self._engines:

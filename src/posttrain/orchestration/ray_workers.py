@@ -71,7 +71,7 @@ class RayWorkers:
         by_node = Counter(self.nodes)
         listed = ", ".join(f"{count} on {ip}" for (ip, _), count in by_node.items())
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        engines = f" and {len(self._engines.workers)} engines" if self._engines is not None else ""
+        engines = f" and {self._engines.summary}" if self._engines is not None else ""
         return f"{self._cluster}: {len(self.workers)} {device} ranks{engines} on {nodes} ({listed})"
 
     def request_stop(self) -> None:

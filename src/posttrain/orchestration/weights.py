@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from posttrain.engines.weight_handover import Handover, SentWeights
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all
-from posttrain.policy.weight_files import Handover
 
 _REMOVAL_S = 10.0
 
@@ -32,26 +35,41 @@ class WeightsOfRanks:
 class PushedWeights:
     """For engines in processes of their own. Nothing samples while weights are handed over."""
 
-    def __init__(self, ranks: WorkerGroup, to: Handover) -> None:
-        self._ranks, self._to = ranks, to
-        self._file: Path | None = None  # None: nothing was published yet
+    def __init__(self, ranks: WorkerGroup, to: Handover, say: Callable[[str], None]) -> None:
+        self._ranks, self._to, self._say = ranks, to, say
+        self._files: list[Path] = []  # empty: nothing was published yet
 
     def publish(self, version: int) -> None:
-        sent = call_all(self._ranks, Rank.send_weights, self._to)[0]
-        assert sent is not None, "the first rank writes"
-        self._file = sent.file
-        call_all(self._ranks.engines, Rank.receive_weights, sent)
+        sent = call_all(self._ranks, Rank.send_weights, self._to)
+        self._files = [one.file for one in sent]
+        if not self._sent_over_gpu_memory(sent):
+            call_all(self._ranks.engines, Rank.receive_weights, sent)
+
+    def _sent_over_gpu_memory(self, sent: Sequence[SentWeights]) -> bool:
+        """False: there are no GPUs on one machine, or they cannot read each other's memory; then it is not tried again."""
+        why = next((one.why_no_bucket for one in sent if one.why_no_bucket), "")
+        num_lots = max(len(one.lots) for one in sent)
+        for lot in range(0 if why else num_lots):
+            call_all(self._ranks, Rank.fill_bucket, lot)
+            found = call_all(self._ranks.engines, Rank.receive_weights, sent, lot)
+            if why := next(filter(None, found), ""):
+                break
+        if why:
+            self._say(f"weights go to the engines through files in {sent[0].file.parent}, not over CUDA IPC: {why}")
+            self._to = replace(self._to, over_gpu_memory=False)
+        return num_lots > 0 and not why
 
     def ensure_published(self) -> None:
         """Before anything is sampled: a resumed run has other weights than the model that engines are built with."""
-        if self._file is None:
+        if not self._files:
             self.publish(0)
 
     def close(self) -> None:
-        """The file goes before the ranks do. It may be on their machine alone, or the rank may have died."""
-        if self._file is None:
+        """Files go before the ranks do. They may be on their machines alone, or a rank may have died."""
+        if not self._files:
             return
-        with suppress(OSError):
-            self._file.unlink(missing_ok=True)
+        for file in self._files:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         with suppress(Exception):
-            self._ranks.workers[0].submit(Rank.remove_weights).result(timeout=_REMOVAL_S)
+            wait([worker.submit(Rank.remove_weights) for worker in self._ranks.workers], timeout=_REMOVAL_S)

@@ -118,6 +118,7 @@ def estimate_config(
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
             num_engines=config.num_engines,
+            engine_shares=config.gpus_per_engine,
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -191,7 +192,9 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     if found.settings.layer_shares * found.settings.row_shares > 1:
         lines.append("time is counted as of ranks that share no layers and rows")
     if config.num_engines:
-        lines.append("each engine holds the whole model; the seconds of a step are those of stages one after the other")
+        lines.append(
+            "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
+        )
     if workload.num_scorings and step.caches_reference:
         lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""

@@ -108,10 +108,10 @@ class Splits:
         ]
         if self.now.config.policy.generation.uses_vllm:
             lines.append("splits: vLLM samples as fast as the native engine")
-        rate, way = self.now.found.gpu.host_bytes_per_s, "host memory"
+        rate, way, less = self.now.found.gpu.host_bytes_per_s, "host memory", "; over CUDA IPC in less time"
         if self.now.config.cluster.num_nodes > 1:
-            rate, way = SHARED_FOLDER_BYTES_PER_S, "the shared checkpoint folder"
-        lines.append(f"splits: weights reach engines through {way} at {rate / 1e9:g} GB/s, written and then read")
+            rate, way, less = SHARED_FOLDER_BYTES_PER_S, "the shared checkpoint folder", ""
+        lines.append(f"splits: weights reach engines through {way} at {rate / 1e9:g} GB/s, written and then read{less}")
         return lines
 
     def as_json(self) -> JsonObject:
@@ -152,22 +152,23 @@ def _candidates(config: GrpoRunConfig) -> Iterator[GrpoRunConfig]:
     cluster = config.cluster
     per_part = 1 if cluster.num_nodes == 1 else cluster.gpus_per_node
     for age in AGES:
-        for num_engines in range(0, cluster.num_workers, per_part):
-            candidate = _with(config, num_engines, age)
+        for num_gpus in range(0, cluster.num_workers, per_part):
+            candidate = _with(config, num_gpus, age)
             if not check_run(candidate, lambda name: True):
                 yield candidate
 
 
-def _with(config: GrpoRunConfig, num_engines: int, age: int) -> GrpoRunConfig:
+def _with(config: GrpoRunConfig, num_gpus: int, age: int) -> GrpoRunConfig:
+    """`num_gpus` only sample."""
     generation, section = config.policy.generation, config.grpo.async_grpo
     whole_nodes = config.cluster.num_nodes > 1
     resources = generation.colocated.resources.model_copy(
         update={
-            "gpus_per_node": None if whole_nodes or not num_engines else num_engines,
-            "num_nodes": num_engines // config.cluster.gpus_per_node if whole_nodes and num_engines else None,
+            "gpus_per_node": None if whole_nodes or not num_gpus else num_gpus,
+            "num_nodes": num_gpus // config.cluster.gpus_per_node if whole_nodes and num_gpus else None,
         }
     )
-    colocated = generation.colocated.model_copy(update={"enabled": not num_engines, "resources": resources})
+    colocated = generation.colocated.model_copy(update={"enabled": not num_gpus, "resources": resources})
     rounds = section.model_copy(update={"enabled": age > 0, "max_trajectory_age_steps": age, "groups_in_flight": None})
     policy = config.policy.model_copy(update={"generation": generation.model_copy(update={"colocated": colocated})})
     return config.model_copy(update={"policy": policy, "grpo": config.grpo.model_copy(update={"async_grpo": rounds})})
@@ -177,7 +178,7 @@ def simulated_step_s(found: RunEstimate, config: GrpoRunConfig, rewards_s: float
     """Mean of a few steps, after those in which the rounds fill up."""
     section, workload = config.grpo.async_grpo, found.workload
     age = section.max_trajectory_age_steps if section.enabled else 0
-    parts = 1 if config.num_engines else config.policy.dtensor_cfg.tensor_parallel_size
+    parts = config.gpus_per_engine if config.num_engines else config.policy.dtensor_cfg.tensor_parallel_size
     num_samplers = config.num_engines or config.num_ranks // parts
     num_groups = max(1, math.ceil(config.grpo.num_prompts_per_step / num_samplers))
     in_flight = max(num_groups, round(num_groups * workload.in_flight))
@@ -191,7 +192,8 @@ def simulated_step_s(found: RunEstimate, config: GrpoRunConfig, rewards_s: float
 
 
 def handover_s(found: RunEstimate, config: GrpoRunConfig) -> float:
-    """Written by the first rank, then read by every engine: in host memory, or in a folder that machines share."""
+    """Written by ranks, then read by every engine: in host memory, or in a folder that machines share. An upper bound on one
+    machine, where GPUs may read each other's memory."""
     if not config.num_engines:
         return 0.0
     rank = found.rank

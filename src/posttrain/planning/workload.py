@@ -183,7 +183,7 @@ def workload_of(
         num_scorings=step.num_scorings,
         train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
         score=_micro_batch(policy, "logprob", per_unit),
-        num_engine_groups=step.num_rows / config.num_engines if config.num_engines else None,
+        num_engine_groups=step.num_rows / config.num_engine_gpus if config.num_engines else None,
         in_flight=_in_flight(config),
         budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )

@@ -140,13 +140,11 @@ def reshard(root: nn.Module) -> None:
 @torch.no_grad()
 def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Write a whole tensor into a parameter that may be sharded."""
+    local = local_part(parameter.detach())
     if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+        for dim, (size, start) in enumerate(zip(local.shape, first_of_part(parameter), strict=True)):
             value = value.narrow(dim, start, size)
-    local_part(parameter.detach()).copy_(value)
+    local.copy_(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -160,12 +158,24 @@ def num_copies(tensor: DTensor) -> int:
     return math.prod(size for size, placement in axes if placement.is_replicate())
 
 
+def first_of_part(tensor: Tensor) -> tuple[int, ...]:
+    """Where in the whole tensor this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(int(start) for start in offset)
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Of the ranks that hold the same part of it, whether this is the first."""
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return all(index == 0 for index, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate())
+
+
 def first_row(tensor: Tensor) -> int:
     """Which row of the whole tensor this rank's part begins with."""
-    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
-        return 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offset[0])
+    return first_of_part(tensor)[0] if tensor.ndim else 0
 
 
 def as_shard(part: Tensor, whole: DTensor, shape: tuple[int, ...] | None = None) -> DTensor:

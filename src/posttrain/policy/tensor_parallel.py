@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FIELD = "policy.dtensor_cfg.tensor_parallel_size"
+ENGINE_FIELD = "policy.generation.vllm_cfg.tensor_parallel_size"
 # How a module is split, by the style that the family's plan in `transformers` gives it.
 COLUMNS, ROWS, SUMMED, SAME = "columns", "rows", "summed", "same"
 _ROLES = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": SUMMED}
@@ -76,12 +77,12 @@ class _Head(Protocol):
     def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
 
 
-def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave this rank its part of `model`, on `device`. Comes before `fully_shard`."""
+def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
+    """Leave this rank its part of `model`, on `device`. Comes before `fully_shard`. `field` of the config asks for it."""
     group = TensorGroup(mesh)
     config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
-    plan = _plan(config)
-    _check_sizes(config, group.size)
+    plan = _plan(config, field)
+    _check_sizes(config, group.size, field)
     expected = _trial(head)
     roles = _roles(head, plan)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
@@ -109,29 +110,29 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
         mark(head.module, group)
         head.module.register_forward_pre_hook(lambda _, args: (group.copied(args[0]), *args[1:]))
         head.module.register_forward_hook(lambda _, args, out: group.beside(out, len(head.module.weight)))
-    _compare(head, config, expected)
+    _compare(head, config, expected, field)
 
 
-def _plan(config: PretrainedConfig) -> dict[str, str]:
+def _plan(config: PretrainedConfig, field: str) -> dict[str, str]:
     """Roles by patterns of module names below the decoder."""
     styles: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not styles:
-        raise InputError(f"{FIELD}: transformers has no plan for the family {config.model_type}; set it to 1")
+        raise InputError(f"{field}: transformers has no plan for the family {config.model_type}; set it to 1")
     if unknown := sorted(set(styles.values()) - _ROLES.keys()):
         experts = ", which has experts," if any("expert" in pattern for pattern in styles) else ""
         raise InputError(
-            f"{FIELD}: the family {config.model_type}{experts} is split in ways that posttrain does not implement "
+            f"{field}: the family {config.model_type}{experts} is split in ways that posttrain does not implement "
             f"({', '.join(unknown)}); set it to 1"
         )
     return {pattern: _ROLES[style] for pattern, style in styles.items()}
 
 
-def _check_sizes(config: PretrainedConfig, size: int) -> None:
+def _check_sizes(config: PretrainedConfig, size: int, field: str) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None)
         if isinstance(number, int) and number % size:
             raise InputError(
-                f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
+                f"{field} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
             )
 
 
@@ -242,11 +243,11 @@ def _trial(head: _Head) -> Tensor:
         return head.hidden(positions * (len(weight) // _TRIAL_TOKENS), positions).cpu()
 
 
-def _compare(head: _Head, config: PretrainedConfig, expected: Tensor) -> None:
+def _compare(head: _Head, config: PretrainedConfig, expected: Tensor, field: str) -> None:
     """A family may use its parts in a way that its plan does not tell."""
     found, dtype = _trial(head), head.embedding.weight.dtype
     if not is_near(found, expected, dtype):
         raise InputError(
-            f"{FIELD}: split over ranks, this model of the family {config.model_type} computes something else (hidden states off "
+            f"{field}: split over ranks, this model of the family {config.model_type} computes something else (hidden states off "
             f"by {float((found - expected).abs().max()):.2g}, the largest is {float(expected.abs().max()):.2g}); set it to 1"
         )

@@ -47,7 +47,7 @@ from posttrain.policy.runtime import (
     evaluation_mode,
     prepare_determinism,
 )
-from posttrain.policy.tensor_parallel import split_over_ranks
+from posttrain.policy.tensor_parallel import ENGINE_FIELD, FIELD, split_over_ranks
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
@@ -67,10 +67,9 @@ class RankSetup:
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
 
-    @property
-    def for_sampling(self) -> RankSetup:
-        """Of an engine on a device of its own: the whole model, which is not trained."""
-        alone = {"tensor_parallel_size": 1, "context_parallel_size": 1, "dp_replicate_size": None}
+    def for_sampling(self, layer_shares: int) -> RankSetup:
+        """Of an engine on devices of its own, this many of which share its layers. Its model is not trained."""
+        alone = {"tensor_parallel_size": layer_shares, "context_parallel_size": 1, "dp_replicate_size": None}
         parallel = self.policy.dtensor_cfg.model_copy(update=alone)
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
         return replace(self, policy=policy, needs_reference=False, trains=False)
@@ -96,6 +95,8 @@ class PolicyTrainer:
         self.device = _this_rank(resolve_device(config.device))
         self.mesh = Mesh.over(dist.get_world_size() if dist.is_initialized() else 1, config.dtensor_cfg)
         self._axes = self.mesh.axes(self.device)
+        if not setup.trains:
+            self._axes = replace(self._axes, parameters=None)  # nothing to spread: each holds what it computes with
         self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
@@ -104,7 +105,7 @@ class PolicyTrainer:
         self.tokenizer.chat_template = setup.chat_template
         self.model = self._load_model(setup)
         lora = config.dtensor_cfg.lora_cfg
-        self._scores_answers = setup.reward_model
+        self._scores_answers, self._trains = setup.reward_model, setup.trains
         self._in_fp8 = config.fp8 and setup.trains
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -157,8 +158,8 @@ class PolicyTrainer:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
         if layers_mesh is not None:
-            split_over_ranks(model, root.head, layers_mesh, self.device)
-        num_fused = fuse_layers(root.head.decoder, may_join=mesh is None)
+            split_over_ranks(model, root.head, layers_mesh, self.device, FIELD if self._trains else ENGINE_FIELD)
+        num_fused = fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
         if self._in_fp8:
             self._refuse_fp8(root.head.decoder, num_fused)
         if mesh is not None:

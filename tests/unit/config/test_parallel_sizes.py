@@ -52,6 +52,7 @@ def test_ranks_that_share_layers_count_as_one_sampler_of_a_round() -> None:
 
 ASYNC = "grpo.async_grpo.enabled=true"
 DEDICATED = "policy.generation.colocated.enabled=false"
+ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size"
 GPUS, NODES = (f"policy.generation.colocated.resources.{name}" for name in ("gpus_per_node", "num_nodes"))
 
 
@@ -71,6 +72,9 @@ def grpo_config(*words: str) -> GrpoRunConfig:
         ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=1"], 16, 8),
         ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=2", f"{GPUS}=8"], 8, 16),
         ([DEDICATED, f"{GPUS}=2", f"{TP}=2"], 6, 2),
+        ([DEDICATED, f"{GPUS}=4", f"{ENGINE_TP}=2"], 4, 2),
+        ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=1", f"{ENGINE_TP}=4"], 16, 2),
+        ([f"{ENGINE_TP}=2"], 8, 0),
     ],
 )
 def test_engines_take_gpus_of_the_only_machine_or_whole_machines(
@@ -89,6 +93,8 @@ def test_engines_take_gpus_of_the_only_machine_or_whole_machines(
         ([DEDICATED, "cluster.num_nodes=2"], "needs .*resources.num_nodes"),
         ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{GPUS}=4"], "of several machines, whole ones sample"),
         ([DEDICATED, f"{GPUS}=2", f"{TP}=4"], "must divide the number of ranks, .* less what only samples = 6"),
+        ([DEDICATED, f"{GPUS}=3", f"{ENGINE_TP}=2"], "vllm_cfg.tensor_parallel_size = 2 must divide the 3 GPUs"),
+        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{ENGINE_TP}=3"], "= 3 must divide the 8 GPUs"),
         ([DEDICATED, f"{GPUS}=5", ASYNC], "not a multiple of the 5 engines"),
         ([DEDICATED, f"{GPUS}=2", ASYNC, "grpo.async_grpo.groups_in_flight=2"], "max_trajectory_age_steps = 1"),
     ],
@@ -112,3 +118,10 @@ def test_rounds_run_ahead_where_engines_have_gpus_of_their_own_and_the_age_allow
 ) -> None:
     config = grpo_config(DEDICATED, *words)
     assert (config.rounds_ahead, config.num_groups_in_flight) == (ahead, num_in_flight)
+
+
+def test_the_size_of_an_engine_is_said_to_be_ignored_only_where_the_gpus_that_train_sample() -> None:
+    words = [EIGHT, "data.default.env_name=math", f"{ENGINE_TP}=2"]
+    assert any(ENGINE_TP in warning for warning in load_config("grpo", None, words).warnings)
+    own = load_config("grpo", None, [*words, DEDICATED, f"{GPUS}=2"])
+    assert not any(ENGINE_TP in warning for warning in own.warnings)

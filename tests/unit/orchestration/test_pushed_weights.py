@@ -1,45 +1,93 @@
-"""Weights for engines of their own: published once before the first sample, and removed with the run."""
+"""Weights for engines of their own: published once before the first sample, by the fastest way, and removed with the run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from test_sharded_roles import Ranks
 
+from posttrain.engines.weight_handover import Handover, Place, SentWeights
 from posttrain.orchestration.weights import PushedWeights
-from posttrain.policy.weight_files import Handover, SentWeights
 
 
 class SendingRank:
-    def __init__(self, file: Path, *, dies: bool) -> None:
-        self.file, self.dies = file, dies
+    """Has `num_lots` lots in GPU memory, where the handover asks for that."""
+
+    def __init__(self, file: Path, *, num_lots: int = 0, why: str = "", dies: bool = False) -> None:
+        self.file, self.num_lots, self.why, self.dies = file, num_lots, why, dies
 
     def send_weights(self, to: Handover) -> SentWeights:
         self.file.touch()
-        return SentWeights(self.file, 0, {}, on_one_machine=True)
+        asks = to.on_one_machine and to.over_gpu_memory
+        lots = ((Place(0, 0),),) * self.num_lots if asks else ()
+        return SentWeights((), self.file, 0, 1, (), to.on_one_machine, "handle" if lots else "", lots, self.why * asks)
 
-    def receive_weights(self, sent: SentWeights) -> None:
-        assert sent.file.exists()
+    def fill_bucket(self, lot: int) -> None: ...
 
     def remove_weights(self) -> None:
         if self.dies:
             raise RuntimeError("gone")
 
 
+class Receiving:
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+
+    def receive_weights(self, sent: Sequence[SentWeights], lot: int | None = None) -> str:
+        return "" if lot is None else self.why
+
+
+def pushed(tmp_path: Path, senders: list[SendingRank], why: str = "") -> tuple[Any, PushedWeights, list[str]]:
+    ranks: Any = Ranks(senders)
+    ranks.engines = Ranks([Receiving(why)])
+    ranks.engines.log = ranks.log
+    for worker in ranks.engines.workers:
+        worker.calls = ranks.log
+    said: list[str] = []
+    return ranks, PushedWeights(ranks, Handover("run", tmp_path, on_one_machine=True), said.append), said
+
+
+def operations(ranks: Any) -> list[str]:
+    return [f"{name} {args[1]}" if len(args) > 1 else name for name, args in ranks.log]
+
+
 @pytest.mark.parametrize("dies", [False, True])
-def test_weights_are_published_before_the_first_sample_and_their_file_goes_with_the_run(
+def test_weights_are_published_before_the_first_sample_and_their_files_go_with_the_run(
     tmp_path: Path, dies: bool
 ) -> None:
-    ranks: Any = Ranks([SendingRank(tmp_path / "weights", dies=dies)])
-    ranks.engines = ranks
-    weights = PushedWeights(ranks, cast(Any, None))
+    ranks, weights, said = pushed(tmp_path, [SendingRank(tmp_path / "weights", dies=dies)])
     weights.close()
     assert ranks.log == [], "nothing was published"
     weights.ensure_published()
     weights.ensure_published()
     weights.publish(1)
-    assert [name for name, _ in ranks.calls] == ["send_weights", "receive_weights"] * 2
+    assert operations(ranks) == ["send_weights", "receive_weights"] * 2
     weights.close()
     assert not (tmp_path / "weights").exists()
+    assert not said, "without a GPU there is nothing to fall back from"
+
+
+def test_on_gpus_of_one_machine_engines_take_one_lot_after_another_out_of_the_ranks_memory(tmp_path: Path) -> None:
+    """A rank that has fewer lots takes part in the calls of the others."""
+    senders = [SendingRank(tmp_path / "0", num_lots=2), SendingRank(tmp_path / "1", num_lots=1)]
+    ranks, weights, said = pushed(tmp_path, senders)
+    weights.publish(1)
+    fills = ["fill_bucket"] * 2
+    assert operations(ranks) == ["send_weights"] * 2 + [*fills, "receive_weights 0", *fills, "receive_weights 1"]
+    assert not said
+
+
+@pytest.mark.parametrize("where", ["rank", "engine"])
+def test_memory_that_cannot_be_shared_is_tried_once_and_files_are_used_from_then_on(tmp_path: Path, where: str) -> None:
+    sender = SendingRank(tmp_path / "weights", num_lots=2, why="not permitted" if where == "rank" else "")
+    ranks, weights, said = pushed(tmp_path, [sender], "not permitted" if where == "engine" else "")
+    weights.publish(1)
+    tried = ["fill_bucket", "receive_weights 0"] if where == "engine" else []
+    assert operations(ranks) == ["send_weights", *tried, "receive_weights"]
+    ranks.log.clear()
+    weights.publish(2)
+    assert operations(ranks) == ["send_weights", "receive_weights"]
+    assert said == [f"weights go to the engines through files in {tmp_path}, not over CUDA IPC: not permitted"]

@@ -24,7 +24,7 @@ class Method:
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(self.call(*args))
-        except WorkerDiedError as error:
+        except RuntimeError as error:
             outcome.set_exception(error)
         return outcome
 
@@ -32,19 +32,25 @@ class Method:
 class FakeActor:
     def __init__(self, number: int, dies_at: set[str], log: list[tuple[int, str]]) -> None:
         self.number, self.dies_at, self.log = number, dies_at, log
-        self.build, self.run = Method(lambda *args: self._note("build")), Method(lambda name, *args: self._note(name))
+        self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
+        self.address = Method(lambda: ("host", 1))
+
+    def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return self._note(" ".join([operation, *map(str, args[1:])]))  # the first are weights, or tasks
 
     def _note(self, operation: str) -> int:
         self.log.append((self.number, operation))
         if operation in self.dies_at:
             raise WorkerDiedError("gone")
+        if f"loses another in {operation}" in self.dies_at:
+            raise RuntimeError("connection closed by peer")
         return self.number
 
 
 class Actors:
     """Each start is the next of these."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *dies_at: set[str]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *dies_at: set[str], size: int = 1) -> None:
         self.log: list[tuple[int, str]] = []
         self.said: list[str] = []
         actors = iter(FakeActor(number, operations, self.log) for number, operations in enumerate(dies_at))
@@ -53,8 +59,9 @@ class Actors:
         monkeypatch.setattr("posttrain.orchestration.ray_actor.future_of", lambda outcome: outcome)
         monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: self.log.append((actor.number, "kill")))
         self.engine = ray_engines.RayEngine(
-            0, object, RankLayout(1, 2, num_engines=1), cast(Any, None), self.said.append
+            0, object, RankLayout(1, 1 + size, num_engines=1, places_per_engine=size), cast(Any, None), self.said.append
         )
+        self.engine.built.result(timeout=10)
 
 
 def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +80,18 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch:
     assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
 
 
+def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = Actors(monkeypatch, {"receive_weights 1"}, set())
+    for lot in range(3):
+        actors.engine.submit(Rank.receive_weights, cast(Any, "weights"), lot).result(timeout=10)
+    assert [operation for _, operation in actors.log] == [
+        *("build", "receive_weights 0", "receive_weights 1", "kill"),
+        *("build", "receive_weights", "receive_weights 1", "receive_weights 2"),
+    ]
+
+
 def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors(monkeypatch, {"sample_round"}, {"sample_round"}, {"sample_round"})
     with pytest.raises(WorkerDiedError):
@@ -84,7 +103,36 @@ def test_an_engine_that_hangs_does_not_hold_its_thread_for_ever(monkeypatch: pyt
     actors = Actors(monkeypatch, set())
     monkeypatch.setenv(DEADLINE_VARIABLE, "0.01")
     monkeypatch.setattr(ray_engines, "_GRACE_S", 0.01)
-    monkeypatch.setattr(actors.engine.worker.actor, "run", Method(lambda *args: None))
-    monkeypatch.setattr(actors.engine.worker.actor.run, "remote", lambda *args: Future())
+    actor: Any = actors.engine.workers[0].actor
+    monkeypatch.setattr(actor, "run", Method(lambda *args: None))
+    monkeypatch.setattr(actor.run, "remote", lambda *args: Future())
     with pytest.raises(WorkerTimeoutError, match="engine 0 has not finished sample_round"):
         actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+
+
+def test_an_engine_of_two_parts_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that is left fails too, with an error of its own: it is not the cause."""
+    actors = Actors(monkeypatch, {"loses another in sample_round"}, {"sample_round"}, set(), set(), size=2)
+    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
+    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 2
+    both = [(number, "kill") for number in (0, 1)]
+    anew = [(number, operation) for operation in ("build", "receive_weights", "sample_round") for number in (2, 3)]
+    assert actors.log[6:] == [*both, *anew]
+    assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+
+
+def test_an_error_of_a_part_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engines, "_GRACE_S", 0.01)
+    actors = Actors(monkeypatch, set(), {"loses another in sample_round"}, size=2)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+    assert not actors.said
+
+
+def test_places_ranks_and_logs_of_engines_of_two_parts() -> None:
+    layout = RankLayout(1, 6, num_engines=2, places_per_engine=2)
+    assert layout.num_ranks == 2
+    assert [list(layout.engine_places(engine)) for engine in range(2)] == [[2, 3], [4, 5]]
+    assert [layout.place_in_group(place) for place in range(6)] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 2), (1, 2)]
+    names = ["rank_0", "rank_1", "engine_0_part_0", "engine_0_part_1", "engine_1_part_0", "engine_1_part_1"]
+    assert [layout.name_of(place) for place in range(6)] == names

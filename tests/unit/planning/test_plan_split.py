@@ -72,6 +72,17 @@ def test_an_engine_holds_the_whole_model_and_no_optimizer() -> None:
     assert "optimizer state" not in items[SAMPLING]
     assert items[OPTIMIZER]["optimizer state"] == 12 * found.shape.num_weights / 4
     assert "KV cache" not in items[OPTIMIZER], "of GPUs that only train"
+    assert items[OPTIMIZER]["bucket for engines"] == 2**30
+
+
+def test_gpus_that_share_an_engine_hold_parts_of_the_model_and_are_counted_as_one_engine() -> None:
+    found, config = planned(*FOUR_SAMPLE, "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    items = {phase.name: phase.items for phase in found.memory.phases}
+    assert items[SAMPLING]["weights"] == found.shape.num_weights, "two bytes each, on two GPUs"
+    assert "whole weights" not in items[SAMPLING]
+    tried = find_splits(found, config).others
+    assert {split.config.num_engine_gpus for split in tried if split.max_age == 0} == {0, 2, 4, 6}
+    assert {split.config.num_engines for split in tried if split.max_age == 0} == {0, 1, 2, 3}
 
 
 def test_rounds_ahead_take_the_slower_of_the_two_sides() -> None:

@@ -18,7 +18,7 @@ from posttrain.policy.memory.model_shape import shape_of_config
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.tensor_parallel import split_over_ranks
+from posttrain.policy.tensor_parallel import ENGINE_FIELD, split_over_ranks
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,8 @@ def test_sizes_of_the_model_that_cannot_be_split_are_named(size: int, settings: 
     model = tiny_model(**settings)
     with pytest.raises(InputError, match=message):
         split_over_ranks(model, OutputHead(model), ranks(size), CPU)
+    with pytest.raises(InputError, match=f"^policy.generation.vllm_cfg.tensor_parallel_size.*{message}"):
+        split_over_ranks(model, OutputHead(model), ranks(size), CPU, ENGINE_FIELD)
 
 
 def test_ranks_that_share_rows_or_layers_have_the_same_data() -> None:

@@ -21,6 +21,7 @@ from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run
 GIB = 2**30
 SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
 KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is released
+BUCKET_BYTES = 1 << 30  # through which a rank hands weights to engines on other GPUs, at most
 RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
 ALLOCATOR_SLACK = 0.03  # of what is allocated, lost between blocks; estimate
 _HEADROOM = 0.05  # of the memory: an estimate is not a measurement
@@ -77,6 +78,8 @@ class RankMemory:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
             items["optimizer state"] = self.state_bytes() / ranks
+        if s.num_engines:
+            items["bucket for engines"] = min(BUCKET_BYTES, (adapters or self.weights) / ranks)
         return items
 
     def state_bytes(self) -> float:
@@ -96,11 +99,12 @@ class RankMemory:
 
     @property
     def sampler(self) -> RankMemory:
-        """What samples: this rank, or an engine, which holds the whole model and nothing else."""
+        """What samples: this rank, or a GPU of an engine, which holds its part of the layers and nothing else."""
         if not self.settings.num_engines:
             return self
+        size = self.settings.engine_shares
         return RankMemory(
-            self.shape, replace(self.settings, ranks=1, layer_shares=1, row_shares=1, num_engines=0, trains=False)
+            self.shape, replace(self.settings, ranks=size, layer_shares=size, row_shares=1, num_engines=0, trains=False)
         )
 
     # -- phases --------------------------------------------------------------------------------------------------------
@@ -120,7 +124,8 @@ class RankMemory:
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
-        whole = {"whole weights": self.weights / self.settings.layer_shares} if self.settings.ranks > 1 else {}
+        is_sharded = self.settings.ranks > 1 and self.settings.trains
+        whole = {"whole weights": self.weights / self.settings.layer_shares} if is_sharded else {}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 
     def fp8_weights(self) -> dict[str, float]:

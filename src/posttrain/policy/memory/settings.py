@@ -87,7 +87,8 @@ class RunSettings:
     checkpoint_copy: CheckpointCopy = "none"
     layer_shares: int = 1  # ranks that share each layer
     row_shares: int = 1  # ranks that share each packed row in training
-    num_engines: int = 0  # GPUs that only sample; 0: those that train sample too
+    num_engines: int = 0  # on GPUs that only sample; 0: those that train sample too
+    engine_shares: int = 1  # GPUs that share the layers of such an engine
     trains: bool = True  # False: an engine on a GPU of its own
     fp8: bool = False  # products of training and of log-probabilities
 
@@ -105,6 +106,7 @@ def run_settings(
     checkpointing: bool | None = None,
     checkpoint_copy: CheckpointCopy = "none",
     num_engines: int = 0,
+    engine_shares: int = 1,
 ) -> RunSettings:
     """`ranks` are all that train. `checkpointing` is used if the config has auto."""
     engine = None
@@ -138,6 +140,7 @@ def run_settings(
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
         row_shares=policy.dtensor_cfg.context_parallel_size,
         num_engines=num_engines,
+        engine_shares=engine_shares,
         fp8=policy.fp8,
     )
 
