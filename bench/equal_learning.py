@@ -80,8 +80,8 @@ def run_one(args: argparse.Namespace, seed: int, variant: str | None) -> None:
     train("grpo", args.config, [*settings, f"checkpointing.checkpoint_dir={folder / variant}"])
 
 
-def run_all(args: argparse.Namespace) -> None:
-    def start(seed: int, variant: str | None) -> None:
+def run_all(args: argparse.Namespace) -> list[Run | None]:
+    def start(seed: int, variant: str | None) -> Run | None:
         name = variant or "sft"
         args.folder.mkdir(parents=True, exist_ok=True)
         log = args.folder / f"seed-{seed}-{name}.log"
@@ -91,19 +91,23 @@ def run_all(args: argparse.Namespace) -> None:
                 [sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, check=False
             ).returncode
         print(f"seed {seed}, {name}: {'done' if code == 0 else f'exit code {code}, see {log}'}", flush=True)
+        return result_of(args.folder, seed, variant, args.steps) if variant and code == 0 else None
 
     with ThreadPoolExecutor(args.jobs) as pool:
         if args.config is None:
             list(pool.map(lambda seed: start(seed, None), args.seeds))
-        list(pool.map(lambda pair: start(*pair), [(seed, variant) for seed in args.seeds for variant in args.variants]))
+        return list(
+            pool.map(lambda pair: start(*pair), [(seed, name) for seed in args.seeds for name in args.variants])
+        )
 
 
-def result_of(folder: Path, seed: int, variant: str) -> Run | None:
+def result_of(folder: Path, seed: int, variant: str, num_steps: int) -> Run | None:
+    """None if the run has not come to its last step."""
     path = folder / f"seed-{seed}" / variant / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     steps = [row for row in rows if "train/reward" in row]
-    if not accuracy or not steps:
+    if not accuracy or not steps or steps[-1]["step"] != num_steps:
         return None
     last = steps[-max(1, len(steps) // 5) :]
 
@@ -181,8 +185,7 @@ def main() -> None:
     if args.one:
         run_one(args, int(args.one[0]), args.one[1] if len(args.one) > 1 else None)
         return
-    run_all(args)
-    found = [result_of(args.folder, seed, variant) for seed in args.seeds for variant in args.variants]
+    found = run_all(args)
     runs = [run for run in found if run is not None]
     print(summary(runs))
     write_json(args.out, {"machine": facts(resolve_device("auto")), "runs": [run._asdict() for run in runs]})

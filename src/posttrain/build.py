@@ -209,14 +209,7 @@ class TrainingRun:
 
     def _workers(self, chat: ChatFormat) -> WorkerGroup:
         config = self.config
-        setup = RankSetup(
-            _with_absolute_folders(config.policy),
-            config.schedule.seed,
-            config.needs_reference,
-            chat.recorded_template,
-            reward_model=config.scores_answers,
-            answer_ends=chat.last_token_ids,
-        )
+        setup = _rank_setup(config, chat)
         layout = RankLayout(
             config.cluster.num_nodes,
             config.cluster.gpus_per_node,
@@ -354,6 +347,30 @@ class TrainingRun:
             metric_name=checkpointing.metric_name,
             in_background=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
         )
+
+
+def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
+    """An engine on each device of the run's cluster, with the weights that the run starts from. They share nothing."""
+    layout = RankLayout(
+        config.cluster.num_nodes,
+        config.cluster.gpus_per_node,
+        device=config.policy.device,
+        num_threads=config.policy.num_threads,
+        is_process_group=False,
+    )
+    build = partial(build_rank, _rank_setup(config, chat).for_sampling)
+    return start_workers(build, layout, config.cluster.launcher, quiet=True)
+
+
+def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
+    return RankSetup(
+        _with_absolute_folders(config.policy),
+        config.schedule.seed,
+        config.needs_reference,
+        chat.recorded_template,
+        reward_model=config.scores_answers,
+        answer_ends=chat.last_token_ids,
+    )
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:

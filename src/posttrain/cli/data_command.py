@@ -1,4 +1,4 @@
-"""`posttrain data inspect`, `advise`, `pairs` and `pack`: labelled traces and preference pairs, before any training."""
+"""`posttrain data inspect`, `advise`, `pairs`, `pack` and `screen`: traces, pairs and prompts, before any training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli import data_pack
+from posttrain.cli import data_pack, data_screen
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonObject
@@ -67,7 +67,7 @@ DEFAULTS: JsonObject = {  # of the options whose default is not None
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    summary = "look at labelled traces, make preference pairs of them, pack pairs"
+    summary = "look at labelled traces, make preference pairs of them, pack pairs, screen prompts"
     parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -99,6 +99,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--skip-broken-files", action="store_true", help="use what can be read of files that are cut off or damaged"
     )
     data_pack.add_parser(actions)
+    data_screen.add_parser(actions)
 
 
 def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:

@@ -48,7 +48,7 @@ def add_parser(actions: Subparsers) -> None:
         metavar="JSON",
         help="variables for the template, as a map",
     )
-    parser.add_argument("--pack-size", type=_positive, required=True, metavar="N", help="room of a pack, in tokens")
+    parser.add_argument("--pack-size", type=positive, required=True, metavar="N", help="room of a pack, in tokens")
     parser.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
@@ -58,7 +58,7 @@ def add_parser(actions: Subparsers) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the shuffling (default: 0)")
     parser.add_argument(
         "--max-length",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="longest prompt with one answer, in tokens, as policy.max_total_sequence_length (default: what fits)",
     )
@@ -130,7 +130,7 @@ def _keys(words: list[str]) -> JsonObject:
     return keys
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not possible; a whole number, at least 1")
     return int(text)

@@ -76,6 +76,7 @@ Tune language models from preferences and rewards.
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
+  posttrain data screen --config FILE --out OUT    the prompts that are neither too hard nor too easy for the model
   posttrain rewards test --type math FILE          check a reward on samples with known scores
   posttrain convert results/grpo --to FOLDER       the newest checkpoint of a run as a Hugging Face model
   posttrain gate --config configs/gate.yaml …      may a candidate ship? promote, reject, or more samples needed

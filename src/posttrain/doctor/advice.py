@@ -15,7 +15,8 @@ ADVICE = {
         "GRPO learns from differences within a group. If all answers of a group have the same reward, the group "
         "teaches nothing, and the loss is 0. Read the answers: is the temperature 0, are they cut off, is the reward "
         "constant, are the prompts too easy or too hard? `posttrain rewards test` tries a reward on answers of known "
-        "worth. `grpo.use_dynamic_sampling=true` samples on until there are enough groups with a signal."
+        "worth. `grpo.use_dynamic_sampling=true` samples on until there are enough groups with a signal; "
+        "`posttrain data screen` keeps the prompts that are neither too easy nor too hard."
     ),
     "wrong-template": (
         "The prompts have a chat template that the model was not trained with, so it does not know where to stop. Use"

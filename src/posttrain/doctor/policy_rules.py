@@ -124,7 +124,8 @@ def _has_hard_prompts(run: History) -> bool:
     group = run.number_setting("grpo.num_generations_per_prompt")
     if signal is None or sampled is None or not group:
         return False
-    return signal * sampled / group >= ENOUGH_GROUPS and run.values(SIGNAL)[0] < SIGNAL_WARNING
+    is_as_before = run.values(SIGNAL)[0] < SIGNAL_WARNING and signal >= 0.6 * (run.start(SIGNAL) or 0.0)
+    return is_as_before and signal * sampled / group >= ENOUGH_GROUPS
 
 
 def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[str, ...]]:
@@ -157,7 +158,8 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
         )
     dynamic_sampling = run.fix("grpo.use_dynamic_sampling", "true")
     if _has_hard_prompts(run):
-        return "most prompts are too hard, or too easy", (dynamic_sampling,)
+        screen = "or screen the prompts: posttrain data screen"
+        return "most prompts are too hard, or too easy", (dynamic_sampling, screen)
     return (
         "the reward does not see what differs, or the prompts are too easy or too hard",
         (
@@ -202,7 +204,7 @@ def truncated(run: History) -> Sighting | None:
         longer_answers(run),
         run.fix("grpo.overlong_filtering", "true"),
     )
-    start, lowest = run.values(TRUNCATION)[0], min(run.values(TRUNCATION))
+    start, lowest = run.values(TRUNCATION)[0], sorted(run.values(TRUNCATION))[PERSISTENCE - 1]
     if start < TRUNCATION_WARNING or lowest < TRUNCATION_WARNING / 2:  # the policy has learnt to go on
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))
         text = f"{percent(lowest)} of the answers were cut off before, now {percent(now)}: the policy does not stop"

@@ -261,7 +261,7 @@ class EvaluationBuild:
         runner = EvaluationRunner(self.problem_set, source, self.answer_reader(), folder)
         try:
             with show_progress(ANSWERS, num_answers) as progress:
-                source.show_progress = partial(_first_answers, progress)
+                source.show_progress = partial(first_answers, progress)
                 runner.run([len(batch) for batch in batches])
         except FloatingPointError as error:  # a model whose logits are NaN is bad input here, not a crash
             raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
@@ -328,6 +328,6 @@ class EvaluationBuild:
 
 
 @contextmanager
-def _first_answers(progress: Progress, label: str, total: int) -> Iterator[Progress]:
+def first_answers(progress: Progress, label: str, total: int) -> Iterator[Progress]:
     """One bar for the whole evaluation: it counts answers that were begun, not later turns and not scores."""
     yield progress if label == ANSWERS else lambda _: None

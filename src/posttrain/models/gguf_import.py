@@ -57,6 +57,8 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
 
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    import transformers  # noqa: F401  before: its log handler keeps the stderr that it finds
+
     try:
         with redirect_stderr(io.StringIO()):  # the progress bars of the libraries
             say("reading the tokenizer")

@@ -50,6 +50,7 @@ class Gpu:
     copy_bytes_per_s: float  # read and written
     host_bytes_per_s: float  # from pinned host memory, each way
     is_measured: bool
+    has_fp8: bool = True  # matrix units for FP8: Ada, Hopper and newer
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def _by_data_sheet(name: str, memory_gib: float, tbytes: float, host_gbytes: flo
         tbytes * _H200_TBYTES / _H200_SHEET_TBYTES * TERA,
         host_gbytes * 1e9,
         is_measured=False,
+        has_fp8=not name.startswith("a100"),
     )
 
 

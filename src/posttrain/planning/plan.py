@@ -84,6 +84,18 @@ def estimate_run(
     return estimate_config(config, shape, gpu, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
 
+def _refuse_fp8(config: RunConfig, gpu: Gpu) -> None:
+    generation = config.policy.generation
+    settings = {
+        "policy.fp8 = true": config.policy.fp8,
+        "policy.generation.native_cfg.precision = fp8": generation is not None
+        and generation.native_cfg.precision == "fp8",
+    }
+    for setting, is_on in settings.items():
+        if is_on and not gpu.has_fp8:
+            raise InputError(f"{setting}: {gpu.name} has no FP8 matrix units; Ada, Hopper and newer GPUs have")
+
+
 def estimate_config(
     config: RunConfig,
     shape: ModelShape,
@@ -94,6 +106,7 @@ def estimate_config(
     answer_tokens: float | None = None,
 ) -> RunEstimate:
     """Of a shape that is known."""
+    _refuse_fp8(config, gpu)
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
     def with_checkpointing(recomputes: bool) -> RunEstimate:

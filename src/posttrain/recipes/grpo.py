@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +16,7 @@ from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.entries import Entries
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
+from posttrain.environments.router import ScoringRouter
 from posttrain.recipes.grpo_credit import (
     build_credit,
     build_objective,
@@ -28,7 +30,7 @@ from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
-from posttrain.rollouts.turn_taking import build_turns
+from posttrain.rollouts.turn_taking import TurnTaking, build_turns
 from posttrain.types import Sampling, Task
 
 
@@ -66,9 +68,9 @@ class GrpoRecipe(Recipe):
         return "prompts"
 
     def check(self) -> None:
-        check_environments(self._environments(), Path.cwd())
+        check_environments(self.environments(), Path.cwd())
 
-    def _environments(self) -> dict[str, EnvironmentConfig]:
+    def environments(self) -> dict[str, EnvironmentConfig]:
         """Those that a dataset names: the others need no worker processes. An unknown name is reported later."""
         data, env = self.config.data, self.config.env
         named = {entry.env_name for entry in [*data.train_sets(), *data.validation_sets()]}
@@ -76,20 +78,7 @@ class GrpoRecipe(Recipe):
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, grpo = self.config, self.config.grpo
-        length = config.policy.max_total_sequence_length
-
-        def load(entries: Entries) -> TaskDataset:
-            return load_task_dataset(
-                entries,
-                config.data.default,
-                chat,
-                max_prompt_tokens=min(config.data.max_input_seq_length or length, length - 1),
-                seed=grpo.seed,
-                max_total_tokens=length,
-                needs_signal=grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
-            )
-
-        train, validation = load_both(config.data, load)
+        train, validation = load_both(config.data, lambda entries: self.load_tasks(entries, chat))
         held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
         stream = Stream(train, grpo.seed, config.data.shuffle)
         position = build_position(config, stream)
@@ -117,30 +106,53 @@ class GrpoRecipe(Recipe):
 
         return Prepared(train, validation, position, algorithm)
 
+    def load_tasks(self, entries: Entries, chat: ChatFormat) -> TaskDataset:
+        config, length = self.config, self.config.policy.max_total_sequence_length
+        return load_task_dataset(
+            entries,
+            config.data.default,
+            chat,
+            max_prompt_tokens=min(config.data.max_input_seq_length or length, length - 1),
+            seed=config.grpo.seed,
+            max_total_tokens=length,
+            needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
+        )
+
+    def scoring(
+        self,
+        chat: ChatFormat,
+        warn: Callable[[str], None],
+        cleanup: ExitStack,
+        when_stopped: Callable[[Callable[[], None]], None],
+    ) -> tuple[ScoringRouter, TurnTaking | None]:
+        """The environments, and what takes turns with the model in them."""
+        environments = self.environments()
+        environment = build_environments(environments, base_folder=Path.cwd())
+        cleanup.callback(environment.close)
+        when_stopped(environment.interrupt)
+        turns = build_turns(
+            environments,
+            chat,
+            max_turns=self.config.grpo.max_rollout_turns,
+            max_total_tokens=self.config.policy.max_total_sequence_length,
+            warn=warn,
+            cleanup=cleanup,
+            when_stopped=when_stopped,
+        )
+        return environment, turns
+
     def _rollouts(
         self, stream: Stream[Task], position: Stateful, held_out: Sequence[Task], chat: ChatFormat, parts: RunParts
     ) -> tuple[RolloutSource, RolloutSource]:
         """Where the answers of training and of validation come from."""
         config, grpo = self.config, self.config.grpo
-        environments = self._environments()
-        environment = build_environments(environments, base_folder=Path.cwd())
-        parts.cleanup.callback(environment.close)
-        parts.when_stopped(environment.interrupt)
-        turns = build_turns(
-            environments,
-            chat,
-            max_turns=grpo.max_rollout_turns,
-            max_total_tokens=config.policy.max_total_sequence_length,
-            warn=parts.warn,
-            cleanup=parts.cleanup,
-            when_stopped=parts.when_stopped,
-        )
+        environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped)
         rollouts = FreshRollouts(
             stream,
             parts.engine,
             environment,
             num_samples=config.step_sizes().num_sampled_per_row,
-            sampling=_sampling(config.policy, chat.stop_token_ids),
+            sampling=sampling_of(config.policy, chat.stop_token_ids),
             seed=grpo.seed,
             show_progress=parts.show_progress,
         )
@@ -149,7 +161,7 @@ class GrpoRecipe(Recipe):
             parts.engine,
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
-            sampling=_sampling(config.policy, chat.stop_token_ids, validation=True),
+            sampling=sampling_of(config.policy, chat.stop_token_ids, validation=True),
             seed=grpo.seed + 1,  # other noise than training's
             show_progress=parts.show_progress,
             label="validation",
@@ -166,7 +178,7 @@ class GrpoRecipe(Recipe):
 RECIPE = GrpoRecipe
 
 
-def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
+def sampling_of(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
     generation = policy.generation
     assert generation is not None
     top_k = generation.val_top_k if validation else generation.top_k

@@ -48,9 +48,8 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
-    processes: int | None = (
-        None  # 2: the engine in a process of its own; 1: in a thread of the server; None: 2 on a GPU
-    )
+    # 2: the engine in a process of its own; 1: in a thread of the server; None: 2 on a GPU, else 1
+    processes: int | None = None
 
 
 def is_loopback(host: str) -> bool:

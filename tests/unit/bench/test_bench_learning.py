@@ -75,3 +75,17 @@ def test_speculation_is_compared_token_by_token(tmp_path: Path) -> None:
     results = json.loads(out.read_text())["results"]
     assert results["drafts: 3"]["equal"] == 12
     assert results["drafts: 3"]["drafted_steps"] > 0
+
+
+def test_equal_learning_counts_only_runs_that_came_to_their_last_step(tmp_path: Path) -> None:
+    import equal_learning
+
+    rows = [{"step": step, "train/reward": 0.1 * step, "validation/accuracy": 0.5} for step in (1, 2, 3)]
+    run = tmp_path / "seed-1/plain"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert equal_learning.result_of(tmp_path, 1, "plain", 4) is None
+    assert equal_learning.result_of(tmp_path, 2, "plain", 3) is None
+    found = equal_learning.result_of(tmp_path, 1, "plain", 3)
+    assert found is not None
+    assert (found.accuracy, found.reward) == (0.5, pytest.approx(0.3))

@@ -590,7 +590,7 @@ def recorded(lr: str) -> list[Finding]:
 def test_real_runs_that_learn_slowly_have_one_note(lr: str) -> None:
     (found,) = recorded(lr)
     assert (found.rule, found.severity) == ("no-signal", "note")
-    assert found.fixes == ("grpo.use_dynamic_sampling=true",)
+    assert found.fixes == ("grpo.use_dynamic_sampling=true", "or screen the prompts: posttrain data screen")
 
 
 def test_a_real_run_that_collapsed_has_errors_that_name_the_learning_rate() -> None:
@@ -605,6 +605,21 @@ def test_few_groups_with_signal_are_a_warning_where_they_are_too_few_to_learn_fr
     few = examine("grpo", train_groups_with_signal=lambda step: 0.2)["no-signal"]  # 8 groups a step
     many = examine("grpo", train_groups_with_signal=lambda step: 0.2, train_num_samples=lambda step: 512)["no-signal"]
     assert (few.severity, many.severity) == ("warning", "note")
+
+
+def test_a_signal_that_falls_is_no_matter_of_hard_prompts() -> None:
+    found = examine(
+        "grpo",
+        steps=20,
+        train_groups_with_signal=lambda step: 0.28 if step < 8 else 0.12,
+        train_num_samples=lambda step: 512,
+    )["no-signal"]
+    assert (found.severity, found.fixes) == ("warning", (f"{LR}=1e-6",))
+
+
+def test_a_single_step_with_few_cut_off_answers_does_not_blame_the_policy() -> None:
+    found = examine("grpo", steps=40, train_truncation_rate=lambda step: 0.08 if step == 3 else 0.3)["truncated"]
+    assert found.fixes[0] == "policy.generation.max_new_tokens=512"
 
 
 def test_cut_off_answers_are_a_warning_once_they_persist() -> None:

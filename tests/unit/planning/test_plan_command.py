@@ -109,6 +109,14 @@ def test_plan_that_does_not_fit_exits_64_with_remedies(capsys: pytest.CaptureFix
         (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no such folder"),
         (["grpo", "--run", "/", "policy.model_name=llama-8b"], "no config.yaml there"),
         (["grop"], "'grop' is no kind of run: give the kind"),
+        (
+            ["--gpu", "a100-80gb", "grpo", "policy.model_name=llama-1.5b", "policy.fp8=true"],
+            "policy.fp8 = true: a100-80gb has no FP8 matrix units",
+        ),
+        (
+            ["--gpu", "a100-40gb", "grpo", "policy.model_name=qwen-0.5b", "policy.generation.native_cfg.precision=fp8"],
+            "native_cfg.precision = fp8: a100-40gb has no FP8 matrix units",
+        ),
     ],
 )
 def test_bad_input_is_64_with_a_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,6 +318,8 @@ class Driver:
             for row, (sample, token, logprob) in enumerate(zip(drawn.samples, tokens, logprobs, strict=True)):
                 sample.in_flight -= 1
                 if sample.is_cancelled or sample.finish_reason is not None:
+                    if math.isnan(logprob):
+                        self._clear_damaged_pages()
                     continue  # drawn before the end of the sample was known
                 updates.append(self._append(sample, token, logprob, drawn.model_logprobs.get(row)))
         self._in_flight = []
@@ -329,6 +331,8 @@ class Driver:
             sample.in_flight -= 1 + drawn.num_drafts
             for token, logprob in tokens:
                 if sample.is_cancelled or sample.finish_reason is not None:
+                    if math.isnan(logprob):
+                        self._clear_damaged_pages()
                     break
                 yield self._append(sample, token, logprob, None)
 
@@ -353,15 +357,17 @@ class Driver:
             self._forget(request)
 
     def _fail(self, request: Request) -> None:
-        """Cancel a request whose logits are NaN, and clear its pages: a mask does not stop NaN (0 * NaN is NaN)."""
-        pages = {page for sample in request.unfinished.values() for page in sample.pages}.union(
-            request.group.pages or ()
-        )
+        """Cancel a request whose logits are NaN."""
         self.cancel(request)
+        self._clear_damaged_pages()
+
+    def _clear_damaged_pages(self) -> None:
+        """After NaN logits no page is used again as it is: a mask does not stop NaN (0 * NaN is NaN), and which page it is in, of
+        a request that has left already, is not known. Requests that hold a damaged page fail by themselves."""
         if self.scheduler.prefixes is not None:
             self.scheduler.prefixes.clear()
-        # A page that another request holds is not damaged, or fails that request too, unless it is cancelled before that.
-        self.scheduler.pages.clear_when_free(pages, self.cache.clear_pages)
+        pages = self.scheduler.pages
+        pages.clear_when_free(range(pages.num_pages), self.cache.clear_pages)
         self.decoding.drop_copies()
 
 

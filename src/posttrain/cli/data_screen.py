@@ -1,0 +1,168 @@
+"""`posttrain data screen`: the prompts of a GRPO run that are neither too hard nor too easy for its model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.cli.data_pack import positive
+from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.config.aliases import short_names
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from posttrain.evaluation.screening import Screening
+
+KIND: str = "grpo"
+DESCRIPTION = """\
+Keeps the prompts that teach. The model of a GRPO run answers every prompt of its training data several times, with the run's own
+template, sampling and rewards; a prompt is kept if its mean reward is within --keep and its answers do not all earn the same.
+"""
+EPILOG = """\
+examples:
+  posttrain data screen --config grpo.yaml --out screened.jsonl
+  posttrain data screen --config grpo.yaml model=results/sft --samples 16 --keep 0.1:0.9 --minutes 10 --out screened.jsonl
+  posttrain grpo --config grpo.yaml data.train.data_path=screened.jsonl
+
+Kept rows have all their columns and two more: screen_mean_reward, and screen_num_scored, the answers that it is the mean of.
+Answers that cannot be scored count as nothing. NAME.screen.jsonl beside OUT has the rewards of every prompt: after an
+interruption the same command goes on, and another --keep samples nothing again. NAME.screen.json has the counts and what made
+them. Prompts are taken in a seeded order, so --limit and --minutes measure a random part.
+exit codes: 0 done, also by --minutes · 64 bad input, or no prompt is left · 65 not one answer could be scored · 75 another
+process is screening into OUT · 85 SIGTERM or SIGHUP, 130 Ctrl-C: what was measured is written
+"""
+
+
+def add_parser(actions: Subparsers) -> None:
+    parser = add_command(
+        actions,
+        "screen",
+        "keep the prompts of a GRPO run that its model finds neither too hard nor too easy",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        usage="posttrain data screen [--config FILE] --out OUT [options] [key=value …]",
+    )
+    parser.short_names = short_names(KIND)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the GRPO run")
+    parser.add_argument("--out", type=Path, required=True, metavar="OUT", help="the file to write, NAME.jsonl")
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="answers to each prompt (default: grpo.num_generations_per_prompt)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=_range,
+        metavar="LOW:HIGH",
+        help="mean rewards to keep, in units of the reward, ends included (default: 0.05:0.95, for rewards from 0 to 1; "
+        "a negative one as --keep=-1:0.5)",
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="measure at most N prompts")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="stop measuring after M minutes, loading not counted",
+    )
+    parser.add_argument("--json", action="store_true", help="print NAME.screen.json instead of the table")
+    parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
+    parser.set_defaults(run=run, interrupted="stopped; what was measured is saved, and the same command goes on")
+
+
+def run(args: argparse.Namespace) -> int:
+    from posttrain.config import GrpoRunConfig, load_config
+    from posttrain.models.accepted_names import from_checkpoints
+
+    loaded = from_checkpoints(lambda extra: load_config(KIND, args.config, [*args.words, *extra]))([])
+    config = loaded.config
+    assert isinstance(config, GrpoRunConfig)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+    from posttrain.api.start import quieten_libraries
+
+    quieten_libraries()
+    from posttrain.evaluation.screening import Range, Screening
+    from posttrain.reporting.console import Console
+    from posttrain.reporting.wording import Line
+
+    console = Console(sys.stderr, quiet=args.quiet)  # results go to standard output
+    screening = Screening(
+        config,
+        args.out,
+        num_samples=config.grpo.num_generations_per_prompt if args.samples is None else args.samples,
+        keep=Range() if args.keep is None else Range(args.keep[0], args.keep[1], is_default=False),
+        say=lambda text: console.show([Line(text, "muted")]),
+        limit=args.limit,
+        minutes=args.minutes,
+    )
+    code, summary = screening.execute(console.progress)
+    if args.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print("\n".join([*table(summary), *_next(args, screening, summary)]))
+    return code
+
+
+def table(summary: JsonObject) -> list[str]:
+    """The mean rewards, and what became of the prompts."""
+    bars = summary["histogram"]
+    widest = max((count for _, _, count in bars), default=1)
+    lines = ["  mean reward     prompts"]
+    for low, high, count in bars:
+        name = f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+        lines.append(f"  {name:<16}{count:>7,}  {'#' * math.ceil(40 * count / widest)}")
+    low, high = summary["keep"]
+    meaning = {
+        "kept": f"mean reward from {low:g} to {high:g}",
+        "too hard": f"below {low:g}",
+        "too easy": f"above {high:g}",
+        "no difference": "within, but all answers earn the same",
+        "unscored": "fewer than two answers have a reward",
+        "not measured": "the same command goes on",
+    }
+    lines += [f"  {name:<16}{count:>7,}  {meaning[name]}" for name, count in summary["prompts"].items() if count]
+    if summary["num_unscored_answers"]:
+        lines.append(f"  {summary['num_unscored_answers']:,} answers could not be scored; they count as nothing")
+    return lines
+
+
+def _next(args: argparse.Namespace, screening: Screening, summary: JsonObject) -> list[str]:
+    counts = summary["prompts"]
+    if not counts["kept"]:
+        return ["no prompt was kept, so no file was written"]
+    lines = []
+    per_step = screening.config.grpo.num_prompts_per_step
+    if counts["kept"] < per_step:
+        lines.append(f"a step takes {per_step} prompts, more than were kept: set grpo.num_prompts_per_step")
+    words = [*(["--config", str(args.config)] if args.config else []), *args.words, *training_settings(screening)]
+    return [*lines, f"wrote {args.out}; next:", f"  posttrain grpo {shlex.join(words)}"]
+
+
+def training_settings(screening: Screening) -> list[str]:
+    """What makes the run train on the kept rows."""
+    entry, train = screening.entry, screening.config.data.train
+    changes: JsonObject = {"data_path": str(screening.out)}
+    if entry.subset:  # of the hub; a file has none
+        changes["subset"] = None
+    if "[" in (entry.split or ""):
+        changes["split"] = None
+    if entry.data_path is None and entry.local_path is not None:  # the name was a path
+        changes["dataset_name"] = None
+    if isinstance(train, list):
+        return [f"data.train={json.dumps([{**train[0].model_dump(exclude_unset=True), **changes}])}"]
+    return [f"data.train.{name}={'null' if value is None else value}" for name, value in changes.items()]
+
+
+def _range(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH, such as 0.05:0.95") from None
+    if not -math.inf < low <= high < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: two finite numbers are needed, the lower one first")
+    return low, high
