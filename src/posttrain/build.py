@@ -358,7 +358,7 @@ def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
         num_threads=config.policy.num_threads,
         is_process_group=False,
     )
-    build = partial(build_rank, _rank_setup(config, chat).for_sampling)
+    build = partial(build_rank, _rank_setup(config, chat).for_sampling(1))
     return start_workers(build, layout, config.cluster.launcher, quiet=True)
 
 
