@@ -7,10 +7,12 @@ import json
 import math
 import shutil
 import threading
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from posttrain.attempts import Attempt
 from posttrain.checkpointing import CheckpointError, CheckpointStore, durable
@@ -104,6 +106,14 @@ def test_an_exception_while_writing_leaves_the_earlier_checkpoints_and_nothing_e
         save_and_fail(store, 20, KeyboardInterrupt())
     assert names(tmp_path) == ["step_10"]
     assert store.latest() == tmp_path / "step_10"
+
+
+def test_an_error_of_storage_that_torch_wraps_is_reported_without_tracebacks(tmp_path: Path, said: Said) -> None:
+    lost = FileNotFoundError(errno.ENOENT, "No such file or directory", "tmp_step_1/.metadata")
+    wrapped = CheckpointException("write", {0: (lost, traceback.extract_stack())})
+    with pytest.raises(FileNotFoundError, match="metadata") as caught:
+        save_and_fail(make_store(tmp_path, said), 10, wrapped)
+    assert "earlier checkpoints are untouched" in caught.value.__notes__[0]
 
 
 def test_a_full_disk_inside_writing_is_reported_as_it_is_with_a_note(tmp_path: Path, said: Said) -> None:

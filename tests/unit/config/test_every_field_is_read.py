@@ -20,7 +20,6 @@ SOURCE = Path(posttrain.config.__file__).parents[1]
 # "Section.field": what the config layer itself does with it.
 RESOLVED_BY_CONFIG = {
     "RunConfig.preset": "names the packaged settings that presets.py lays over the defaults",
-    "GrpoConfig.num_generations_per_prompt": "read through num_samples_per_step, num_recorded and step_sizes()",
     "CheckpointingConfig.checkpoint_must_save_by": "read through must_save_by_s",
     "GrpoConfig.num_recorded_per_prompt": "read through num_recorded and num_fresh_per_prompt",
     "GrpoConfig.skip_reference_policy_logprobs_calculation": "checks.py refuses it where a reference is needed",

@@ -280,7 +280,7 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
         ({"scheduler": {"kind": "raycluster", "ray_address": "head:8265"}}, "http://HOST:PORT"),
         ({"scheduler": {"kind": "raycluster", "ray_address": "http://head:port"}}, "http://HOST:PORT"),
         ({"scheduler": {"kind": "raycluster", "ray_address": "http://me:pw@head"}}, "without a user or password"),
-        ({"cluster": {"kind": "local"}, "nodes": {}, "scheduler": {"kind": "raycluster"}}, "take rayjob"),
+        ({"cluster": {"kind": "local"}, "nodes": {}, "scheduler": {"kind": "raycluster"}}, "use rayjob"),
         ({"storage": {"claim": "c", "mount": "shared"}}, "absolute"),
         ({"storage": {"claim": "c", "file_system": "fs-1"}}, "address and export_name"),
         ({"nodes": {"capacity": "spot"}}, "give instance_type"),
