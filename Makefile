@@ -40,7 +40,7 @@ test: setup
 
 # Configs of the guides on two Ray nodes, and runs as jobs of a Ray cluster: some five minutes.
 test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests/integration tests/invariants
 
 # Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
 LOGGERS := $(VENV)/loggers
@@ -55,7 +55,7 @@ test-loggers: setup
 invariants: setup
 	set -e; for capability in $$($(BIN)/python tests/cpu_capabilities.py); do \
 	  echo "tests/invariants with ATEN_CPU_CAPABILITY=$$capability"; \
-	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/invariants; \
+	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not long" tests/invariants; \
 	done
 
 lint: setup

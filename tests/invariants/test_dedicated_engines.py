@@ -158,6 +158,7 @@ def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_su
     assert_same_run(tmp_path / "killed", tmp_path / "parts")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
 def test_ranks_that_share_layers_hand_their_parts_to_an_engine_of_two_parts(
     adapters: list[str], even_model: Path, data: Path, tmp_path: Path
