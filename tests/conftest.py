@@ -46,3 +46,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_runs import save_data
 
     return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """Started once for the tests of a file."""
+    from local_ray import local_ray
+
+    with local_ray():
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,15 +32,6 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> RankSetup:
     model, data = save_model(folder / "model"), save_data(folder / "data")
     loaded = load_config("grpo", None, grpo(model, data, folder)[1:])
     return RankSetup(loaded.config.policy, seed=0, needs_reference=True)
-
-
-@pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
-    """Slots are not cores, so that a small machine can hold four ranks."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])

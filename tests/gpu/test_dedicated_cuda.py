@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_ray import local_ray
 from tiny_models import tiny_model
 from tiny_runs import command, grpo, results_of, run, same_up_to_rounding, save_data, save_model
 from torch import nn
@@ -145,18 +145,9 @@ def assert_same_curves(folder: Path, expected: Path) -> None:
 @pytest.fixture
 def two_places_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ray counts two GPUs, and leaves it to the actors which one they use: each takes the first."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-    ray.init(
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        address="local",
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_gpus=2):
+        yield
 
 
 def test_an_engine_in_a_process_of_its_own_makes_the_curves_of_a_colocated_one(

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ray import local_ray
 from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
 
 from posttrain.demo.calculator import build_model, write_data
@@ -195,20 +194,8 @@ def test_packed_conversations_train_like_unpacked_ones(model: Path, data: Path, 
 def test_conversations_are_the_same_on_two_ranks_as_in_one_process(
     model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        address="local",
-    )
-    try:
+    with local_ray():
         assert run([*talking(model, data, tmp_path / "two"), "cluster.launcher=ray", "cluster.gpus_per_node=2"]) == 0
-    finally:
-        ray.shutdown()
     assert_same_numbers(tmp_path / "two", whole)
     ours, theirs = (groups_of(folder / "rollouts/step_1.jsonl.gz") for folder in (tmp_path / "two", whole))
     assert [c["turns"] for g in ours for c in g["completions"]] == [

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,22 +29,7 @@ LOCAL = ["cluster.launcher=local"]
 DEDICATED = ["cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"]
 AGE_2 = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        address="local",
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 
 @dataclass(frozen=True)

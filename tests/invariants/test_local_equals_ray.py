@@ -6,11 +6,9 @@ In float32, up to rounding: ranks add gradients up in another order than one pro
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,23 +44,7 @@ IN_BACKGROUND = ["checkpointing.async_save=true"]
 # With one validation prompt the second rank has nothing to sample, and must take part all the same.
 GRPO_SETTINGS = ["grpo.max_val_samples=1"]
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    """Started once; the runs join it. Slots are not cores, so that a small machine can hold two ranks."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        address="local",
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 
 def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:

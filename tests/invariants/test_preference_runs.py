@@ -4,8 +4,6 @@ process or on two Ray ranks, they are the same run.
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -205,15 +203,6 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_ray() -> Any:
-    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.slow

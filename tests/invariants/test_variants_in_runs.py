@@ -6,10 +6,8 @@ surplus that is kept, sequence ratios, the likelihood term and each normaliser o
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -155,16 +153,6 @@ def test_results_are_independent_of_packing_and_micro_batching(
     ]
     assert run([*arguments(name, tmp_path / "run"), *one_by_one]) == 0
     assert_same_numbers(tmp_path / "run", whole(name))
-
-
-@pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
-    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False, "address": "local"}
-    ray.init(num_cpus=4, num_gpus=0, **options)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 KIND: str = "grpo"
 DESCRIPTION = """\
-Keeps the prompts that teach. The model of a GRPO run answers every prompt of its training data several times, with the run's own
-template, sampling and rewards; a prompt is kept if its mean reward is within --keep and its answers do not all earn the same.
+Keep the prompts that a GRPO run can learn from. Its model answers every prompt of the training data several times, with the run's
+own template, sampling and rewards; a prompt is kept if its mean reward is within --keep and its answers do not all earn the same.
 """
 EPILOG = """\
 examples:
@@ -30,7 +30,7 @@ examples:
   posttrain grpo --config grpo.yaml data.train.data_path=screened.jsonl
 
 Kept rows have all their columns and two more: screen_mean_reward, and screen_num_scored, the answers that it is the mean of.
-Answers that cannot be scored count as nothing. NAME.screen.jsonl beside OUT has the rewards of every prompt: after an
+Answers that cannot be scored are ignored. NAME.screen.jsonl beside OUT has the rewards of every prompt: after an
 interruption the same command goes on, and another --keep samples nothing again. NAME.screen.json has the counts and what made
 them. Prompts are taken in a seeded order, so --limit and --minutes measure a random part.
 exit codes: 0 done, also by --minutes · 64 bad input, or no prompt is left · 65 not one answer could be scored · 75 another
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
-    from posttrain.evaluation.screening import Range, Screening
+    from posttrain.evaluation.screening import RewardRange, Screening
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         config,
         args.out,
         num_samples=config.grpo.num_generations_per_prompt if args.samples is None else args.samples,
-        keep=Range() if args.keep is None else Range(args.keep[0], args.keep[1], is_default=False),
+        keep=RewardRange() if args.keep is None else RewardRange(args.keep[0], args.keep[1], is_default=False),
         say=lambda text: console.show([Line(text, "muted")]),
         limit=args.limit,
         minutes=args.minutes,
@@ -127,7 +127,7 @@ def table(summary: JsonObject) -> list[str]:
     }
     lines += [f"  {name:<16}{count:>7,}  {meaning[name]}" for name, count in summary["prompts"].items() if count]
     if summary["num_unscored_answers"]:
-        lines.append(f"  {summary['num_unscored_answers']:,} answers could not be scored; they count as nothing")
+        lines.append(f"  {summary['num_unscored_answers']:,} answers could not be scored and are ignored")
     return lines
 
 
@@ -139,7 +139,10 @@ def _next(args: argparse.Namespace, screening: Screening, summary: JsonObject) -
     per_step = screening.config.grpo.num_prompts_per_step
     if counts["kept"] < per_step:
         lines.append(f"a step takes {per_step} prompts, more than were kept: set grpo.num_prompts_per_step")
-    words = [*(["--config", str(args.config)] if args.config else []), *args.words, *training_settings(screening)]
+    settings = training_settings(screening)
+    replaced = {setting.partition("=")[0] for setting in settings}
+    given = [word for word in args.words if word.partition("=")[0] not in replaced]
+    words = [*(["--config", str(args.config)] if args.config else []), *given, *settings]
     return [*lines, f"wrote {args.out}; next:", f"  posttrain grpo {shlex.join(words)}"]
 
 

@@ -63,8 +63,8 @@ class Handover:
                 file.unlink(missing_ok=True)
 
 
-class Place(NamedTuple):
-    """Of a part in a file or in the bucket."""
+class PartOffset(NamedTuple):
+    """Where a part is in a file or in the bucket."""
 
     part: int
     begin: int  # byte
@@ -89,10 +89,10 @@ class SentWeights:
     file: Path
     num_bytes: int  # of the parts in the file; the number of the handover follows, once they are complete
     number: int
-    places: tuple[Place, ...]  # in the file
+    places: tuple[PartOffset, ...]  # in the file
     on_one_machine: bool
     handle: str = ""  # of the bucket; empty: there is none
-    lots: tuple[tuple[Place, ...], ...] = ()  # what the bucket holds, one lot after another
+    lots: tuple[tuple[PartOffset, ...], ...] = ()  # what the bucket holds, one lot after another
     why_no_bucket: str = ""  # if there should be one
 
 
@@ -112,7 +112,7 @@ class WeightSender:
     _bucket: tuple[Tensor, str] | None = None  # kept, with its handle: engines have it open
     _number: int = 0
     _parts: Sequence[_Part] = ()
-    _lots: tuple[tuple[Place, ...], ...] = ()
+    _lots: tuple[tuple[PartOffset, ...], ...] = ()
     _copied: torch.cuda.Event | None = None
 
     def send(self, to: Handover) -> SentWeights:
@@ -139,7 +139,7 @@ class WeightSender:
             self._file,
             num_bytes,
             self._number,
-            tuple(map(Place, range(len(begins)), begins)),
+            tuple(map(PartOffset, range(len(begins)), begins)),
             to.on_one_machine,
             self._bucket[1] if self._bucket is not None and self._lots else "",
             self._lots,
@@ -305,16 +305,16 @@ def _is_on_gpu(parts: Sequence[_Part]) -> bool:
     return bool(parts) and all(part.tensor.is_cuda for part in parts)
 
 
-def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[Place, ...], ...], int]:
+def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[PartOffset, ...], ...], int]:
     """Parts in order, as many at a time as fit into the bucket, a larger one alone; and the bytes that the bucket needs."""
-    lots: list[list[Place]] = []
+    lots: list[list[PartOffset]] = []
     end = largest = 0
     for index, tensor in enumerate(tensors):
         num_bytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not lots or end + num_bytes > BUCKET_BYTES:
             lots.append([])
             end = 0
-        lots[-1].append(Place(index, end))
+        lots[-1].append(PartOffset(index, end))
         end += num_bytes
         largest = max(largest, end)
     return tuple(map(tuple, lots)), largest

@@ -1,7 +1,7 @@
-"""Which prompts of a GRPO run teach: answers are sampled with the run's own model and settings, and scored by its rewards.
+"""Which prompts a GRPO run can learn from: answers are sampled with the run's own model and settings, and scored by its rewards.
 
 A prompt is kept if its mean reward is within a range and its rewards differ, as GRPO learns from differences within a group. An
-unscored answer counts as nothing, not as wrong. Prompts are measured in a seeded order, so any part of them is a random sample;
+unscored answer is ignored, not counted as wrong. Prompts are measured in a seeded order, so any part of them is a random sample;
 sampling noise is keyed by prompt and answer, and is other noise than that of training, which begins with step 1.
 """
 
@@ -54,7 +54,7 @@ _MAX_VALUES = 17  # means of 16 answers that are right or wrong
 
 
 @dataclass(frozen=True)
-class Range:
+class RewardRange:
     """Of mean rewards, ends included, in units of the environment's reward."""
 
     low: float = 0.05
@@ -89,7 +89,7 @@ class Screening:
     config: GrpoRunConfig
     out: Path
     num_samples: int
-    keep: Range
+    keep: RewardRange
     say: Callable[[str], None]
     limit: int | None = None  # prompts
     minutes: float | None = None  # of measuring; the model's loading does not count
@@ -120,7 +120,7 @@ class Screening:
         return entry
 
     def execute(self, show_progress: ShowProgress) -> tuple[int, JsonObject]:
-        """Measure the prompts that were not measured before, and write those that teach. Returns exit code and summary."""
+        """Measure the prompts that were not measured before, and write those to keep. Returns exit code and summary."""
         policy = self.config.policy
         self.recipe.check()
         check_model_exists(policy.model_name)
@@ -129,8 +129,8 @@ class Screening:
         dataset = self.recipe.load_tasks(self.entry, chat)
         if self.entry.split_validation_size and self.config.data.validation is None:
             self.say(
-                "data.train.split_validation_size: a run on the kept rows holds out some of them, so its validation is harder "
-                "or easier than one on all rows; data.validation keeps it the same"
+                "data.train.split_validation_size: a run on the kept rows validates on some of them, so its accuracy cannot be "
+                "compared with that of a run on all rows; set data.validation for that"
             )
         for reason, count in dataset.dropped.items():
             self.say(f"data.train: {count} rows left out: {reason}")
@@ -264,7 +264,7 @@ def measure(
     source: RolloutSource,
     batch_sizes: Sequence[int],
     files: ScreenFiles,
-    keep: Range,
+    keep: RewardRange,
     deadline: SaveDeadline,
     interruption: Interruption,
 ) -> None:

@@ -18,7 +18,7 @@ from posttrain.config import load_config
 from posttrain.data.sources import Row
 from posttrain.errors import FolderHeld, InputError, StopRequested
 from posttrain.evaluation.screen_files import Rewards, ScreenFiles
-from posttrain.evaluation.screening import NothingScored, Range, Screening, histogram, measure
+from posttrain.evaluation.screening import NothingScored, RewardRange, Screening, histogram, measure
 from posttrain.types import Group, Rollout, Score, TakenGroups, Task
 
 IDENTITY = {"model_fingerprint": "abc", "num_samples": 2, "sampling": {"temperature": 1.0}}
@@ -38,11 +38,11 @@ IDENTITY = {"model_fingerprint": "abc", "num_samples": 2, "sampling": {"temperat
     ],
 )
 def test_prompt_is_kept_if_its_mean_is_in_range_and_its_scored_answers_differ(rewards: Rewards, verdict: str) -> None:
-    assert Range(0.1, 0.9).verdict(rewards) == verdict
+    assert RewardRange(0.1, 0.9).verdict(rewards) == verdict
 
 
 def test_both_ends_of_the_range_are_kept() -> None:
-    assert [Range(0.25, 0.5).verdict(rewards) for rewards in ([0, 0.5], [0, 1], [0, 1.01])] == [
+    assert [RewardRange(0.25, 0.5).verdict(rewards) for rewards in ([0, 0.5], [0, 1], [0, 1.01])] == [
         "kept",
         "kept",
         "too easy",
@@ -139,7 +139,7 @@ def groups(*rewards: Rewards) -> list[Group]:
 
 def measured(tmp_path: Path, source: ScriptedRollouts, sizes: Sequence[int], **parts: object) -> ScreenFiles:
     files = reopened(tmp_path / "s.jsonl")
-    usual = {"keep": Range(), "deadline": SaveDeadline(None), "interruption": Interruption()}
+    usual = {"keep": RewardRange(), "deadline": SaveDeadline(None), "interruption": Interruption()}
     measure(source, sizes, files, **{**usual, **parts})  # type: ignore[arg-type]
     return files
 
@@ -188,7 +188,7 @@ def test_rewards_of_another_scale_are_saved_and_ask_for_a_range(tmp_path: Path) 
     with pytest.raises(InputError, match=r"rewards from -1 to 5 were measured.*--keep LOW:HIGH in units of the reward"):
         measured(tmp_path, ScriptedRollouts(groups([-1, 5])), [1])
     assert reopened(tmp_path / "s.jsonl").rewards == {0: [-1, 5]}
-    measured(tmp_path, ScriptedRollouts(groups([-1, 5])), [1], keep=Range(0, 4, is_default=False))
+    measured(tmp_path, ScriptedRollouts(groups([-1, 5])), [1], keep=RewardRange(0, 4, is_default=False))
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_rewards_of_another_scale_are_saved_and_ask_for_a_range(tmp_path: Path) 
 
 def screening(tmp_path: Path, *words: str, num_samples: int = 4, **options: float) -> Screening:
     config = load_config("grpo", None, ["data.train.data_path=rows.jsonl", *words]).config
-    return Screening(config, tmp_path / "s.jsonl", num_samples, Range(), say=print, **options)  # type: ignore[arg-type]
+    return Screening(config, tmp_path / "s.jsonl", num_samples, RewardRange(), say=print, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_table_shows_rewards_and_what_became_of_the_prompts() -> None:
     lines = table({**summary, "num_unscored_answers": 9})
     assert lines[1:3] == [f"  0.000             1,200  {'#' * 40}", "  0.500                 1  #"]
     assert [line.split("  ")[1] for line in lines[3:-1]] == ["kept", "too hard", "unscored", "not measured"]
-    assert lines[-1] == "  9 answers could not be scored; they count as nothing"
+    assert lines[-1] == "  9 answers could not be scored and are ignored"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_sharded_roles import Ranks
 
-from posttrain.engines.weight_handover import Handover, Place, SentWeights
+from posttrain.engines.weight_handover import Handover, PartOffset, SentWeights
 from posttrain.orchestration.weights import PushedWeights
 
 
@@ -22,7 +22,7 @@ class SendingRank:
     def send_weights(self, to: Handover) -> SentWeights:
         self.file.touch()
         asks = to.on_one_machine and to.over_gpu_memory
-        lots = ((Place(0, 0),),) * self.num_lots if asks else ()
+        lots = ((PartOffset(0, 0),),) * self.num_lots if asks else ()
         return SentWeights((), self.file, 0, 1, (), to.on_one_machine, "handle" if lots else "", lots, self.why * asks)
 
     def fill_bucket(self, lot: int) -> None: ...
