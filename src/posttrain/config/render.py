@@ -103,7 +103,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every text that is not plainly a word, and keeps `${` of a resolved value from being resolved again."""
 
 
-_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./\-]*")
+_WORD = re.compile(r"(?!\.\.\.$)[A-Za-z_./][A-Za-z0-9_./\-]*")  # "..." ends a document
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

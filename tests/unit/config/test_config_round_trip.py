@@ -87,6 +87,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
+@example({"...": "..."})
 @example(
     {
         "a": "${b}",
