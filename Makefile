@@ -38,9 +38,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not long"
 
-# Configs of the guides on two Ray nodes, and runs as jobs of a Ray cluster: some five minutes.
+# Configs of the guides on two Ray nodes, runs as jobs of a Ray cluster, further cases of slow tests: some seven minutes.
 test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests/integration tests/invariants
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests
 
 # Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
 LOGGERS := $(VENV)/loggers

@@ -79,7 +79,7 @@ def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_p
     assert_same_run(tmp_path / "resumed", ahead.whole)
 
 
-@pytest.mark.parametrize("place", ["update", "reference_logprobs"])
+@pytest.mark.parametrize("place", ["update", pytest.param("reference_logprobs", marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_while_it_samples_ahead_resumes_with_the_same_bits(
     place: str, ahead: Ahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

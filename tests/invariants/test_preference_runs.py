@@ -207,7 +207,7 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
 def test_two_ranks_equal_one_process_in_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:

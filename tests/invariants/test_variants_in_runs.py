@@ -157,7 +157,14 @@ def test_results_are_independent_of_packing_and_micro_batching(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("name", ["dynamic sampling, gdpo, vapo", "reinforce++", "rloo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamic sampling, gdpo, vapo",
+        pytest.param("reinforce++", marks=pytest.mark.long),
+        pytest.param("rloo", marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_equal_one_process(
     name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ class WeightSender:
     _number: int = 0
     _parts: Sequence[_Part] = ()
     _lots: tuple[tuple[PartOffset, ...], ...] = ()
+    _stream: torch.cuda.Stream | None = None  # kept: each stream has memory of its own
     _copied: torch.cuda.Event | None = None
 
     def send(self, to: Handover) -> SentWeights:
@@ -177,7 +178,7 @@ class WeightSender:
                 host_memory.view(self._mapped, begin, part.tensor).copy_(part.tensor)
             host_memory.view(self._mapped, num_bytes, like).copy_(like)
             return
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for begin, part in zip(begins, self._parts, strict=True):
