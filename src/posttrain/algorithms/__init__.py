@@ -1,1 +1,1 @@
-"""The algorithms, one file each. They use roles and values alone: no engine, no transport, no device."""
+"""The algorithms, one file each. They depend on roles and types only, not on engines, transports or devices."""

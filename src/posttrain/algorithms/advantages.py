@@ -1,18 +1,18 @@
-"""How rewards become credit: one advantage per rollout, from the rewards of a whole step, group by group.
+"""Advantage estimators: one advantage per rollout, computed per group from the rewards of a step.
 
-The estimators are small values. `GroupAdvantages` is GRPO's (arXiv:2402.03300), and with other switches RLOO's
-(arXiv:2402.14740) and Dr. GRPO's (arXiv:2503.20783); `NoBaseline` is REINFORCE++ without a baseline
-(arXiv:2501.03262); `AdvantagesPerReward` is GDPO's (arXiv:2601.05242), which credits each part of a reward on its own.
-`Whitening` then brings the advantages of a step to mean 0 and variance 1, over rollouts or over tokens.
+`GroupAdvantages` is GRPO's (arXiv:2402.03300), and with other switches RLOO's (arXiv:2402.14740) and Dr. GRPO's
+(arXiv:2503.20783); `NoBaseline` is REINFORCE++ without a baseline (arXiv:2501.03262); `AdvantagesPerReward` is GDPO's
+(arXiv:2601.05242), which computes advantages per reward component. `Whitening` normalises the advantages of a step to
+mean 0 and variance 1, over rollouts or over tokens.
 
     A_i = r_i - b_i,   divided by (std_i + epsilon) if rewards are normalised and std_i > 0
 
-With a leave-one-out baseline, b_i and std_i are the mean and the standard deviation of the *other* rewards of the group;
-otherwise of all of them. Rewards that are all equal give A = 0. If only the others are equal, std_i is exactly 0 and A_i
-stays undivided. That case is found by comparing rewards, not by computing a variance: rounding would leave a tiny one,
-and dividing by it makes A_i explode.
+With a leave-one-out baseline, b_i and std_i are the mean and the standard deviation of the *other* rewards of the
+group; otherwise of all of them. Rewards that are all equal give A = 0. If only the others are equal, std_i is exactly 0
+and A_i stays undivided. The code detects this case by comparing rewards. A computed variance could be tiny but non-zero
+due to rounding, and dividing by it would make A_i explode.
 
-Unscored rollouts take no part: they are in no baseline, and their advantage is 0.
+Unscored rollouts are excluded from baselines and have advantage 0.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from posttrain.errors import InputError
 from posttrain.reward_values import total
 from posttrain.types import Group, Score
 
-SAME = 1e-9  # relative: rewards closer than this differ by the rounding of their parts alone
+SAME = 1e-9  # relative tolerance: smaller differences are rounding errors
 
-Rewards = Sequence[float | None]  # of one group; None is unscored
-Scores = Sequence[Score]  # of one group
+Rewards = Sequence[float | None]  # rewards of one group; None: unscored
+Scores = Sequence[Score]  # advantages of one group
 
 
 class Estimator(Protocol):
     def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
-        """One advantage per rollout of each group; 0 for the unscored."""
+        """One advantage per rollout of each group; 0 for unscored rollouts."""
 
 
 def differ(values: Sequence[float]) -> bool:
-    """Whether there are two values that differ by more than rounding."""
+    """Whether any two values differ by more than rounding error."""
     return len(values) > 1 and max(values) - min(values) > SAME * max(abs(value) for value in values)
 
 
 def part_names(score: Score) -> list[str]:
-    """The rewards that make up a score. A name with a slash is a detail of one of them (`code/num_tests`)."""
+    """The reward components of a score. Names with a slash (`code/num_tests`) are details and left out."""
     return [name for name in score.parts if "/" not in name]
 
 
 def has_signal(group: Group, *, in_parts: bool = False) -> bool:
     """Whether the scores of the group's rollouts differ, before any shaping.
 
-    `in_parts`: a difference in some part of the reward is enough, even where the totals are equal.
+    `in_parts`: a difference in any reward component counts, even if the totals are equal.
     """
     scores = [rollout.score for rollout in group.rollouts if rollout.score.scored]
     if differ([score.reward for score in scores if score.reward is not None]):
@@ -64,7 +64,7 @@ def has_signal(group: Group, *, in_parts: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a standard deviation becomes a divisor. Systems differ in the three choices made here."""
+    """How to turn a standard deviation into a divisor. Frameworks differ in these three choices."""
 
     ddof: Literal[0, 1] = 1  # 1: Bessel's correction
     epsilon: float = 1e-6
@@ -78,7 +78,7 @@ class Spread:
         return math.sqrt(variance) + self.epsilon
 
     def of(self, values: Sequence[float]) -> float | None:
-        """The divisor that belongs to these values; None if they do not differ."""
+        """The divisor for these values; None if they are all equal."""
         if len(values) <= self.ddof or not differ(values):
             return None
         mean = total(values) / len(values)
@@ -91,7 +91,7 @@ class GroupAdvantages:
     use_leave_one_out_baseline: bool = True
     std_over: Literal["group", "batch"] = "group"
     spread: Spread = field(default_factory=Spread)
-    group_of_one: Literal["zero", "reward"] = "zero"  # a scored rollout without another one to compare with
+    group_of_one: Literal["zero", "reward"] = "zero"  # the only scored rollout of its group
 
     def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
         return self.of_rewards([[score.reward for score in scores] for scores in batch])
@@ -105,7 +105,7 @@ class GroupAdvantages:
         advantages = [0.0] * len(rewards)
         if len(scored) == 1 and self.group_of_one == "reward":
             index, reward = scored[0]
-            # As in systems that keep such a reward: its mean counts as 0 and its variance as 1.
+            # Same as frameworks that keep such a reward: mean 0, variance 1.
             advantages[index] = reward / self.spread.divisor(1.0) if self.normalize_rewards else reward
         if len({reward for _, reward in scored}) < 2:
             return advantages
@@ -127,10 +127,10 @@ class NoBaseline:
 
 @dataclass(frozen=True)
 class AdvantagesPerReward:
-    """The weighted sum of the advantages that each part of the reward gives on its own. Parts in alphabetical order."""
+    """Weighted sum of per-component advantages, with components in alphabetical order."""
 
     each: GroupAdvantages
-    weights: tuple[float, ...] | None = None  # None: 1 for every part
+    weights: tuple[float, ...] | None = None  # None: weight 1 for every component
 
     def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
         total = [[0.0] * len(scores) for scores in batch]
@@ -174,7 +174,7 @@ class Whitening:
     spread: Spread
 
     def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
-        """`values` where `weights` is 1 are the ones that count; all are moved alike. In float64."""
+        """Statistics are computed in float64 over `values` where `weights` is 1, and applied to all values."""
         count = float(weights.sum())
         if count == 0:
             return values
@@ -209,14 +209,14 @@ class EstimatorOptions(Protocol):
 
 @dataclass(frozen=True)
 class EstimatorForm:
-    """How an estimator is built, and what a null in the config means with it."""
+    """How to build an estimator, and its defaults for config values that are null."""
 
     build: Callable[[EstimatorOptions, Spread], Estimator]
     whiten_over: Literal["none", "rollouts", "tokens"] = "none"
     whiten_by: Spread = field(default_factory=Spread)
     kl_charged_to: Literal["sequence", "token", "return"] = "sequence"
     loss_normalizer: Literal["max_tokens"] | None = None
-    credits_parts: bool = False  # parts of the reward that differ are a signal, even where the totals are equal
+    credits_parts: bool = False  # a difference in a reward component is a signal, even if the totals are equal
 
 
 def _group(options: EstimatorOptions, spread: Spread, normalize: bool, leave_one_out: bool) -> GroupAdvantages:

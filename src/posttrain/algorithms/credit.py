@@ -1,8 +1,8 @@
-"""From the scores of a step to the advantage of each of its tokens.
+"""Computes per-token advantages from the scores of a step.
 
-In this order, as in NeMo RL: scaling and shaping of rewards, the KL penalty where it is part of the reward, the estimator,
-whitening, bounds. The environment's own scores stay in the rollouts; `advantage` of a rollout is the mean over its tokens,
-which differ only where the KL is charged token by token.
+Order, as in NeMo RL: reward scaling and shaping, KL penalty (if it is part of the reward), advantage estimator,
+whitening, clipping. Rollouts keep the environment's scores. A rollout's `advantage` is the mean over its tokens; token
+advantages differ only if the KL penalty is applied per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.types import Group, Rollout, TokenBatch
 
 @dataclass(frozen=True)
 class KlInReward:
-    """The KL to the reference, of the policy before the step, as a part of the reward instead of the loss.
+    """KL penalty in the reward instead of the loss, between the policy before the step and the reference.
 
     charged to   sequence: the answer's reward, as a sum over its tokens, before any baseline (RLOO, PPO)
                  token:    each token's own advantage (NeMo RL's REINFORCE++)
@@ -39,7 +39,7 @@ class KlInReward:
     output_clamp: float | None = 10.0
 
     def of_tokens(self, batch: TokenBatch) -> Tensor:
-        """KL of every trained token, 0 of the others."""
+        """KL of every trained token; 0 for other tokens."""
         log_ratio = batch.columns["reference_logprobs"].double() - batch.columns["current_logprobs"].double()
         kl = clamped_kl(log_ratio, self.kind, self.input_clamp, self.output_clamp)
         return torch.where(batch.columns["mask"] != 0, kl, torch.zeros_like(kl))
@@ -117,7 +117,7 @@ class Credit:
         tokens: Tensor,
         places: Sequence[Place],
     ) -> list[Group]:
-        """The groups with the environment's own scores, their advantages and shaped rewards."""
+        """The groups with the environment's scores, advantages and shaped rewards."""
         credited: list[list[Rollout]] = [list(group.rollouts) for group in groups]
         for (g, r), of_row in zip(places, tokens.split(batch.response_lengths), strict=True):
             shaped_reward = judged[g].rollouts[r].score.reward if self.reward_steps else None
@@ -131,7 +131,7 @@ def _kl_to_go(kl: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """Exactly the value where all of them are equal: a sum would round it."""
+    """The mean; if all values are equal, exactly that value, without rounding error."""
     if not len(values):
         return 0.0
     return float(values[0]) if bool((values == values[0]).all()) else float(values.mean())

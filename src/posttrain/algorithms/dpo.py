@@ -1,9 +1,9 @@
-"""Preference optimisation on pairs (DPO, arXiv:2305.18290, and its relatives): the only such step in posttrain, for any
-number of machines. The objective is the loss.
+"""Preference optimisation on pairs (DPO, arXiv:2305.18290, and variants): the only preference step in posttrain, for
+any number of machines. The loss selects the objective.
 
-The reference is the policy at the start of the run: a frozen copy, or, with LoRA, the model under the adapters. At step 1
-the two are equal and the preference loss of dpo is ln 2. Losses without a reference (simpo, orpo) have none here either.
-Deviation: the two answers of a pair share their prompt's computation.
+The reference is the policy at the start of the run: a frozen copy, or, with LoRA, the base model without adapters. At
+step 1 policy and reference are equal, so the DPO loss is ln 2. Reference-free losses (simpo, orpo) load no reference.
+Deviation: the two answers of a pair share the computation of their prompt.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class PairStream(Protocol):
 
 
 class Reference(Protocol):
-    """Log-probabilities under the frozen reference, cached for each answer where there is memory for it."""
+    """Log-probabilities under the frozen reference, cached per answer if memory allows."""
 
     def logprobs(self, batch: TokenBatch, step: int, *, keep: bool = True) -> tuple[Tensor, float]:
-        """One value per response token, and the share of the tokens that came from the cache."""
+        """One value per response token, and the fraction of tokens served from the cache."""
         ...
 
 
@@ -40,7 +40,7 @@ class Dpo:
     policy: Trainer
     pairs: PairStream
     validation: Sequence[Pair] = ()
-    reference: Reference | None = None  # None: the loss has none
+    reference: Reference | None = None  # None: reference-free loss
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
@@ -58,7 +58,7 @@ class Dpo:
         )
 
     def validate(self, step: int) -> StepReport | None:
-        """The loss and the share of pairs ranked rightly, each pair counting the same."""
+        """Loss and ranking accuracy; every pair has equal weight."""
         if not self.validation:
             return None
         clock = StageClock()

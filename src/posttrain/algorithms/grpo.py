@@ -1,11 +1,11 @@
 """Group relative policy optimisation (arXiv:2402.03300): the only GRPO step in posttrain, for any number of machines.
 
-Per step: sample a group of completions for each prompt, score them, credit each one against its own group, and make one
+Per step: sample a group of completions for each prompt, score them, compute advantages within each group, and make one
 or more clipped policy-gradient updates.
 
 Deviations from the paper, all as in NeMo RL: a leave-one-out baseline by default; the loss is a mean over all tokens of
-the optimizer batch by default; the KL term is in the loss, not in the reward. And one of our own: a rollout whose scoring
-failed is left out of the group's statistics and of the loss, instead of counting as a reward of 0.
+the optimizer batch by default; the KL term is in the loss, not in the reward. One deviation of our own: a rollout whose
+scoring failed is excluded from the group statistics and the loss, instead of counting as reward 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GrpoSettings:
     seq_logprob_error_threshold: float | None = None
     num_validation_prompts: int = 0
     tokens: TokenSampling | None = None
-    kl_period: int = 0  # steps between estimates of the KL to the reference, where it is not in the loss; 0: none
+    kl_period: int = 0  # steps between estimates of the KL to the reference if it is not in the loss; 0: off
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Grpo:
     def step(self, step: int) -> StepReport:
         clock = StageClock()
 
-        # Scored groups of completions, one group per prompt: fresh, recorded, in several turns or filtered.
+        # Scored groups of completions, one group per prompt: fresh, recorded, multi-turn or filtered.
         taken = self.rollouts.take(self.settings.num_prompts_per_step, step)
         clock.add(taken.timings_s)
 
-        # Log-probabilities that credit and the loss need beside those of the update's own forward pass: none in the plain
-        # case of one update per step and no KL penalty.
+        # Log-probabilities that advantages and the loss need in addition to the update's forward pass. None are needed
+        # with one update per step and no KL penalty.
         with clock("policy_and_reference_logprobs"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
             is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)
@@ -76,7 +76,7 @@ class Grpo:
             batch, facts = self._with_logprobs(batch, taken.groups, is_fresh, at_sampler)
             facts |= self._kl_to_start(batch, is_fresh, step)
 
-        # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
+        # Compute advantages within each group. A group whose rewards are all equal gives no gradient.
         self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
@@ -106,13 +106,13 @@ class Grpo:
         return replace(report, tokens=traces)
 
     def validate(self, step: int) -> StepReport | None:
-        """Mean reward on held-out prompts, with the weights as they are."""
+        """Mean reward on held-out prompts, with the current weights."""
         if self.validation is None or self.settings.num_validation_prompts == 0:
             return None
         clock = StageClock()
         groups = self.validation.take(self.settings.num_validation_prompts, step).groups
         metrics = rollout_metrics(groups)
-        # The same numbers as `posttrain eval` gives, under NeMo RL's names; here any reward above 0 passes.
+        # Same metrics as `posttrain eval`, with NeMo RL's names. Here any reward above 0 passes.
         found = reward_metrics([group.rewards for group in groups], pass_threshold=ANY_POSITIVE_REWARD)
         names = {f"avg@{len(groups[0].rollouts)}": "accuracy"}
         metrics |= {names.get(name, name.replace("@", "_")): value for name, value in found.items()}
@@ -121,7 +121,7 @@ class Grpo:
     def _with_logprobs(
         self, batch: TokenBatch, groups: Sequence[Group], is_fresh: Tensor, at_sampler: Tensor
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """The columns that this step needs: under the reference, and under the current policy."""
+        """The log-probability columns that this step needs: of the reference and of the current policy."""
         if not batch.responses:
             return batch, {}
         settings = self.settings
@@ -137,7 +137,7 @@ class Grpo:
         return without_logprob_errors(batch, settings.seq_logprob_error_threshold, is_fresh)
 
     def _kl_to_start(self, batch: TokenBatch, is_fresh: Tensor, step: int) -> dict[str, float]:
-        """Every few steps, the KL of the policy that sampled to the reference: for the record, not for the loss."""
+        """Every few steps, the KL between sampling policy and reference, as a metric only."""
         period = self.settings.kl_period
         if period == 0 or step % period or not batch.responses:
             return {}
@@ -179,7 +179,7 @@ def _off_policy_rows(groups: Sequence[Group], step: int) -> list[bool]:
 
 
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Each metric's mean over the updates of the step; extremes stay extremes."""
+    """Each metric's mean over the updates of the step; minima and maxima are kept."""
     names = {name: None for update in updates for name in update.metrics}
     means = {}
     for name in names:

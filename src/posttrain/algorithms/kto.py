@@ -1,7 +1,7 @@
-"""Kahneman-Tversky optimisation (arXiv:2402.01306): learns from single answers, each called good or bad.
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): learns from single answers, each labelled good or bad.
 
 Answers are compared with a baseline, an estimate of KL(policy || reference): the mean over the batch of log p - log
-p_reference of answers that belong to *other* prompts, or 0 if that is negative. Each prompt is paired with the answer to
+p_reference of answers to *other* prompts, clamped at 0. Each prompt is paired with the answer to
 the prompt before it, as in TRL. The baseline is computed before the update, with the weights that the update starts from,
 and carries no gradient.
 
@@ -33,7 +33,7 @@ class JudgedStream(Protocol):
 @dataclass(frozen=True)
 class Kto:
     num_answers_per_step: int
-    max_total_tokens: int  # of a prompt with another prompt's answer
+    max_total_tokens: int  # prompts paired with another prompt's answer
     objective: KtoLoss
     policy: Trainer
     answers: JudgedStream
@@ -44,7 +44,7 @@ class Kto:
         clock = StageClock()
         with clock("data_processing"):
             batch = judged_batch(self.answers.take(self.num_answers_per_step))
-        # The next time this answer comes up it stands beside other prompts: mismatches are not worth keeping.
+        # Mismatched pairs are not cached: in the next epoch the answer gets another prompt.
         batch, measured = self._with_reference(batch, step, clock, keep_mismatches=False)
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
@@ -88,7 +88,7 @@ class Kto:
 
 
 def _with_margin(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """The mean reward of a class that the batch has none of is not 0: it is left out, and so is the margin."""
+    """If the batch lacks a class, its mean reward and the margin are omitted, not reported as 0."""
     present = {"rewards_chosen_mean": 1.0, "rewards_rejected_mean": 0.0}
     missing = [name for name, verdict in present.items() if not (batch.columns["desirable"] == verdict).any()]
     if not missing:

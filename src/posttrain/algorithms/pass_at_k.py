@@ -1,13 +1,13 @@
-"""From rewards and answers to numbers: `pass@k`, `cons@k`, `avg@k`.
+"""The metrics `pass@k`, `cons@k` and `avg@k`, computed from rewards and answers.
 
-pass@k (arXiv:2107.03374) is the chance that at least one of k samples passes, estimated without bias from n >= k samples.
-cons@k is the chance that the majority of k samples passes: equal answers vote together, a tie goes to the answer that came
-first; averaged over all k-subsets of the n samples, as NeMo RL does, but counted instead of listed. avg@k is the mean
-reward. Each is a number per problem; a metric is their mean over the problems.
+pass@k (arXiv:2107.03374) is the chance that at least one of k samples passes, estimated without bias from n >= k
+samples. cons@k is the chance that the majority of k samples passes: equal answers vote together, a tie goes to the
+answer that came first; averaged over all k-subsets of the n samples as in NeMo RL, but in closed form instead of by
+enumeration. avg@k is the mean reward. Each is a number per problem; a metric is their mean over the problems.
 
-Unscored samples do not count: they lower n. Where fewer than k samples are left, k becomes what is left, which can only
-lower pass@k; a problem with none left is not measured. Samples without any answer do not vote (NeMo RL lets them).
-Used by `posttrain eval`, by the gate and by validation during training.
+Unscored samples do not count: they lower n. If fewer than k scored samples remain, k is reduced to their number, which
+can only lower pass@k. Problems without scored samples are skipped. Samples without an answer do not vote (in NeMo RL
+they do). Used by `posttrain eval`, by the gate and by validation during training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metric:
 
 
 def parse_metric(name: str) -> Metric:
-    """`pass@1` and its like."""
+    """A metric name such as `pass@1`."""
     found = re.fullmatch(r"(pass|cons|avg)@([1-9]\d*)", name)
     if found is None:
         raise InputError(f"metric {name!r}: expected pass@k, cons@k or avg@k with a number for k, such as pass@1")
@@ -79,7 +79,7 @@ def cons_at_k(answers: Sequence[Hashable | None], passed: Sequence[bool], k: int
 
 
 def _losing_ways(others: Sequence[Sequence[int]], num_abstain: int, num_votes: int, first: int, left: int) -> int:
-    """How many ways there are to choose `left` samples of the others so that none of them wins."""
+    """The number of ways to choose `left` samples from the other answers such that none of those answers wins."""
     ways = [1, *[0] * left]
     for votes in others:
         later = sum(place > first for place in votes)
@@ -109,7 +109,7 @@ def _product(left_factor: Sequence[int], right_factor: Sequence[int], degree: in
 def problem_value(
     metric: Metric, rewards: Sequence[float | None], answers: Sequence[Hashable | None], pass_threshold: float
 ) -> float | None:
-    """The metric of one problem; None if none of its samples was scored."""
+    """The metric of one problem; None without scored samples."""
     scored = [(reward, answer) for reward, answer in zip(rewards, answers, strict=True) if reward is not None]
     if not scored:
         return None
@@ -126,13 +126,13 @@ def problem_value(
 
 
 def measured_mean(values: Sequence[float | None]) -> tuple[float, int] | None:
-    """(sum, count) over the problems that were measured; None if there is none."""
+    """(sum, count) over the measured problems; None if there are none."""
     measured = [value for value in values if value is not None]
     return (math.fsum(measured), len(measured)) if measured else None
 
 
 def reward_metrics(rewards: Sequence[Sequence[float | None]], pass_threshold: float) -> dict[str, float]:
-    """avg@n and, for n > 1, pass@n of problems with n rewards each: what validation during training reports."""
+    """avg@n and, for n > 1, pass@n of problems with n rewards each. Reported by validation during training."""
     num_samples = max(map(len, rewards), default=0)
     wanted = [Metric("avg", num_samples), Metric("pass", num_samples)] if num_samples > 1 else [Metric("avg", 1)]
     found = {}

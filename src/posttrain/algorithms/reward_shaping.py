@@ -1,9 +1,9 @@
-"""Reward scaling and shaping: a linear map, and penalties for answers that are long or cut off.
+"""Reward scaling and shaping: a linear map, and penalties for long or truncated answers.
 
-The environment's own score stays in the rollout, and is what `reward` reports. Advantages are computed from the *shaped*
+The rollout keeps the environment's score, which the metric `reward` reports. Advantages are computed from the *shaped*
 reward. Unscored rollouts stay unscored.
 
-Deviation from NeMo RL: the length of an answer counts all of the model's turns, not the first alone.
+Deviation from NeMo RL: answer length counts all of the model's turns, not only the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.types import Group, Rollout
 
 @dataclass(frozen=True)
 class RewardScaling:
-    """Clamps to the source range and maps it linearly to the target range: the reward, and each of its parts."""
+    """Clamps the reward and its components to the source range and maps them linearly to the target range."""
 
     source_min: float = 0.0
     source_max: float = 1.0
@@ -70,7 +70,7 @@ RewardStep = RewardScaling | OverlongPenalty | CutOffPenalty
 
 
 def shaped(groups: Sequence[Group], steps: Sequence[RewardStep]) -> list[Group]:
-    """The groups as credit sees them, the steps applied in order."""
+    """The groups with shaped rewards; the shaping steps are applied in order."""
 
     def through(rollout: Rollout) -> Rollout:
         for step in steps:

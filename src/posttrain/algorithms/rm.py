@@ -1,6 +1,6 @@
 """Training of a Bradley-Terry reward model from preference pairs: the only such step, for any number of machines.
 
-There is no reference and nothing is sampled: a pair goes through the model once, the two scores are compared. Deviation
+No reference, no sampling: one forward pass per pair, and a comparison of the two scores. Deviation
 from the papers: the two answers of a pair share their prompt's computation.
 """
 
@@ -41,7 +41,7 @@ class RewardModelTraining:
         )
 
     def validate(self, step: int) -> StepReport | None:
-        """The loss and the share of pairs ranked rightly, each pair counting the same."""
+        """Loss and ranking accuracy; every pair has equal weight."""
         if not self.validation:
             return None
         clock = StageClock()
@@ -55,9 +55,9 @@ class RewardModelTraining:
 
 
 def _summary(metrics: Mapping[str, float], num_pairs: float) -> dict[str, float]:
-    """With the accuracy, and mean and standard deviation of all scores: what a user of the model normalises by."""
+    """Adds the accuracy, and the mean and standard deviation of all scores for normalisation."""
     rest = dict(metrics)
-    accuracy = rest.pop("num_ranked_right") / max(num_pairs, 1.0)  # divided once: shares of parts may add up to above 1
+    accuracy = rest.pop("num_ranked_right") / max(num_pairs, 1.0)  # divided once, so it cannot exceed 1
     square = rest.pop("rewards_square_mean")
     mean = (rest["rewards_chosen_mean"] + rest["rewards_rejected_mean"]) / 2
     return {**rest, "accuracy": accuracy, "rewards_mean": mean, "rewards_std": math.sqrt(max(square - mean**2, 0.0))}

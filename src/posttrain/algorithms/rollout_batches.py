@@ -1,11 +1,11 @@
 """The batches that GRPO trains on: one row per scored rollout, cut into one batch per optimizer update.
 
-A row has the log-probabilities of its behaviour policy, the one that sampled it; for a recorded answer, whose behaviour
-policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`, the anchor: the policy
-before the first update of the step for what it has just sampled, the behaviour policy for everything else. With importance
-sampling correction, the anchor of answers that earlier weights sampled is the policy before the first update as well, and
-the loss weighs them by the ratio of the two. `prev_is_current` marks the policy of the update itself, which needs no forward
-pass of its own where there is only one update.
+A row has the log-probabilities of its behaviour policy, which sampled it. For recorded answers, whose behaviour policy
+is unknown, the initial policy is used instead. Ratios are taken against `prev_logprobs`, the anchor: the policy before
+the first update of the step for on-policy samples, the behaviour policy for all others. With importance sampling
+correction, the anchor of answers that earlier weights sampled is the policy before the first update as well, and the
+loss weighs them by the ratio of the two. `prev_is_current` marks rows anchored at the policy of the update itself,
+which needs no separate forward pass if there is only one update.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ Place = tuple[int, int]  # (group, rollout)
 
 
 def scored_places(groups: Sequence[Group]) -> list[Place]:
-    """Which rollouts are the rows of a batch: every scored one, in order."""
+    """The rollouts that form the rows of a batch: all scored ones, in order."""
     return [
         (g, r) for g, group in enumerate(groups) for r, rollout in enumerate(group.rollouts) if rollout.score.scored
     ]
 
 
 def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) -> TokenBatch:
-    """All scored rollouts of the step. Those that `overlong_filtering` leaves out are masked: credit still sees them."""
+    """All scored rollouts of the step. Rollouts dropped by `overlong_filtering` are masked but still count for
+    advantages.
+    """
     places = scored_places(groups)
     prompts = {g: groups[g].task.prompt_ids for g, _ in places}
     index = {g: i for i, g in enumerate(prompts)}
@@ -62,14 +64,14 @@ def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
 
 
 def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
-    """The behaviour policy of a recorded answer is unknown: the policy that training starts from takes its place."""
+    """Recorded answers use the log-probabilities of the initial policy, as their behaviour policy is unknown."""
     columns = batch.columns
     sampler = torch.where(is_recorded, columns["reference_logprobs"], columns["generation_logprobs"])
     return batch.with_columns(generation_logprobs=sampler)
 
 
 def with_anchor(batch: TokenBatch, at_sampler: Tensor, *, several_updates: bool) -> TokenBatch:
-    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`.
+    """Adds `prev_logprobs` if an anchor other than the current policy is needed; drops `current_logprobs`.
 
     `at_sampler` marks tokens whose anchor is the policy that sampled them. Where `prev_is_current`
     is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
@@ -88,7 +90,7 @@ def with_anchor(batch: TokenBatch, at_sampler: Tensor, *, several_updates: bool)
 def without_logprob_errors(
     batch: TokenBatch, threshold: float, is_fresh: Tensor
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two disagree on the answer."""
+    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: sampler and trainer disagree."""
     gap = (batch.columns["generation_logprobs"] - batch.columns["current_logprobs"]).abs().exp()
     counted = batch.columns["mask"] * is_fresh
     lengths = batch.response_lengths
@@ -111,7 +113,7 @@ def minibatches(
 ) -> list[TokenBatch]:
     """The rows in their order, one batch per optimizer update, each with denominators of its own.
 
-    Unscored rollouts hold their place in the count, so that a failed reward moves no other rollout to another update.
+    Unscored rollouts count when the batch is split, so a failed reward does not move other rollouts to another update.
     """
     places = [(g, r) for g, group in enumerate(groups) for r in range(len(group.rollouts))]
     per_update = -(-len(places) // num_updates)
@@ -121,7 +123,7 @@ def minibatches(
         chosen = [place for place in places[start : start + per_update] if place in row_of]
         part = batch.select([row_of[place] for place in chosen], recount=True)
         if part.num_tokens == 0:
-            continue  # an update without a gradient would still decay weights and spend momentum
+            continue  # an update without gradient would still apply weight decay and momentum
         if with_rewarded:
             part = _with_rewarded(part, [_is_rewarded(groups, place) for place in chosen])
         batches.append(part)
@@ -134,6 +136,8 @@ def _is_rewarded(groups: Sequence[Group], place: Place) -> bool:
 
 
 def _with_rewarded(batch: TokenBatch, is_rewarded: Sequence[bool]) -> TokenBatch:
-    """`rewarded` adds up to 1 over the trained tokens of rewarded answers: its denominator is the whole batch's."""
+    """`rewarded` adds up to 1 over the trained tokens of rewarded answers: its denominator is taken over the whole
+    batch.
+    """
     counted = batch.columns["mask"] * of_tokens(is_rewarded, batch)
     return batch.with_columns(rewarded=counted / counted.sum().clamp(min=1))

@@ -1,4 +1,4 @@
-"""Metrics of the rollouts of a step, and warnings about those from which nothing is learnt."""
+"""Metrics of the rollouts of a step, and warnings about rollouts without a learning signal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from posttrain.algorithms.advantages import has_signal
 from posttrain.types import Group
 
-MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # looked at for repetition, so that it takes milliseconds
+MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # limits the cost of the repetition metric to milliseconds
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards over scored rollouts only; a step without any has no `reward`."""
+    """Rewards over scored rollouts only; without any, `reward` is omitted."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
     lengths = [r.completion.num_sampled for r in rollouts]
@@ -45,7 +45,7 @@ def _share_of_distinct(group: Group) -> float:
 
 
 def _repetition(groups: Sequence[Group]) -> float:
-    """Share of the runs of 4 tokens that occurred before in the same answer, over the first answer of each group."""
+    """Fraction of 4-grams that occurred earlier in the same answer, over the first answer of each group."""
     shares = []
     for group in groups[:MAX_GROUPS_COMPARED]:
         ids = group.rollouts[0].completion.token_ids[:MAX_TOKENS_COMPARED]
@@ -55,13 +55,13 @@ def _repetition(groups: Sequence[Group]) -> float:
 
 
 def num_generated_tokens(groups: Sequence[Group]) -> int:
-    """Tokens that were sampled in this run. Recorded answers were sampled elsewhere and do not count."""
+    """Tokens sampled in this run, without recorded answers."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     return sum(completion.num_sampled for completion in completions if completion.logprobs)
 
 
 def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the rollouts of several turns, if there are any."""
+    """Means over multi-turn rollouts, if there are any."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     found = [(c, c.conversation) for c in completions if c.conversation is not None]
     if not found:

@@ -16,8 +16,8 @@ MAX_SHIFT = 32  # largest shift tried
 def pair_batch(pairs: Sequence[Pair]) -> TokenBatch:
     """Chosen, rejected, chosen, rejected, …; both answers of a pair share their prompt.
 
-    `given_rewards` is each answer's reward in the data; `num_class_tokens` how many tokens the chosen (or the rejected)
-    answers of the whole batch have.
+    `given_rewards` is each answer's reward in the data; `num_class_tokens` is the number of tokens in all chosen (or
+    all rejected) answers of the batch.
     """
     responses = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     lengths = [len(ids) for ids in responses]
@@ -39,7 +39,7 @@ def pair_batch(pairs: Sequence[Pair]) -> TokenBatch:
 
 
 def judged_batch(answers: Sequence[Judged]) -> TokenBatch:
-    """Single answers with their verdict, and how many answers and tokens of the batch have the same verdict.
+    """Single answers with their label, and the number of answers and tokens in the batch with the same label.
 
     Answers to the same prompt share its computation.
     """
@@ -60,7 +60,7 @@ def judged_batch(answers: Sequence[Judged]) -> TokenBatch:
 
 
 def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
-    """Each prompt with the answer to another one, in the same order of prompts. What is too long is cut."""
+    """Each prompt with the answer to another prompt, in the same prompt order. Long sequences are truncated."""
     shift = _mismatching_shift(batch.prompt_of)
     lengths = [max(1, max_total_tokens - len(batch.prompts[prompt])) for prompt in batch.prompt_of]
     responses = [batch.responses[row - shift][:length].tolist() for row, length in enumerate(lengths)]
@@ -73,7 +73,7 @@ def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
 
 
 def _mismatching_shift(prompt_of: Sequence[int]) -> int:
-    """By how many rows to shift answers so that the fewest stay with their own prompt: 1 if all prompts differ."""
+    """The shift of answers, in rows, that leaves the fewest with their own prompt; 1 if all prompts differ."""
     rows = range(len(prompt_of))
     shifts = range(1, max(2, min(len(rows), MAX_SHIFT)))
     return min(shifts, key=lambda shift: sum(prompt_of[row] == prompt_of[row - shift] for row in rows))

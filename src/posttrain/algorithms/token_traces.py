@@ -1,4 +1,4 @@
-"""The numbers behind the tokens of some answers of a step, kept to be looked at. Training does not depend on them."""
+"""Per-token values of some answers of a step, recorded for inspection. Training does not depend on them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from posttrain.types import Group, TokenBatch, TokenTrace
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """Of which answers the numbers are kept: all of `num_groups` groups, every `period` steps; period 0: of none."""
+    """Which answers to trace: all answers of `num_groups` groups, every `period` steps; period 0: none."""
 
     period: int
     num_groups: int
 
     def is_due(self, step: int) -> bool:
-        """Also in the first step: that is when one looks."""
+        """Always true for the first step."""
         return self.period > 0 and (step == 1 or step % self.period == 0)
 
 
 def token_traces(
     groups: Sequence[Group], batch: TokenBatch, num_groups: int, logprobs: Callable[[TokenBatch], Tensor]
 ) -> tuple[TokenTrace, ...]:
-    """Of groups spread evenly over the step. `batch` has a row for each scored rollout, with its advantages.
+    """Traces of groups spread evenly over the step. `batch` has a row for each scored rollout, with its advantages.
 
-    `logprobs` computes those of the policy as it is now, where the step has not done so. Recorded answers, whose sampler is
-    unknown, are left out.
+    `logprobs` computes log-probabilities under the current policy if the step has not. Recorded answers are skipped
+    because their sampler is unknown.
     """
     count = min(num_groups, len(groups))
     chosen = {len(groups) * index // count for index in range(count)}

@@ -1,1 +1,1 @@
-"""Where groups come from: fresh, recorded, several turns, dynamic sampling. Used by training, validation and evaluation."""
+"""Rollout sources: fresh, recorded, multi-turn, dynamic sampling. Used by training, validation and evaluation."""

@@ -1,11 +1,11 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): sample batch after batch until enough groups have rewards that differ.
 
 A group is kept or discarded as a whole, by the scores of its environment, scaled but before any shaping. Sampling noise
-is keyed by draw, so a completion does not depend on the batch in which its task came.
+is keyed by draw, so a completion does not depend on the batch of its task.
 
-Deviations from NeMo RL: whole groups are kept, not rows; `max_batches` is exactly that many; groups beyond what a step
-needs are kept for the next one, if configured. Their completions keep the version of the weights that sampled them, so
-that ratios are taken against the policy that sampled them. The surplus is part of the checkpoint.
+Deviations from NeMo RL: whole groups are kept, not rows; `max_batches` is an exact limit; surplus groups are kept for
+the next step, if configured. Their completions keep the version of the weights that sampled them, so that ratios are
+taken against the policy that sampled them. The surplus is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from posttrain.types import Group, TakenGroups
 
 @dataclass
 class DynamicSampling:
-    """A `RolloutSource` over another one. The surplus of a step comes first in the next one."""
+    """A `RolloutSource` over another one. The next step uses the surplus first."""
 
     source: RolloutSource
     position: StreamAndSurplus
-    num_per_batch: int  # groups that are sampled at once
-    max_batches: int  # in one step
+    num_per_batch: int  # groups sampled at once
+    max_batches: int  # limit per step
     keeps_surplus: bool = True
     looks_at_parts: bool = False
-    scaling: RewardScaling | None = None  # may map rewards that differ to the same one
+    scaling: RewardScaling | None = None  # may map different rewards to the same value
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         earlier = self.position.surplus
@@ -57,7 +57,7 @@ class DynamicSampling:
         self.position.surplus = surplus if self.keeps_surplus else []
         rewards = [reward for group in groups for reward in group.rewards if reward is not None]
         metrics |= {
-            # A step that trains on the surplus of an earlier one alone has generated nothing.
+            # A step that trains only on surplus groups generates nothing.
             "num_generated_tokens": float(num_generated_tokens(sampled)),
             "filtered_reward": sum(rewards) / len(rewards),
             "dynamic_sampling_num_gen_batches": float(num_batches),

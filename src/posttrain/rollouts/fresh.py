@@ -1,5 +1,5 @@
-"""Groups sampled when they are asked for: prompts from the data stream, completions from an engine, scores from an
-environment. A request that failed, and a completion that could not be scored, is an unscored rollout with the reason.
+"""Groups sampled on demand: prompts from the data stream, completions from an engine, scores from an
+environment. A failed request or a completion that cannot be scored becomes an unscored rollout with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DrawnTasks(TaskStream, Protocol):
 
 @dataclass(frozen=True)
 class FixedTasks:
-    """The same tasks in every call, from the first: for validation."""
+    """The same tasks in every call, starting at the first. Used for validation."""
 
     tasks: Sequence[Task]
 
@@ -49,11 +49,11 @@ class FixedTasks:
 
 @dataclass(frozen=True)
 class UnscoredRollout:
-    """A sampled completion, and what its environment has yet to judge."""
+    """A sampled completion, and the answer that its environment still has to judge."""
 
     completion: Completion
-    to_judge: Completion | None  # None: `score` is final
-    score: Score | None = None  # of the turns of a conversation; the judge's score is added to it
+    to_judge: Completion | None  # None: `score` is final, nothing to judge
+    score: Score | None = None  # sum over the turns; the judge's score is added to it
 
     @classmethod
     def of(cls, completion: Completion) -> UnscoredRollout:
@@ -74,7 +74,7 @@ class UnscoredRollout:
 
 @dataclass
 class FreshRollouts:
-    """A `RolloutSource` that samples with the current weights and scores at once."""
+    """A `RolloutSource` that samples with the current weights and scores immediately."""
 
     stream: TaskStream
     engine: Engine
@@ -84,7 +84,7 @@ class FreshRollouts:
     seed: int
     show_progress: ShowProgress = no_progress
     label: str = "generation"
-    after_step: bool = False  # the weights are those after step `step`, not those that it starts from
+    after_step: bool = False  # sample with the weights after step `step`, not before it
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
@@ -111,7 +111,7 @@ class FreshRollouts:
         return [[replace(completion, versions=versions) for completion in samples] for samples in sampled]
 
     def versions(self, step: int) -> tuple[tuple[int, int], ...]:
-        """`Completion.versions` of everything sampled in one call: the weights do not change during it."""
+        """`Completion.versions` for one call: the weights do not change during a call."""
         return ((0, step if self.after_step else step - 1),)
 
     # -- in rounds -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class FreshRollouts:
         return [OpenGroup(task, step, (Unfinished(),) * self.num_samples) for task in tasks]
 
     def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
-        """Sample until `quota` is met, with the engine's weights, which are those of `version`."""
+        """Sample until `quota` is met. The engine holds the weights of `version`."""
         total = quota.num_groups * self.num_samples
         with self.show_progress(self.label, total) as progress:
             after = engine.sample_round(groups, self.sampling, self.seed, quota, _up_to(total, progress))
@@ -154,7 +154,7 @@ def _rollout(rollout: UnscoredRollout, verdicts: Iterator[Score]) -> Rollout:
 
 
 def _with_version(old: OpenGroup, new: OpenGroup, version: int) -> OpenGroup:
-    """Tokens that the round has added were sampled by `version`."""
+    """Record `version` for the tokens that this round added."""
 
     def marked(before: OpenAnswer, after: OpenAnswer) -> OpenAnswer:
         if len(after.token_ids) == len(before.token_ids):
@@ -166,7 +166,7 @@ def _with_version(old: OpenGroup, new: OpenGroup, version: int) -> OpenGroup:
 
 
 def _up_to(total: int, progress: Progress) -> Progress:
-    """A round may finish answers of groups that stay open; the bar shows no more than the step needs."""
+    """Caps progress at the step's need: a round may also finish answers of groups that stay open."""
     num_shown = 0
 
     def shown(count: int) -> None:

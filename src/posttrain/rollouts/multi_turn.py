@@ -1,13 +1,14 @@
-"""Rollouts of several turns: the model and an environment take turns until one of them, or a limit, ends the conversation.
+"""Multi-turn rollouts: model and environment alternate until one of them, or a limit, ends the conversation.
 
-In each turn all open conversations of all groups are sampled in one call, then stepped in one call. In rounds, conversations
-that are at different turns take their next one together, and are carried over between two turns. A conversation is one
-completion: its tokens are everything after the first prompt, and its mask separates the model's from the environment's.
-Sampling noise is keyed by the position of a token in that completion, so it neither repeats in a later turn nor depends on
-the other conversations.
+In each turn all open conversations of all groups are sampled in one call, then stepped in one call. In rounds,
+conversations at different turns are batched together, and are carried over between turns. A conversation is one
+completion: its tokens are everything after the first prompt, and its mask separates the model's tokens from the
+environment's. Sampling noise is keyed by the position of a token in that completion, so it neither repeats in a later
+turn nor depends on the other conversations.
 
-The rewards of the turns are added up. A final answer that the environment returns is scored together with all rollouts, by
-the judge of its block under `env:`, and added as well. A conversation whose environment failed is unscored, with the reason.
+The rewards of the turns are added up. If the environment returns a final answer, the judge of its block under `env:`
+scores it together with all rollouts, and the score is added. A conversation whose environment failed is unscored, with
+the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Dialogue:
 
     task: Task
     sample: int
-    born: int  # the step in which it began; it keys the noise of sampling and of the environment
+    born: int  # the step in which it began; keys the noise of sampling and environment
     state: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Dialogue:
 
     @property
     def num_turns(self) -> int:
-        """Of the model."""
+        """The model's turns."""
         return sum(utterance.role == "assistant" for utterance in self.utterances)
 
     def add_turn(self, turn: Completion, version: int) -> None:
@@ -133,8 +134,8 @@ class MultiTurnRollouts(FreshRollouts):
 
     turns: TurnRouter = field(kw_only=True)
     renderer: NextTurn = field(kw_only=True)
-    max_turns: int = field(kw_only=True)  # of the model, in one conversation
-    max_total_tokens: int = field(kw_only=True)  # of first prompt and conversation
+    max_turns: int = field(kw_only=True)  # the model's turns per conversation
+    max_total_tokens: int = field(kw_only=True)  # first prompt and conversation together
     judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
 
     def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
@@ -143,7 +144,7 @@ class MultiTurnRollouts(FreshRollouts):
 
         def generate(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
             label = self.label if turn == 1 else f"{self.label}, turn {turn}"
-            num_samples = len(requests[0].answers)  # of all of them, as all are at the same turn
+            num_samples = len(requests[0].answers)  # total, since all conversations are at the same turn
             return self._generate(label, [request.task for request in requests], num_samples, key)
 
         while not all(group.is_whole for group in groups):
@@ -162,7 +163,7 @@ class MultiTurnRollouts(FreshRollouts):
         return groups
 
     def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
-        """Turn after turn until `quota` is met. Answers without turns are sampled to their ends."""
+        """Run turns until `quota` is met. Single-turn answers are sampled to their end."""
 
         def sample(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
             with self.show_progress(self.label, sum(len(request.answers) for request in requests)) as progress:
@@ -206,9 +207,9 @@ class MultiTurnRollouts(FreshRollouts):
         sample: Callable[[Sequence[OpenGroup]], list[list[Completion]]],
         version: int,
     ) -> list[OpenGroup]:
-        """One turn of the model in every open conversation, and what the environments answer."""
+        """One turn of the model in every open conversation, then one step of the environments."""
         requests: list[OpenGroup] = []
-        speakers: list[list[Dialogue]] = []  # whose turns the answers to a request are; none: a task without turns
+        speakers: list[list[Dialogue]] = []  # conversations by request; empty for a single-turn task
         for group in groups:
             if group.is_whole:
                 continue
@@ -229,7 +230,7 @@ class MultiTurnRollouts(FreshRollouts):
         return [replace(group, answers=single.get(group.task.draw, group.answers)) for group in groups]
 
     def _reply(self, active: Sequence[Dialogue]) -> None:
-        """Let the environments answer the model's turns; what does not go on is finished."""
+        """Step the environments and finish the conversations that end."""
         limits = [(dialogue, self._continue(dialogue, exchange)) for dialogue, exchange in self._step(active)]
         self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None])
         going_on = {id(dialogue) for dialogue, reason in limits if reason is None}
@@ -237,7 +238,7 @@ class MultiTurnRollouts(FreshRollouts):
             dialogue.is_finished = id(dialogue) not in going_on
 
     def _step(self, active: Sequence[Dialogue]) -> list[tuple[Dialogue, Exchange]]:
-        """Let the environments answer. Returns the conversations that go on, with what the model reads next."""
+        """Step the environments. Returns the conversations that continue, with their next observation."""
         calls = [
             (
                 d.task.environment,
@@ -259,7 +260,7 @@ class MultiTurnRollouts(FreshRollouts):
         return unfinished
 
     def _continue(self, dialogue: Dialogue, exchange: Exchange) -> EndReason | None:
-        """Append the observation, or return the limit that forbids it."""
+        """Append the observation, or return the limit that it would exceed."""
         if dialogue.finish_reason == "length":  # the turn was cut off
             return "tokens"
         if dialogue.num_turns == self.max_turns:
@@ -273,7 +274,7 @@ class MultiTurnRollouts(FreshRollouts):
         return None
 
     def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]]) -> None:
-        """A limit ends conversations that their environments would continue: their rewards so far."""
+        """Rewards so far of conversations that a limit ends before their environments do."""
         calls = [
             (d.task.environment, TurnItem("end", self._noise_key(d, 0), None, d.state, reason=reason))
             for d, reason in stopped
@@ -291,7 +292,7 @@ class MultiTurnRollouts(FreshRollouts):
         return TurnItem("reset", f"{self.seed}\0{dialogue.born}\0{task.draw}", about)
 
     def _noise_key(self, dialogue: Dialogue, turn: int) -> str:
-        """Randomness in an environment is keyed as well, so that a resumed run repeats it."""
+        """The environment's randomness is keyed, so a resumed run repeats it."""
         return f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
 
 

@@ -1,12 +1,13 @@
 """The tokens between two turns of the model: the end of its turn, the observation, the opening of its next turn.
 
-Token in, token out: the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled, and
-the tokens made here. Nothing that the model has read or sampled is rendered or tokenised again. What the chat template
-prints around an observation is found by rendering the conversation with a placeholder for each of the model's turns and
-keeping what follows the last one. So neither the model's text nor how a template would render it now matters.
+Token in, token out: the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled,
+and the tokens made here. No text that the model has read or sampled is rendered or tokenised again. What the chat
+template prints around an observation is found by rendering the conversation with a placeholder for each of the model's
+turns and keeping what follows the last one. So the result does not depend on the model's text or on how the template
+would render it.
 
 Some templates render an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
-move the tools. Training on such a text would be training on tokens that were not sampled. `caution` is set for them.
+move the tools. Training on such text would train on tokens that were not sampled. `caution` is set for these templates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _THOUGHT = "<think>\nhm\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Exchange:
-    """The environment's messages after one of the model's turns. An empty role is the template's for tools."""
+    """The environment's messages after one of the model's turns. An empty role means the template's role for tools."""
 
     messages: tuple[Message, ...]
 
@@ -39,13 +40,13 @@ class NextTurn:
         self.role = self._find_role()
         self._after_turn(
             [{"role": "user", "content": "?"}], [Exchange(({"role": "", "content": "?"},))]
-        )  # a template that cannot render it is refused here
+        )  # raises if the template cannot render it
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
         body = self._after_turn(prompt, exchanges)
-        if not self._end or not body.startswith(self._end):  # contents one after another: nothing ends a turn
+        if not self._end or not body.startswith(self._end):  # contents only, without turn markers
             return self._chat.encode_prompts([body])[0]
         body = body[len(self._end) :]
         return self._following_end(body) if self._is_closed(sampled) else [*self._end_ids, *self._following_end(body)]
@@ -56,7 +57,7 @@ class NextTurn:
         return text
 
     def _after_turn(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> str:
-        """All that the template prints after the last of the model's turns, the opening of the next included."""
+        """The template's output after the model's last turn, including the opening of the next turn."""
         turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
         answers = ([turn, *self._with_roles(exchange)] for exchange in exchanges)
         whole = self._chat.render([*prompt, *chain.from_iterable(answers)])
@@ -72,7 +73,7 @@ class NextTurn:
         return [{**message, "role": message["role"] or self.role} for message in exchange.messages]
 
     def _is_closed(self, sampled: Sequence[int]) -> bool:
-        """Whether the model itself has ended its turn. A stop string or the limit may have done it instead."""
+        """Whether the model ended its turn itself, rather than a stop string or the length limit."""
         if list(sampled[-len(self._end_ids) :]) == self._end_ids:
             return True
         # " </s>": the space before the special token is the template's, not the model's.
@@ -80,12 +81,12 @@ class NextTurn:
         return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
 
     def _following_end(self, body: str) -> Ids:
-        """Tokens of a text after the end of a turn: some tokenizers encode the start of a text differently."""
+        """Tokens of a text that follows a turn. Some tokenizers encode the start of a text differently."""
         whole, alone = self._chat.encode_prompts([self._end + body, body])
         return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
 
     def _find_role(self) -> str:
-        """`tool` if the template writes it, else `user`."""
+        """`tool` if the template supports it, else `user`."""
         asked: Message = {"role": "user", "content": "?"}
         turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
         for role in ("tool", "user"):

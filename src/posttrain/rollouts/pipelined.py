@@ -1,9 +1,9 @@
-"""The round of a step samples while the step before it trains, on engines of their own.
+"""Pipelined rounds: dedicated engines sample the next step's round while the current step trains.
 
-`take` hands out the groups of the round that has ended and begins the next one, with the weights that the engines have.
-`publish` waits for that round, then hands over new weights: these change only between rounds. So at every checkpoint no
-round is running, and what was sampled ahead is among the open groups that it holds. A resumed run repeats the
-uninterrupted one bit for bit.
+`take` returns the groups of the finished round and starts the next one with the engines' current weights. `publish`
+waits for that round, then sends new weights, so weights change only between rounds. No round runs during a checkpoint,
+and the open groups in the checkpoint include everything sampled ahead. A resumed run equals the uninterrupted one bit
+for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PipelinedRollouts:
     limit_s: float  # for one round
     thread: ThreadPoolExecutor
     _running: Future[float] | None = None
-    _timings_s: dict[str, float] = field(default_factory=dict)  # of the round that ended last
+    _timings_s: dict[str, float] = field(default_factory=dict)  # of the last finished round
 
     @classmethod
     def start(cls, rounds: RoundRollouts, weights: WeightSync, limit_s: float, cleanup: ExitStack) -> PipelinedRollouts:
@@ -50,7 +50,7 @@ class PipelinedRollouts:
         return replace(taken, timings_s=timings_s)
 
     def _sample(self, num_groups: int, step: int, version: int) -> float:
-        """Returns the seconds that it took."""
+        """Returns the duration in seconds."""
         start = time.perf_counter()
         self.rounds.sample(num_groups, step, version, StageClock())
         return time.perf_counter() - start
@@ -73,7 +73,7 @@ class PipelinedRollouts:
 
 
 def _only_of_main_thread(show: ShowProgress) -> ShowProgress:
-    """The bar of training is shown meanwhile, and there is one at a time."""
+    """Shows progress in the main thread only: the training bar is active at the same time."""
 
     def shown(label: str, total: int) -> AbstractContextManager[Progress]:
         if threading.current_thread() is threading.main_thread():

@@ -1,7 +1,7 @@
 """Groups of recorded answers, which were sampled and scored elsewhere.
 
-The behaviour policy of such an answer is unknown. The algorithm uses the log-probabilities of the starting policy in its
-place. With `fresh`, newly sampled answers join the recorded ones of their prompt, and all of them share one baseline.
+The behaviour policy of such an answer is unknown. The algorithm uses the log-probabilities of the initial policy
+instead. With `fresh`, newly sampled answers join the recorded ones of their prompt, and all of them share one baseline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class RecordedRollouts:
         return TakenGroups(tuple(groups), tuple(groups), clock.spans)
 
     def chosen(self, task: Task) -> tuple[Rollout, ...]:
-        """All recorded answers of the task, or `num_recorded` of them: others in each epoch, the same after a restart."""
+        """All recorded answers of the task, or `num_recorded` of them: a different subset in each epoch, the same
+        subset after a restart.
+        """
         if len(task.recorded) <= self.num_recorded:
             return task.recorded
         picked = keyed_order(len(task.recorded), self.seed, task.draw)[: self.num_recorded]

@@ -1,6 +1,6 @@
-"""Asynchronous sampling in rounds: answers that are not finished when a step has enough groups continue in the next one.
+"""Asynchronous sampling in rounds: unfinished answers continue in the next round once a step has enough groups.
 
-A round samples under one version of the weights. It ends when as many groups are whole as a step trains on; unfinished
+A round samples under one version of the weights. It ends when enough groups for one step are complete; unfinished
 answers keep their tokens, their noise key and the versions that sampled them, and continue in the next round, with keys and
 values recomputed by its weights. A conversation is carried over between two of its turns. Rounds are measured in groups,
 not in seconds, so which version samples a token follows from seed and config, and a resumed run repeats it bit for bit.
@@ -27,7 +27,7 @@ ROUNDS = "rounds"  # key in the checkpoint's state
 
 @dataclass
 class StreamAndOpenGroups:
-    """The position in the data and the groups that are being sampled, in the order of their draws."""
+    """The data position and the groups being sampled, in draw order."""
 
     stream: Stateful
     tasks: DrawnTasks | None = None  # set by `RoundRollouts`
@@ -67,9 +67,9 @@ class RoundRollouts:
     fresh: FreshRollouts
     engine: RoundEngine
     position: StreamAndOpenGroups
-    max_age: int  # steps between the one that begins a group and the one that trains on it
-    num_in_flight: int  # groups that are sampled at once; (max_age + 1) steps can train them
-    max_steps: int  # of the run
+    max_age: int  # maximum steps between the start of a group and training on it
+    num_in_flight: int  # groups sampled at once; at most what (max_age + 1) steps can train on
+    max_steps: int  # steps of the run
 
     def __post_init__(self) -> None:
         assert isinstance(self.fresh.stream, DrawnTasks), "rounds are over a stream of training data"
@@ -82,8 +82,7 @@ class RoundRollouts:
         return replace(taken, metrics={**taken.metrics, "num_generated_tokens": float(num_tokens)})
 
     def sample(self, num_groups: int, step: int, version: int, clock: StageClock) -> int:
-        """The round whose groups `step` trains on, with the engine's weights, which are those of `version`. Returns how many
-        tokens were sampled."""
+        """Run the round for `step`. The engine holds the weights of `version`. Returns the number of sampled tokens."""
         with clock("data_processing"):
             tasks = self.fresh.stream.take(self._num_missing(num_groups, step))
         with clock("generation"):
@@ -93,7 +92,7 @@ class RoundRollouts:
         return _num_tokens(self.position.open) - num_before
 
     def hand_out(self, num_groups: int, step: int, clock: StageClock) -> TakenGroups:
-        """Whole groups, the oldest first, scored."""
+        """Complete groups, scored, oldest first."""
         fresh = self.fresh
         whole = [place for place, group in enumerate(self.position.open) if group.is_whole][:num_groups]
         chosen = [self.position.open[place] for place in whole]
@@ -103,7 +102,7 @@ class RoundRollouts:
         return TakenGroups(groups, groups, clock.spans, self._metrics(step, chosen))
 
     def is_sampled(self, num_groups: int, step: int) -> bool:
-        """Whether the round of `step` has ended: its groups are open, and meet its quota."""
+        """Whether the round of `step` has ended: the open groups meet its quota."""
         groups, quota = self.position.open, self._quota(num_groups, step)
         is_met = quota.is_met([group.born for group in groups], [group.is_whole for group in groups])
         return self._num_missing(num_groups, step) == 0 and is_met
@@ -112,7 +111,7 @@ class RoundRollouts:
         return Quota(num_groups, step, self.max_age)
 
     def _num_missing(self, num_groups: int, step: int) -> int:
-        """Groups to begin in the round of `step`: no more than the rest of the run trains on."""
+        """Number of groups to start in the round of `step`: at most what the remaining steps can train on."""
         wanted = min(self.num_in_flight, (self.max_steps - step + 1) * num_groups)
         return max(wanted - len(self.position.open), 0)
 

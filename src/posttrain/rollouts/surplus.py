@@ -1,8 +1,8 @@
-"""Groups that a step has left over for the next one, as a part of a checkpoint.
+"""Surplus groups that a step keeps for the next one, as part of a checkpoint.
 
-A checkpoint holds plain values: numbers, texts, bytes, lists and maps. A value of another kind (a dataset may have anything as
-its expected answer) is saved as its text, as in the run's files. A task's recorded answers are not saved with it: they are
-rollouts of the group by now.
+A checkpoint holds plain values: numbers, texts, bytes, lists and maps. A value of another kind (a dataset may have
+anything as its expected answer) is saved as its text, as in the run's files. A task's recorded answers are not saved
+with it: they are already rollouts of the group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.rollouts.next_turn import Exchange
 from posttrain.types import Completion, Conversation, Group, Rollout, Score, Task, Unfinished, Utterance
 
 SURPLUS = "dynamic_sampling"  # key in the checkpoint's state
-UNKNOWN_VERSION = -1  # of groups in a checkpoint from before versions were saved
+UNKNOWN_VERSION = -1  # for checkpoints written before versions were saved
 
 CLASSES = {
     cls.__name__: cls
@@ -26,9 +26,9 @@ CLASSES = {
     )
 }  # fmt: skip
 CLASS = "class"  # the key that names the class of a map
-# Fields that are not saved, and what stands for them in a loaded value. A dialogue's task is read from the data again.
+# Fields that are not saved, and their value after loading. A dialogue's task is read from the data again.
 NOT_SAVED: dict[str, dict[str, object]] = {"Task": {"recorded": ()}, "Dialogue": {"task": None}}
-# Fields that older checkpoints hold. The score of a conversation's turns is in the rollout's score as well.
+# Fields that older checkpoints hold. The rollout's score includes the score of the turns.
 NO_LONGER_READ = {"Conversation": ("score", "to_judge")}
 
 
@@ -44,14 +44,14 @@ class StreamAndSurplus:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self.stream.load_state_dict(state)
-        # A run that began without dynamic sampling has kept nothing.
+        # A run started without dynamic sampling has no surplus.
         saved = state.get(SURPLUS)
         groups = [from_plain(row) for row in saved["surplus"]] if isinstance(saved, Mapping) else []
         self.surplus = [_with_versions(group) for group in groups if isinstance(group, Group)]
 
 
 def _with_versions(group: Group) -> Group:
-    """A sampled completion without a version was saved by an older posttrain, in an earlier step."""
+    """Older versions of posttrain saved completions without a version; they were sampled in an earlier step."""
 
     def marked(rollout: Rollout) -> Rollout:
         completion = rollout.completion
@@ -63,7 +63,7 @@ def _with_versions(group: Group) -> Group:
 
 
 def to_plain(value: object) -> object:
-    """Numbers, texts, tuples, lists and maps, from which `from_plain` makes an equal value."""
+    """Plain numbers, strings, tuples, lists and maps; `from_plain` restores an equal value."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if is_dataclass(value) and type(value).__name__ in CLASSES:

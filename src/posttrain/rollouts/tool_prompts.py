@@ -1,7 +1,7 @@
 """Prompts with the tools of their environment, which the dataset need not mention.
 
-A chat template that supports tools (it prints something else when it is given some) writes them as its model has learnt
-them. For any other, a system message describes them and the format of a call (environments/turns/tool_calls.py).
+A chat template that supports tools (its output changes when tools are passed) writes them in the format of its model.
+For other templates, a system message describes them and the format of a call (environments/turns/tool_calls.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ToolPrompts:
 
 
 class ToolWriter:
-    """How the tools of one environment get into a prompt: `chat` writes the conversation that `messages` returns."""
+    """Adds the tools of one environment to a prompt: `chat` renders the conversation that `messages` returns."""
 
     def __init__(self, chat: ChatFormat, tools: Tools) -> None:
         self.chat, self._described = chat, ""
@@ -62,7 +62,7 @@ class ToolWriter:
             if aware.render(question) != chat.render(question):
                 self.chat = aware
                 return
-        # Without a template, only this separates it from the question.
+        # Without a template, this is the only separator before the question.
         self._described = describe(tools) + ("" if chat.template is not None else "\n\n")
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:

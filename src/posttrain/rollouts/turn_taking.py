@@ -1,4 +1,4 @@
-"""Builds rollouts of several turns from the config of their environments, for training, validation and evaluation."""
+"""Builds multi-turn rollouts from the config of their environments, for training, validation and evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.rollouts.tool_prompts import ToolPrompts
 
 @dataclass(frozen=True)
 class TurnTaking:
-    """Turns a source of single turns into one of conversations."""
+    """Converts a single-turn source into a multi-turn one."""
 
     router: TurnRouter
     renderer: NextTurn
@@ -57,7 +57,7 @@ def build_turns(
     cleanup: ExitStack,
     when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
 ) -> TurnTaking | None:
-    """None if no environment in use takes turns."""
+    """None if no environment in use is multi-turn."""
     settings = read_turns(environments, base_folder=Path.cwd())
     if not settings:
         return None
