@@ -1,4 +1,4 @@
-"""Which engine samples: for a rank that trains, and for a model by name (eval, serve, chat)."""
+"""Selects the engine: for a rank that trains, and for a model by name (eval, serve, chat)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.models.lora import load_with_adapter
 def engine_for_training(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
 ) -> NativeEngine | VllmSampler | None:
-    """The engine that samples from the modules being trained, or from their weights; None for a run that samples nothing."""
+    """The engine that samples from the trained modules or from their weights; None if the run does not sample."""
     if policy.generation is None:
         return None
     if policy.generation.uses_vllm:
@@ -44,9 +44,9 @@ def load_for_sampling(
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase]:
     """The native engine over the model, and its tokenizer. No optimizer, no gradients.
 
-    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None is the length
-    that the model was made for, at most `longest_default`. `adapt` may change the model's modules, for instance add
-    adapters, before the engine looks them up.
+    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None: the model's
+    maximum length, at most `longest_default`. `adapt` may change the model's modules, for instance add adapters, before
+    the engine inspects them.
     """
     resolved = model if isinstance(model, ResolvedModel) else resolve_model(model)
     where = resolve_device(device)

@@ -67,7 +67,7 @@ class VllmEngine:
                 )
             for sample in range(task.first_sample, task.first_sample + num_samples):
                 prompts.append({"prompt_token_ids": list(task.prompt_ids)})
-                # A later turn of a conversation draws other noise than the turns before it.
+                # Each turn of a conversation gets its own noise.
                 seed = request_seed(sequence_key(key.seed, key.step, task.draw, sample), task.first_token)
                 longest = min(sampling.max_new_tokens, self.max_model_len - len(task.prompt_ids))
                 arguments = sampling_arguments(sampling)
@@ -79,7 +79,7 @@ class VllmEngine:
         return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
 
     def release(self) -> None:
-        """vLLM keeps its memory until the process ends; no trainer shares its GPU."""
+        """No-op: vLLM keeps its memory until the process ends, and no trainer shares its GPU."""
 
     def _lora_request(self) -> Any:
         if self._adapter is None:
@@ -96,12 +96,12 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # 0 is off in both
+        "top_k": sampling.top_k,  # 0 disables it in both
         "stop": None if sampling.ignore_eos else list(sampling.stop_strings) or None,
         "stop_token_ids": None if sampling.ignore_eos else ends or None,
         "include_stop_str_in_output": True,  # as in the native engine
         "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # of the sampled token only
         "skip_special_tokens": True,
     }
 
@@ -137,5 +137,5 @@ def _completion(output: Any) -> Completion:
 
 
 def allowed_rank(rank: int) -> int:
-    """The smallest rank that vLLM supports and that holds `rank`."""
+    """The smallest rank supported by vLLM that is at least `rank`."""
     return next((allowed for allowed in (8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank), rank)

@@ -1,6 +1,7 @@
-"""vLLM's process as posttrain sees it: start it in its own Python environment, ask, wait with a deadline, say why it ended.
+"""Client of the vLLM process: starts it in its own Python environment, sends requests, waits with a deadline, reports
+failures.
 
-Knows nothing of models or of sampling. The program on the other side is `vllm_side/posttrain_vllm.py`.
+Independent of models and sampling. The server program is `vllm_side/posttrain_vllm.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from posttrain.json_files import JsonObject
 SIDE = Path(__file__).parent / "vllm_side"
 _LENGTH = struct.Struct("<I")
 _NUM_LOG_LINES = 12
-# Variables of this process that would bring its packages or its memory settings into the other environment.
+# Environment variables that would leak this process's packages or memory settings into the other environment.
 _OURS = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -46,7 +47,7 @@ class VllmError(HardwareError):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds without an answer, or during sampling without a sign of life, after which vLLM counts as hung."""
+    """Seconds without an answer, or without a heartbeat during sampling, after which vLLM counts as hung."""
 
     start_s: float
     answer_s: float
@@ -76,7 +77,7 @@ class VllmProcess:
                     stdout=log,
                     stderr=log,
                     pass_fds=handed_over,
-                    start_new_session=True,  # Ctrl-C in the terminal is ours, and a group can be ended as one
+                    start_new_session=True,  # Ctrl-C goes to posttrain only, and the whole group can be killed
                     env=_environment(environment),
                 )
         except OSError as error:
@@ -98,7 +99,7 @@ class VllmProcess:
         return self._process.pid
 
     def call(self, operation: str, **fields: object) -> Any:
-        """What it answers. Raises `VllmError` if it ends, hangs or refuses."""
+        """Returns the answer. Raises `VllmError` if vLLM exits, hangs or rejects the request."""
         self._send(operation=operation, **fields)
         return self._answer(operation, self._limits.answer_s)["done"]
 
@@ -107,7 +108,7 @@ class VllmProcess:
         return SampledAnswers(self)
 
     def close(self) -> None:
-        """End it. The log of a process that has failed stays."""
+        """Stop the process. The log of a failed process is kept."""
         self._end()
         if not self._has_failed:
             shutil.rmtree(self.log.parent, ignore_errors=True)
@@ -154,7 +155,7 @@ class VllmProcess:
         return frame
 
     def _failure(self, what: str) -> VllmError:
-        """The error; the process ends with it."""
+        """Kill the process and return the error."""
         pid = self._process.pid
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0 if "ended" in what else 0.0)
@@ -169,14 +170,14 @@ class VllmProcess:
 
 
 class SampledAnswers:
-    """The frames of one call that samples, each within the deadline of the one before."""
+    """The frames of one sampling call. The deadline applies to each frame."""
 
     def __init__(self, process: VllmProcess) -> None:
         self._process = process
-        self.rest: list[Any] | None = None  # answers that were not finished, once the call is over
+        self.rest: list[Any] | None = None  # unfinished answers, set when the call is over
 
     def next_finished(self) -> list[Any]:
-        """Answers that have just been finished; possibly none."""
+        """Newly finished answers; possibly none."""
         frame = self._process._answer("generate", self._process._limits.answer_s)
         if "done" in frame:
             self.rest = frame["done"]

@@ -1,8 +1,8 @@
-"""vLLM as the engine of a training run, in a process and a Python environment of its own. Implements `roles.RoundEngine`.
+"""vLLM as the engine of a training run, in a separate process and Python environment. Implements `roles.RoundEngine`.
 
-Weights are pushed to it under their names in the model's files: buckets with a digest, over CUDA IPC or through files in shared
-memory. Adapters are pushed alone. Every sample is a request with its own seed, a function of (seed, step, draw, sample); its
-log-probabilities are vLLM's, close to the trainer's and not equal.
+Weights are pushed in buckets with a digest, under their names in the model's files, over CUDA IPC or through files in
+shared memory. For adapted models only the adapters are pushed. Every sample is a request with its own seed, a function
+of (seed, step, draw, sample); its log-probabilities are vLLM's, close to the trainer's and not equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNKNOWN = -1  # version of weights that were pushed before any was published
 
 
 class VllmSampler:
-    """`model` is the one that is trained; its tensors are read whenever weights are pushed."""
+    """`model` is the trained model; its tensors are read whenever weights are pushed."""
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
@@ -56,9 +56,9 @@ class VllmSampler:
                 f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the "
                 "model, and such weights cannot be handed over yet. Use backend native"
             )
-        self.version: int | None = None  # of the weights that it holds
-        self.should_stop: Callable[[], bool] = lambda: False  # asked at every sign of life; True ends the call
-        self._is_ready = True  # to sample; otherwise its memory has to be brought back first
+        self.version: int | None = None  # of the weights that vLLM holds
+        self.should_stop: Callable[[], bool] = lambda: False  # checked at every heartbeat; True ends the call
+        self._is_ready = True  # ready to sample; otherwise its memory must be restored first
         self._is_awake = True
         self._num_adapters = 0
         self._shares_gpu = device.type == "cuda"
@@ -76,13 +76,14 @@ class VllmSampler:
         self.release()
 
     def _save_model(self, folder: Path, source: Path) -> None:
-        """What vLLM starts from. The weights are pushed later, but for those under adapters, which never change: these are
-        the files that the run started from, or a copy."""
+        """The model folder that vLLM loads. Weights are pushed later, except base weights under adapters, which never
+        change: for these it is the run's initial model, or a copy.
+        """
         files = list(source.glob("*.safetensors*")) if self._is_adapted and source.is_dir() else []
         weights = {}
         if self._is_adapted and not files:
             weights = {name: tensor.cpu() for name, tensor in _whole(base_weights(self._model))}
-        # Not by the model's save_pretrained, which writes on the first rank only; here every rank has a vLLM.
+        # Not with save_pretrained, which writes on the first rank only: every rank has its own vLLM.
         base: Any = _base(self._model)
         base.config.architectures = base.config.architectures or [type(base).__name__]
         for config in (base.config, base.generation_config):
@@ -109,13 +110,13 @@ class VllmSampler:
             rank = self._model.peft_config["default"].r  # type: ignore[index, union-attr]
             given |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
         if self._device.type == "cpu":
-            given["enforce_eager"] = True  # compiling takes minutes and gains little
+            given["enforce_eager"] = True  # compilation takes minutes and gains little
         return {**options, **given}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def take_weights(self, version: int) -> None:
-        """Return once it holds the trainer's weights as they are now. On sharded ranks all of them call this together."""
+        """Push the trainer's current weights to vLLM. Collective on sharded ranks."""
         self._make_room()
         self.version = None
         if self._is_adapted:
@@ -139,13 +140,13 @@ class VllmSampler:
             file = self._folder / f"bucket-{index}"
             bucket.file = str(file)
             with file.open("wb") as opened:
-                os.posix_fallocate(opened.fileno(), 0, bucket.size)  # a mapping without space would end the process
+                os.posix_fallocate(opened.fileno(), 0, bucket.size)  # else a write without space kills the process
             flat = torch.from_file(bucket.file, shared=True, size=bucket.size, dtype=torch.uint8)
             for (_, tensor), (_, view) in zip(lot, views(bucket, flat), strict=True):
                 view.copy_(tensor)
             bucket.digest = digest(flat)
             self.process.call("bucket", bucket=dataclasses.asdict(bucket))
-            file.unlink()  # its memory stays until the receiver gives it up
+            file.unlink()  # its memory stays until the receiver releases it
 
     def _send_memory(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         largest = max(padded(tensor.nbytes) for _, tensor in base_weights(self._model))
@@ -174,7 +175,7 @@ class VllmSampler:
         shutil.rmtree(self._folder / f"adapter-{self._num_adapters - 1}", ignore_errors=True)
 
     def forget_weights(self) -> None:
-        """The trainer has loaded others: they are pushed before the next answer is sampled."""
+        """The trainer has loaded other weights: push them before the next sampling call."""
         self.version = None
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class VllmSampler:
         return self._shares_gpu and self._is_awake
 
     def release(self) -> None:
-        """Free its GPU memory for training. The weights under adapters stay in host memory, others are forgotten."""
+        """Free its GPU memory for training. Base weights under adapters move to host memory; others are dropped."""
         if not self.holds_gpu_memory:
             return
         self.process.call("sleep", level=1 if self._is_adapted else 2)
@@ -200,7 +201,7 @@ class VllmSampler:
             self._is_ready = self._is_awake = True
 
     def _make_room(self) -> None:
-        """What training has left in torch's cache is needed for vLLM."""
+        """Frees torch's cached memory for vLLM."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -310,7 +311,7 @@ class VllmSampler:
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's own weights by their names in its files, without adapters."""
+    """The model's weights, without adapters, by their names in the model's files."""
     for name, tensor in named_weights(model).items():
         if is_adapted(model):
             if ".lora_" in name:
@@ -320,7 +321,7 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """One after the other: a sharded tensor is whole only while it is used."""
+    """Yields one tensor at a time: a sharded tensor is gathered only while it is used."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -331,7 +332,7 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 def _shared_folder() -> Path | None:
-    """Containers often have little shared memory, or none; then a folder on a disk does."""
+    """Falls back to a folder on disk: containers often have little or no shared memory."""
     usable = os.access(_SHARED_MEMORY, os.W_OK)
     return _SHARED_MEMORY if usable and shutil.disk_usage(_SHARED_MEMORY).free > 4 * _FILE_BUCKET_BYTES else None
 
@@ -339,7 +340,7 @@ def _shared_folder() -> Path | None:
 def _environment(policy: PolicyConfig, generation: GenerationConfig, device: torch.device) -> dict[str, str]:
     found = dict(generation.vllm_cfg.env_vars or {})
     if device.type == "cpu" or policy.deterministic:
-        # The scheduler in vLLM's own second process would begin before it has all requests.
+        # A scheduler in a second process would start before it has received all requests.
         found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if device.type == "cpu":
         threads = str(policy.num_threads or torch.get_num_threads())

@@ -1,11 +1,11 @@
-"""Weights for engines in other processes.
+"""Weight transfer to engines in other processes.
 
-Every rank hands over the parts of the weights that it holds, of an adapted model the adapters alone. An engine copies them into
-its own tensors, in place. Each part has a checksum, taken where the rank has it and compared where the engine has it.
+Every rank sends the parts of the weights that it holds; for adapted models only the adapters. An engine copies them
+into its own tensors, in place. Each part has a checksum, computed on the rank and verified on the engine.
 
-A rank copies its parts to a file that engines map into memory. On GPUs of one machine, engines get them faster out of a bucket in
-the rank's GPU memory, which they open over CUDA IPC; the file is then written in the background, before weights change again. It
-keeps the newest weights, so an engine that is started anew gets those that it lost. On a GPU, mappings of the file are pinned.
+A rank copies its parts to a file that engines map into memory. On GPUs of one machine, engines read them faster from a
+bucket in the rank's GPU memory, opened over CUDA IPC. The file is then written in the background, before weights change
+again. It holds the newest weights, so a restarted engine can load them. On a GPU, mappings of the file are pinned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posttrain.policy.runtime import shareable_memory
 
 MEMORY_FOLDER = Path("/dev/shm")
 _ALIGNMENT = 64
-_COMPLETE_S = 300.0  # for the copy to a file, which has begun
+_COMPLETE_S = 300.0  # wait limit for a running copy to a file
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,13 +42,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Handover:
     """Where a run's engines get their weights."""
 
-    run: str  # keeps the files of several runs apart; a resumed run replaces its own
+    run: str  # distinguishes the files of several runs; a resumed run replaces its own
     shared_folder: Path  # on a filesystem that all machines of the run share
     on_one_machine: bool
-    over_gpu_memory: bool = True  # where ranks are on GPUs of the one machine
+    over_gpu_memory: bool = True  # if ranks are on GPUs of one machine
 
     def file(self, rank: int, num_bytes: int) -> Path:
-        """In memory where all processes are on one machine that has room for the `num_bytes` of all ranks."""
+        """In shared memory if all processes are on one machine with space for the `num_bytes` of all ranks."""
         name = f"posttrain-weights-{self.run}"
         if self.on_one_machine and MEMORY_FOLDER.is_dir():
             held = sum(file.stat().st_size for file in MEMORY_FOLDER.glob(f"{name}-*"))
@@ -57,7 +57,7 @@ class Handover:
         return self.shared_folder / f"weights-{self.run}-{rank}"
 
     def remove_files_of_others(self, num_ranks: int, folder: Path) -> None:
-        """Left behind by an attempt that was killed and had more ranks."""
+        """Remove files of a killed attempt that had more ranks."""
         for file in folder.glob(f"*weights-{self.run}-*"):
             if int(file.name.rpartition("-")[2]) >= num_ranks:
                 file.unlink(missing_ok=True)
@@ -83,17 +83,17 @@ class SentPart:
 
 @dataclass(frozen=True)
 class SentWeights:
-    """What one rank hands over."""
+    """What one rank sends."""
 
     parts: tuple[SentPart, ...]
     file: Path
-    num_bytes: int  # of the parts in the file; the number of the handover follows, once they are complete
+    num_bytes: int  # size of the parts in the file; the transfer number follows once they are complete
     number: int
     places: tuple[PartOffset, ...]  # in the file
     on_one_machine: bool
-    handle: str = ""  # of the bucket; empty: there is none
-    lots: tuple[tuple[PartOffset, ...], ...] = ()  # what the bucket holds, one lot after another
-    why_no_bucket: str = ""  # if there should be one
+    handle: str = ""  # handle of the bucket; empty: no bucket
+    lots: tuple[tuple[PartOffset, ...], ...] = ()  # contents of the bucket, one batch after another
+    why_no_bucket: str = ""  # why there is no bucket, if one was expected
 
 
 class _Part(NamedTuple):
@@ -104,20 +104,20 @@ class _Part(NamedTuple):
 
 @dataclass
 class WeightSender:
-    """A rank's side."""
+    """The rank's side of the transfer."""
 
     model: nn.Module
     _file: Path | None = None
     _mapped: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    _bucket: tuple[Tensor, str] | None = None  # kept, with its handle: engines have it open
+    _bucket: tuple[Tensor, str] | None = None  # kept with its handle, as engines have it open
     _number: int = 0
     _parts: Sequence[_Part] = ()
     _lots: tuple[tuple[PartOffset, ...], ...] = ()
-    _stream: torch.cuda.Stream | None = None  # kept: each stream has memory of its own
+    _stream: torch.cuda.Stream | None = None  # kept: each stream has its own memory
     _copied: torch.cuda.Event | None = None
 
     def send(self, to: Handover) -> SentWeights:
-        """Begin to fill the file: it is complete at the latest after `wait_until_copied`."""
+        """Start to fill the file; it is complete after `wait_until_copied`."""
         self._parts, self._number = _own_parts(self.model), self._number + 1
         tensors = [part.tensor for part in self._parts]
         begins, num_bytes = host_memory.place(tensors, _ALIGNMENT)
@@ -149,7 +149,7 @@ class WeightSender:
 
     @torch.no_grad()
     def fill(self, lot: int) -> None:
-        """Put this lot into the bucket. No engine reads the one before any more."""
+        """Put this batch into the bucket. No engine may still be reading the previous one."""
         if lot >= len(self._lots):
             return
         assert self._bucket is not None
@@ -157,10 +157,10 @@ class WeightSender:
             tensor = self._parts[index].tensor
             host_memory.view(self._bucket[0], begin, tensor).copy_(tensor)
         if self._bucket[0].is_cuda:
-            torch.cuda.current_stream().synchronize()  # not the copy to the file, which has a stream of its own
+            torch.cuda.current_stream().synchronize()  # does not wait for the copy to the file, which has its own stream
 
     def wait_until_copied(self) -> None:
-        """Before weights change."""
+        """Must be called before weights change."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -171,7 +171,7 @@ class WeightSender:
 
     @torch.no_grad()
     def _copy_to_file(self, begins: Sequence[int], num_bytes: int) -> None:
-        """The number of the handover comes last, in the order of the stream: who finds it finds the parts complete."""
+        """The transfer number is written last, in stream order: a reader that sees it sees complete parts."""
         like = torch.tensor([self._number])
         if not any(part.tensor.is_cuda for part in self._parts):
             for begin, part in zip(begins, self._parts, strict=True):
@@ -188,7 +188,7 @@ class WeightSender:
             self._copied = stream.record_event()
 
     def _share(self, to: Handover) -> str:
-        """Have a bucket that engines can open. Returns why there is none, where there should be one."""
+        """Ensure a bucket that engines can open. Returns why there is none, if one was expected."""
         self._lots = ()
         if not (to.on_one_machine and to.over_gpu_memory and _is_on_gpu(self._parts)):
             return ""
@@ -206,7 +206,7 @@ class WeightSender:
 
 @dataclass
 class WeightReceiver:
-    """The engine's side. Its own tensors may be parts too."""
+    """The engine's side of the transfer. Its own tensors may be sharded too."""
 
     model: nn.Module
     _mapped: dict[Path, Tensor] = field(default_factory=dict)
@@ -214,12 +214,12 @@ class WeightReceiver:
     _due: set[tuple[int, int]] = field(default_factory=set)  # rank and part
 
     def open_buckets(self, sent: Sequence[SentWeights]) -> str:
-        """Returns why they cannot be opened; empty: they are."""
+        """Returns why the buckets cannot be opened; empty: success."""
         for one in sent:
             if one.handle and one.handle not in self._opened:
                 try:
                     memory = open_handle(one.handle, torch.cuda.current_device() if torch.cuda.is_available() else 0)
-                    memory[:1].cpu()  # the GPU may not reach the other one's memory
+                    memory[:1].cpu()  # no peer access between the GPUs
                 except RuntimeError as error:
                     return (
                         f"the memory of a GPU that trains cannot be opened from one that samples ({_first_line(error)})"
@@ -229,7 +229,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, sent: Sequence[SentWeights], lot: int | None = None) -> bool:
-        """Take this lot out of the buckets, or everything out of the files. Returns whether all parts are there."""
+        """Read this batch from the buckets, or everything from the files. Returns whether all parts are present."""
         own = _weights_of(self.model)
         if not lot:
             _check_cover(own, sent)
@@ -242,7 +242,7 @@ class WeightReceiver:
             elif lot < len(one.lots):
                 memory, places = self._opened[one.handle], one.lots[lot]
             else:
-                continue  # this rank has fewer
+                continue  # this rank has fewer batches
             for index, begin in places:
                 part = one.parts[index]
                 like = torch.empty(part.shape, dtype=part.dtype, device="meta")
@@ -260,7 +260,7 @@ class WeightReceiver:
 
     def _map(self, one: SentWeights) -> Tensor:
         if one.file not in self._mapped or not one.on_one_machine:
-            # Other machines see new contents of a file when they open it.
+            # Other machines see new file contents only after reopening the file.
             self._mapped[one.file] = host_memory.map_file(one.file, one.num_bytes + _ALIGNMENT)
         mapped = self._mapped[one.file]
         number = host_memory.view(mapped, one.num_bytes, torch.empty(1, dtype=torch.int64, device="meta"))
@@ -275,24 +275,24 @@ class WeightReceiver:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of the bits: sums over rows, weighted by the number of the row. Whole numbers, so the order of adding does not matter."""
+    """Checksum of the bits: sums over rows, weighted by row number. Integer, so the order of addition does not matter."""
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     rows = bits.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1).sum(-1, dtype=torch.int64)
     return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 
 def _numbers(sums: Sequence[Tensor]) -> list[int]:
-    """One transfer for all of them."""
+    """One device transfer for all checksums."""
     return [int(number) for number in torch.stack(list(sums)).tolist()] if sums else []
 
 
 def _weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What changes in training: adapters, or everything."""
+    """The trained weights: adapters, or everything."""
     return named_adapters(model) if is_adapted(model) else named_weights(model)
 
 
 def _own_parts(model: nn.Module) -> list[_Part]:
-    """What this rank sends: of what several ranks hold, the first one's."""
+    """The parts that this rank sends. A part held by several ranks is sent by the first."""
     found = []
     for name, tensor in _weights_of(model).items():
         is_sent = is_first_copy(tensor) if isinstance(tensor, DTensor) else is_first_rank()
@@ -307,7 +307,7 @@ def _is_on_gpu(parts: Sequence[_Part]) -> bool:
 
 
 def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[PartOffset, ...], ...], int]:
-    """Parts in order, as many at a time as fit into the bucket, a larger one alone; and the bytes that the bucket needs."""
+    """Parts in order, in batches that fit into the bucket (larger parts alone), and the required bucket size."""
     lots: list[list[PartOffset]] = []
     end = largest = 0
     for index, tensor in enumerate(tensors):
@@ -348,7 +348,7 @@ def _copy_part(own: Tensor, source: Tensor, part: SentPart) -> Tensor:
 
 
 def _create(file: Path, num_bytes: int) -> Tensor:
-    """A file of this size, mapped. Its space is reserved: writing to a mapping that has none would end the process."""
+    """A file of this size, mapped. Its space is reserved: writing to a mapping without space would kill the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

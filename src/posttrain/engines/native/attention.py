@@ -24,7 +24,7 @@ from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
 
-# A dense copy that grows is filled again from the pages, so it does not grow for every token.
+# Growing a dense copy refills it from the pages, so it grows in larger steps.
 _HEADROOM_TOKENS = 64
 
 
@@ -43,7 +43,9 @@ class PrefillPiece:
 
 
 class PrefillAttention:
-    """New tokens see the cached positions of their sequence, then themselves. Whole prompts do not read the cache."""
+    """New tokens attend to the cached positions of their sequence, then to themselves. Whole prompts do not read the
+    cache.
+    """
 
     def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
         self.cache = cache
@@ -94,7 +96,7 @@ class DenseDecode:
         self.keys: dict[int, Tensor] = {}  # layer -> [rows, length, heads, dim]
         self.values: dict[int, Tensor] = {}
         self.num_rows, self.row_length = 0, 0
-        self.admissions: list[int] = []  # of the sample in each row
+        self.admissions: list[int] = []  # admission number of the sample in each row
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
         """Prepare one step of `samples`, whose new tokens go into `slots`."""
@@ -173,16 +175,16 @@ class PagedDecode:
 
     def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
         self.cache = cache
-        self.num_heads = num_heads  # of queries
+        self.num_heads = num_heads  # query heads
         self.host_table = np.full((max_rows, max_pages_per_row), cache.scratch_page, dtype=np.int32)
         self.admissions = [-1] * max_rows
         self.num_filled = [0] * max_rows
-        self.num_sent = -1  # rows of the table that the device has
-        self.shared: PrefixTiles | None = None  # rows that share prompt pages, which are then read once for all
+        self.num_sent = -1  # rows of the table on the device
+        self.shared: PrefixTiles | None = None  # rows that share prompt pages, which are read once per group
         self.kernel = _load_kernel(cache.device)
 
     def forget_rows(self) -> None:
-        """Samples of another call may have the same admission numbers."""
+        """Clear the rows: samples of another call may have the same admission numbers."""
         self.admissions = [-1] * len(self.admissions)
         self.num_sent = -1
         self.shared = None
@@ -204,7 +206,7 @@ class PagedDecode:
     def point_at(self, table: Tensor, position: Tensor) -> None:
         """Prepare one step of rows whose pages are in `table` and whose new tokens are at `position`.
 
-        All of it on the device: the positions are not read by the host.
+        Runs on the device; the host does not read the positions.
         """
         size = self.cache.page_size
         self.table = table
@@ -244,7 +246,7 @@ class PagedDecode:
     def attend_unrotated(
         self,
         layer: int,
-        query: Tensor,  # [tokens, heads * head_dim]; the three may be views of one product
+        query: Tensor,  # [tokens, heads * head_dim]; all three may be views of one fused projection
         key: Tensor,
         value: Tensor,
         cos: Tensor,
@@ -286,9 +288,9 @@ def gathered_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
-    factors: tuple[Tensor, Tensor] | None = None,  # of keys and values in FP8
+    factors: tuple[Tensor, Tensor] | None = None,  # scales of FP8 keys and values
 ) -> Tensor:
-    """One token per row over its pages, in plain torch: the reference of the kernel, and its replacement where it cannot run."""
+    """One token per row over its pages, in plain torch: the kernel's reference, and its fallback."""
     at = table.long()
     if factors is None:
         k, v = keys[at].flatten(1, 2), values[at].flatten(1, 2)
@@ -302,7 +304,7 @@ def gathered_attention(
 
 
 def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tensor:
-    """[rows, 1, 1, longest]: what the last token of each row sees; `lengths` is [rows, 1]."""
+    """[rows, 1, 1, longest]: the positions visible to the last token of each row; `lengths` is [rows, 1]."""
     position = torch.arange(longest, device=lengths.device)
     visible = position < lengths
     if window is not None:
@@ -316,7 +318,7 @@ def attend_to_rows(
     """One token per row over a dense row of keys; query [rows, heads, dim], keys [rows, length, kv heads, dim]."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
-    # The query heads that share keys become several queries of one head: nothing is repeated in memory.
+    # Query heads that share keys become several queries of one head, so keys are not repeated in memory.
     q = query.reshape(rows, kv_heads, heads // kv_heads, dim)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if softcap is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.errors import reason_of
 
-_MAX_GRAPHS = 128  # a run has some dozens; sampling settings and adapters that keep changing would add more without end
+_MAX_GRAPHS = 128  # a run needs a few dozen; changing sampling settings or adapters would add more without bound
 _NUM_WARM_UPS = 1  # before capture, so that kernels are compiled and libraries have their workspaces
 
 
@@ -37,8 +37,9 @@ class CudaGraphCache:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
-        """What `compute` returns, valid until the next `run`. `changes` is the state that `compute` advances in place: it is
-        restored after warm-up."""
+        """The result of `compute`, valid until the next `run`. `changes` is the state that `compute` advances in place;
+        it is restored after warm-up.
+        """
         captured = self._graphs.pop(key, None)
         if captured is None:
             self._evict()
@@ -91,7 +92,7 @@ class CudaGraphCache:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: the matrix library keeps a workspace for every stream that it was used on."""
+    """One stream for all captures: cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
@@ -117,8 +118,9 @@ class Staging:
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """Batch sizes with a graph each, ascending. Small batches are bound by reading the weights and cost the same at any
-    size; in large ones each row costs, so the sizes are closer together."""
+    """Batch sizes to capture, ascending. Small batches are bound by reading the weights, so their cost does not depend
+    on size. In large batches every row adds cost, so the sizes are closer together.
+    """
     sizes = [size for size in (8, 16, 32, 64, 128, 192, 256) if size < max_rows]
     sizes += range(320, max_rows, 64)
     return [*sizes, -(-max_rows // 8) * 8]

@@ -1,7 +1,7 @@
-"""The logits of the next tokens: from CUDA graphs, from dense copies of the pages on a CPU, or from the pages in place.
+"""Decode backends for next-token logits: CUDA graphs, dense copies of the pages on a CPU, or the pages in place.
 
-All of them write to the same pages, which hold every key and value. A dense copy is a faster view of the pages: it may be
-dropped at any time, and must be dropped when steps were computed without it.
+All of them write to the same pages, which hold every key and value. A dense copy is a faster view of the pages. It may
+be dropped at any time, and must be dropped after steps that did not update it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Decoding(Protocol):
         """[samples, vocabulary], valid until the next call. `adapter` is active."""
 
     def drop_copies(self) -> None:
-        """Drop copies of pages that were cleared, or written without the copy."""
+        """Drop dense copies whose pages were cleared or written without updating the copy."""
 
 
 @dataclass
 class SingleBackend:
-    """One decode backend for all steps, whatever adapter is active."""
+    """One decode backend for all steps and all adapters."""
 
     forward: ForwardPass
     backend: DenseDecode | PagedDecode
@@ -48,7 +48,7 @@ class SingleBackend:
 
 
 class BackendPerAdapter:
-    """A decode backend for each adapter. `num_pages` are those for sequences; the cache has one more for padding."""
+    """A decode backend for each adapter. `num_pages` counts pages for sequences; the cache has one more for padding."""
 
     def __init__(
         self, forward: ForwardPass, cache: PagedKvCache, num_pages: int, max_rows: int, max_total_tokens: int
@@ -57,7 +57,7 @@ class BackendPerAdapter:
         self._max_rows, self._max_total_tokens = max_rows, max_total_tokens
         self.copies: dict[str, DenseDecode] = {}  # by adapter
         self.use_graphs = cache.device.type == "cuda"  # until a capture fails
-        self._graphs: dict[str, LogitGraphs] = {}  # by adapter: a graph contains the adapter it was captured with
+        self._graphs: dict[str, LogitGraphs] = {}  # by adapter: a graph is captured with one adapter
         self._paged = self._new_paged()
 
     def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
@@ -86,14 +86,14 @@ class BackendPerAdapter:
         size, longest_ever = self._cache.page_size, self._max_total_tokens
         limit = self._num_pages * size
         rows, length = num_rows, pages_for(min(longest + _DENSE_HEADROOM_TOKENS, longest_ever), size) * size
-        if rows * length > limit:  # one long answer among many short ones: read the pages in place
-            self.copies.pop(adapter, None)  # it would miss the tokens of these steps
+        if rows * length > limit:  # a long answer among many short ones: read the pages in place
+            self.copies.pop(adapter, None)  # the copy would miss the tokens of these steps
             return self._paged
         if (copy := self.copies.get(adapter)) is not None:
             rows, length = max(rows, copy.num_rows), max(length, copy.row_length)
         held = sum(copy.num_rows * copy.row_length for name, copy in self.copies.items() if name != adapter)
         if rows * length + held > limit:
-            self.drop_copies()  # each is filled again when it is next used
+            self.drop_copies()  # refilled on next use
         return self.copies.setdefault(adapter, DenseDecode(self._cache, longest_ever))
 
     def _graphs_of(self, adapter: str) -> LogitGraphs:

@@ -1,13 +1,13 @@
-"""Drafts of the next tokens, looked up in texts of the same group, and their acceptance: the reference of
-`kernels/drafting.py`, and what runs on a CPU.
+"""Drafting by n-gram lookup in the texts of the same group, and acceptance of drafts. Reference of
+`kernels/drafting.py`, and the CPU implementation.
 
-Noise is keyed, so the token at a position is a function of the logits and the key. A draft is accepted exactly when it equals
-that token: a wrong one costs time and changes nothing.
+Noise is keyed, so the token at a position is a function of the logits and the key. A draft is accepted if and only if
+it equals that token, so wrong drafts cost time but do not change the output.
 
-All texts lie in one row of numbers, `text`, with -1 between them and in the room that unfinished answers have left. The texts
-of a group are neighbours. A draft of a sample is what followed the last occurrence of the longest of its suffixes that occurs
-among them (prompt lookup, Saxena 2023, over siblings as well). The -1 before a text counts as part of it: answers that begin
-alike match from their first token on.
+All texts are stored in one array, `text`, with -1 as separator and in the space reserved for unfinished answers. The
+texts of a group are adjacent. The draft of a sample is the continuation after the last occurrence of its longest suffix
+found in the group's texts (prompt lookup, Saxena 2023, extended to siblings). The separator before a text belongs to
+the suffix, so answers with the same beginning match from their first token on.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What the state of a sample consists of, int64 each.
+# The state of a sample, int64 each.
 END, POSITION, KEY, INDEX, LEFT, FROM, TO = range(7)
 NUM_FIELDS = 7
-# Longer suffixes are not told apart. A single token that occurs elsewhere is reason enough for a draft: it costs nothing.
+# Maximum suffix length. A match of a single token is enough for a draft, as drafts cost almost nothing.
 LONGEST_MATCH = 8
-# The first text has this many numbers before it, so that suffixes can be read without asking where it begins.
+# Padding before the first text, so that suffixes can be read without a bounds check.
 MARGIN = LONGEST_MATCH
 NOTHING = -1
 
@@ -35,18 +35,19 @@ class StepRows:
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor  # of the cache; rows that are not computed have slots of the scratch page
-    lengths: Tensor  # int32: positions that the row sees
+    slots: Tensor  # cache slots; rows that are not computed use the scratch page
+    lengths: Tensor  # int32: positions visible to the row
     keys: Tensor
-    index: Tensor  # of the noise
-    num_rows: Tensor  # [samples]: how many rows of the sample count
+    index: Tensor  # noise keys
+    num_rows: Tensor  # [samples]: number of valid rows of the sample
 
 
 def lay_out(
     groups: Sequence[Sequence[tuple[Sequence[int], int]]],
 ) -> tuple[np.ndarray, list[list[int]], list[tuple[int, int]]]:
-    """Texts behind each other, each with room for more tokens. Returns the numbers; where each text begins, by group; and
-    where the texts of each group begin and end."""
+    """Concatenates the texts, each with space for more tokens. Returns the array; the start of each text, by group; and
+    start and end of each group's texts.
+    """
     total = MARGIN + sum(len(text) + room + 1 for texts in groups for text, room in texts)
     numbers = np.full(total, NOTHING, dtype=np.int32)
     starts: list[list[int]] = []
@@ -67,11 +68,11 @@ def plan_rows(
     text: Tensor,  # [numbers], int32
     state: Tensor,  # [NUM_FIELDS, samples]
     table: Tensor,  # [samples, most pages], int32
-    width: int,  # rows of each sample: 1 and the longest draft
+    width: int,  # rows of each sample: 1 + the longest draft
     page_size: int,
     scratch_page: int,
 ) -> StepRows:
-    """The rows of the next step. A sample's rows end with its draft, its pages or its limit."""
+    """The rows of the next step. A sample's rows are limited by its draft, its pages and its length limit."""
     numbers, pages = text.cpu().numpy(), table.cpu().numpy()
     samples = state.T.tolist()
     values = np.zeros((6, len(samples), width), dtype=np.int64)
@@ -111,8 +112,9 @@ def _draft(text: np.ndarray, end: int, begin: int, stop: int, most: int) -> list
 
 
 def accept(text: Tensor, state: Tensor, rows: StepRows, tokens: Tensor, logprobs: Tensor) -> Tensor:
-    """Append the tokens that were drawn as far as the draft was right, and one more. `tokens` and `logprobs` are those of the
-    rows. Returns [2 + 2 * width, samples] float64: how many tokens, how many rows; the tokens; their log-probabilities."""
+    """Append the accepted tokens and one more. `tokens` and `logprobs` are drawn per row. Returns [2 + 2 * width,
+    samples] float64: number of tokens, number of rows, the tokens, their log-probabilities.
+    """
     num_samples, width = rows.tokens.shape
     drawn, logprobs = tokens.view(num_samples, width), logprobs.view(num_samples, width)
     at = torch.arange(1, width, device=text.device)

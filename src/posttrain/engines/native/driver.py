@@ -1,4 +1,4 @@
-"""The driver of continuous batching: the one loop under `NativeEngine.generate`, sessions and the server.
+"""The continuous batching loop, shared by `NativeEngine.generate`, sessions and the server.
 
 `add` requests and call `step` until none is left. A step either prefills waiting samples and draws their first tokens, or
 draws one more token for every active sample; the two alternate while samples wait. The scheduler decides which samples run.
@@ -6,8 +6,9 @@ draws one more token for every active sample; the two alternate while samples wa
 With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
 read. A sample that drew a stop token then takes part in one more step, whose token is discarded.
 
-With `Speculation` the last samples are decoded with drafts: a step then draws one token or more for each. It begins when no
-sample waits, and ends when it no longer pays or pages run short; between the two the host reads all tokens.
+With `Speculation` the last samples are decoded with drafts: a step then draws one token or more for each. It starts
+when no sample waits, and ends when it is no longer faster or pages run short. The host reads all tokens when it starts
+and ends.
 
 A sample may be added with tokens that it drew earlier: they are prefilled, as after a preemption. So a caller can stop
 stepping, keep the tokens of unfinished samples, and continue them in another driver.
@@ -44,7 +45,7 @@ class Request:
     sampler: TokenSampler
     stop: StopRules
     num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not needed
-    earlier: Sequence[Sequence[int]] = ()  # other answers to the prompt, to draft from
+    earlier: Sequence[Sequence[int]] = ()  # finished answers to the prompt, to draft from
     unfinished: dict[int, Sample] = field(init=False)  # by index
 
     def __post_init__(self) -> None:
@@ -162,7 +163,7 @@ class Driver:
                 return updates  # the next step computes these tokens without graphs
             if self.speculation is not None:
                 self.speculation.launched_without(len(samples))
-            updates += self._read_all()  # of the previous step, while the device computes this one
+            updates += self._read_all()  # tokens of the previous step, while the device computes this one
             self._in_flight = [launched]
             if self.graphs is None:
                 updates += self._read_all()
@@ -203,11 +204,13 @@ class Driver:
             updates += self._read_all()
             self._in_flight = [launched]
             return updates if self.graphs is not None else updates + self._read_all()
-        # It does not pay; or pages run short, and a step without drafts preempts a sample; or the texts are too long.
+        # Drafts are not faster; or pages run short, and a step without drafts preempts a sample; or texts are too long.
         return updates + self._without_drafts(for_good=not speculation.is_active)
 
     def _without_drafts(self, *, for_good: bool) -> list[Update]:
-        """Go on without drafts, until they pay again or `for_good`. The host reads all tokens."""
+        """Continue without drafts, until they are faster again or, with `for_good`, permanently. The host reads all
+        tokens.
+        """
         updates = self._read_all()
         assert self.speculation is not None
         self.speculation.is_active = False
@@ -249,7 +252,7 @@ class Driver:
                 self.graphs.join(known)
             if fresh := [sample for sample in samples if not sample.token_ids]:
                 self._in_flight.append(self._draw(fresh, first_logits(self.forward, fresh), joins=True))
-            if self.graphs is None or not self.scheduler.active:  # no decode step follows that could hide the wait
+            if self.graphs is None or not self.scheduler.active:  # no decode step follows to overlap with the wait
                 updates += self._read_all()
         return updates
 
@@ -296,7 +299,7 @@ class Driver:
         for sample in drawn.samples:
             sample.in_flight += 1
         if self.graphs is not None:
-            self._leave_at_limit(drawn.samples)  # no need to read their last tokens for that
+            self._leave_at_limit(drawn.samples)  # does not require reading their last tokens
         return drawn
 
     def _leave_at_limit(self, samples: Iterable[Sample]) -> None:
@@ -362,8 +365,9 @@ class Driver:
         self._clear_damaged_pages()
 
     def _clear_damaged_pages(self) -> None:
-        """After NaN logits no page is used again as it is: a mask does not stop NaN (0 * NaN is NaN), and which page it is in, of
-        a request that has left already, is not known. Requests that hold a damaged page fail by themselves."""
+        """After NaN logits, clear all pages before reuse. A mask does not stop NaN (0 * NaN is NaN), and the damaged
+        page may be that of a request that has already finished. Requests that hold a damaged page fail on their own.
+        """
         if self.scheduler.prefixes is not None:
             self.scheduler.prefixes.clear()
         pages = self.scheduler.pages
@@ -380,7 +384,7 @@ def _draw_rows(sampler: TokenSampler, logits: Tensor, noise: Tensor) -> Tensor:
 def _model_logprobs(
     wanted: Mapping[int, int], logits: Tensor, tokens: Tensor, vocab_size: int
 ) -> dict[int, ModelLogprobs]:
-    """For each row in `wanted`: of its token, and of the requested number of most probable tokens."""
+    """For each row in `wanted`: log-probabilities of its token and of the requested number of most probable tokens."""
     at = torch.tensor(list(wanted), device=logits.device)
     logprobs = logits[at].float().log_softmax(dim=-1)
     of_token = logprobs.gather(1, tokens[at].long()[:, None])[:, 0].tolist()

@@ -1,8 +1,8 @@
 """The native engine: samples from the modules that are being trained. Implements `roles.Engine`.
 
-No weight is merged or changed, and none is copied, but for sampling in FP8 (`fp8.py`). The KV cache and other working memory are
-allocated on first use. On a GPU they stay for the next call, together with the CUDA graphs that contain their addresses, until
-`release` frees them for training.
+Weights are never merged or changed, and are copied only for FP8 sampling (`fp8.py`). The KV cache and other working
+memory are allocated on first use. On a GPU they stay for the next call, together with the CUDA graphs that contain
+their addresses, until `release` frees them for training.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from posttrain.types import (
 
 
 class NativeSettings(NativeConfig):
-    """The config section and what the engine needs beside it. Sizes change nothing that is sampled, number formats do."""
+    """The config section and further settings. Sizes do not change what is sampled; number formats do."""
 
     model_config = ConfigDict(frozen=True)
 
     max_total_tokens: PositiveInt = 4096  # prompt and completion together
-    # The same call computes the same bits, whatever was sampled before and however much memory is free.
+    # The same call computes the same bits, independent of earlier calls and of free memory.
     deterministic: bool = False
 
 
@@ -63,12 +63,12 @@ def native_settings(native: NativeConfig, max_total_tokens: int, deterministic: 
 
 @dataclass
 class Workspace:
-    """The memory that calls work in."""
+    """Working memory of calls."""
 
     cache: PagedKvCache
     num_pages: int
-    is_largest: bool  # memory did not allow for more
-    max_length: int  # of a sequence, in tokens
+    is_largest: bool  # memory did not allow more pages
+    max_length: int  # maximum sequence length in tokens
     decode: DenseDecode | PagedDecode
     graphs: DecodeGraphs | None = None
     speculation: Speculation | None = None
@@ -79,7 +79,7 @@ class Workspace:
         return enough and longest <= self.max_length
 
     def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
-        """Forget the previous call: its samples had the same admission numbers and other pages."""
+        """Reset after the previous call, whose samples had the same admission numbers but other pages."""
         if isinstance(self.decode, PagedDecode):
             self.decode.forget_rows()
         if self.graphs is not None:
@@ -102,7 +102,7 @@ class NativeEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
-        # Sharded modules use other streams, which cannot be captured, and their weights change address.
+        # Sharded modules use other streams, which cannot be captured, and their weights move in memory.
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self.forward = ForwardPass(model)
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
@@ -113,15 +113,15 @@ class NativeEngine:
         self._workspace: Workspace | None = None
         self.should_stop: Callable[[], bool] = lambda: (
             False
-        )  # asked at every token; True ends the call with StopRequested
-        self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
-        self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
-        # In the last call: tokens drawn in steps with drafts, and how often a sample took part in one.
+        )  # checked at every token; True ends the call with StopRequested
+        self._largest = (0, 0)  # largest number of pages, and longest sequence, of calls so far
+        self.num_preemptions = 0  # in the last call; many preemptions mean that the KV cache is too small
+        # In the last call: tokens drawn in steps with drafts, and the number of (sample, step) pairs of such steps.
         self.drafted = (0, 0)
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 
-    @torch.no_grad()  # not inference_mode: its tensors could be left behind in buffers that training uses
+    @torch.no_grad()  # not inference_mode: its tensors could remain in buffers that training uses
     def generate(
         self,
         tasks: Sequence[Task],
@@ -134,7 +134,7 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         """For each task `num_samples` completions, in order. `progress` is called with numbers of finished completions.
 
-        `limits`: the most tokens for each task, where they differ; `sampling.max_new_tokens` holds for all.
+        `limits`: maximum tokens per task, if they differ; `sampling.max_new_tokens` applies to all.
         """
         _check(sampling, num_samples)
         if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
@@ -162,7 +162,7 @@ class NativeEngine:
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """Sample until `quota` is met, or all is finished. The keys and values of answers that continue are recomputed."""
+        """Sample until `quota` is met or all answers are finished. Keys and values of continued answers are recomputed."""
         _check(sampling, 1)
         stop, sampler = self._rules(sampling)
         requests: dict[int, Request] = {}  # by place in `groups`
@@ -211,11 +211,11 @@ class NativeEngine:
         again."""
         if self._workspace is not None:
             self._workspace = self.forward.fp8 = None
-            torch.cuda.empty_cache()  # the graphs' memory pool is not reusable before
+            torch.cuda.empty_cache()  # the graphs' memory pool is not reusable earlier
 
     @property
     def num_held_bytes(self) -> int:
-        """Memory that `release` would free, without that of CUDA graphs."""
+        """Memory that `release` would free, excluding CUDA graphs."""
         return 0 if self._workspace is None else self._workspace.num_bytes
 
     def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
@@ -238,7 +238,7 @@ class NativeEngine:
         progress: Progress | None,
         is_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Until all requests are finished, or `is_over`, which is asked whenever an answer is finished."""
+        """Run until all requests are finished or `is_over`, which is checked whenever an answer is finished."""
         groups = [request.group for request in requests]
         longest = max(group.prompt_length + group.max_new_tokens for group in groups)
         self.forward.check_length(longest)
@@ -253,7 +253,8 @@ class NativeEngine:
             decoding,
             self.settings.max_prefill_tokens,
             graphs=workspace.graphs,
-            # Where a round ends, and so which weights draw a token, must not depend on how many drafts were right.
+            # The end of a round determines which weights draw a token. It must not depend on the number of accepted
+            # drafts.
             speculation=workspace.speculation if is_over is None else None,
         )
         for request in requests:
@@ -277,7 +278,7 @@ class NativeEngine:
             self._use_graphs, workspace.graphs, workspace.speculation = False, None, None
 
     def _workspace_for(self, groups: Sequence[PromptGroup], num_samples: int, longest: int) -> Workspace:
-        """That of the previous call, if it is large enough or as large as memory allows; else a new one."""
+        """The previous call's working memory if it is large enough or as large as memory allows; else a new one."""
         settings = self.settings
         wanted = _pages_wanted(groups, num_samples, settings)
         least = max(pages_needed(group, settings.page_size) for group in groups)
@@ -289,13 +290,13 @@ class NativeEngine:
         self.release()
         if self._keeps_workspace:
             if settings.deterministic:
-                longest = settings.max_total_tokens  # how attention is split over processors depends on it
-            # Calls of many sizes take turns, the turns of conversations for instance: the largest so far fits them all.
+                longest = settings.max_total_tokens  # the split of attention over processors depends on it
+            # Call sizes alternate, e.g. over the turns of conversations. The largest size so far fits all of them.
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
-        fp8 = fp8_weights(self.forward, settings)  # before the cache takes the memory that is left
+        fp8 = fp8_weights(self.forward, settings)  # before the cache takes the remaining memory
         num_pages = num_pages_for(self.forward, settings, wanted, least)
         if (group := self.forward.head.tensor_group) is not None:
-            num_pages = group.smallest(num_pages)  # ranks that share layers run one schedule
+            num_pages = group.smallest(num_pages)  # ranks that share layers run the same schedule
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
         if settings.deterministic and depends_on_free_memory:
             raise InputError(
@@ -318,10 +319,10 @@ class NativeEngine:
         return workspace
 
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
-        """None where it is off, or its choice by step times could change the bits of a run that must repeat."""
+        """None if it is off, or if its timing-based choice could change the bits of a run that must be reproducible."""
         wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
         if wanted == 0 or self._is_sharded or self.forward.head.tensor_group is not None:
-            return None  # ranks that compute together would have to decide together
+            return None  # ranks that share layers would have to agree
         if wanted == "auto" and (not on_gpu or graphs is None or self.settings.deterministic):
             return None
         return Speculation(
@@ -360,7 +361,7 @@ def _num_finished(updates: Sequence[Update]) -> int:
 
 
 def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
-    """Pages for sequences that memory allows: `wanted` at most, `least` at least."""
+    """Number of pages for sequences that memory allows, between `least` and `wanted`."""
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
@@ -375,7 +376,7 @@ def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) ->
 
 
 def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:
-    """Pages with which the largest batch that can run together never waits for one."""
+    """Number of pages at which the largest possible batch never waits for a page."""
     size = settings.page_size
 
     def own(group: PromptGroup) -> int:

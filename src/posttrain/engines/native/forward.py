@@ -31,7 +31,7 @@ class ForwardPass:
             )
         self.head = OutputHead(model)
         self._layers: dict[tuple[torch.device, torch.dtype], dict[int, LayerShape]] = {}
-        self.fp8: Fp8Weights | None = None  # what products are computed with, instead of the weights themselves
+        self.fp8: Fp8Weights | None = None  # replacement weights for the matrix products
 
     @property
     def device(self) -> torch.device:
@@ -39,7 +39,7 @@ class ForwardPass:
 
     @property
     def num_heads(self) -> int:
-        """Of queries, on this rank."""
+        """Query heads on this rank."""
         group = self.head.tensor_group
         return int(self.config.num_attention_heads) // (1 if group is None else group.size)
 
@@ -67,7 +67,9 @@ class ForwardPass:
         return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
     def layers(self) -> dict[int, LayerShape]:
-        """Shapes of keys and values per layer, found by running one token. Also compares our logits with the model's."""
+        """Shapes of keys and values per layer, found by a forward pass over one token. Also compares our logits with
+        the model's.
+        """
         place = (self.device, self._embedding.dtype)
         if place not in self._layers:
             self._layers[place] = observe_layers(self.base, self.head)
@@ -81,12 +83,12 @@ class ForwardPass:
         return num_tokens * per_token + 3 * num_rows * self.head.vocab_size * 4
 
     def check_length(self, longest: int) -> None:
-        """Refuse lengths at which the model's positions would depend on which sequences run together."""
+        """Reject lengths at which the model's positions would depend on the other sequences in the batch."""
         check_length(self.config, longest)
 
 
 def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], max_tokens: int) -> None:
-    """Compute prompts into the cache: several in one packed row; one that is longer than a row goes through in pieces."""
+    """Compute prompts into the cache: several in one packed row; a prompt that is longer than a row is split."""
     for row in packed_rows(jobs, max_tokens):
         tokens: list[int] = []
         positions: list[int] = []
@@ -115,7 +117,7 @@ def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
 
 
 def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:
-    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is cut only if it is longer than a row."""
+    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is split only if it is longer than a row."""
     row: list[tuple[Prefill, int, int]] = []
     used = 0
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Sampling in FP8: whether it can be had here, which layers it is for, and what their KV cache holds.
+"""FP8 sampling: whether it is supported, which layers use it, and the format of their KV cache.
 
 The products are in `policy/fused/fp8.py`, quantised keys and values in `kv_cache.py` and `kernels/`.
 """
@@ -19,7 +19,7 @@ from posttrain.policy.model_support import LayerShape
 
 
 def check_fp8(forward: ForwardPass, settings: NativeConfig, *, num_fused: int, is_sharded: bool) -> None:
-    """Refuse FP8 where the device or the model does not allow it; `num_fused` layers of the model are fused."""
+    """Reject FP8 if the device or the model does not support it; `num_fused` layers of the model are fused."""
     if settings.precision != "fp8":
         return
     num_layers = int(forward.config.num_hidden_layers)
@@ -41,7 +41,7 @@ def check_fp8(forward: ForwardPass, settings: NativeConfig, *, num_fused: int, i
 
 
 def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | None:
-    """Copies of the weights, quantised now; None where sampling uses the weights themselves."""
+    """Quantised copies of the current weights; None if sampling uses the weights themselves."""
     if settings.precision != "fp8":
         return None
     decoder: Any = forward.head.decoder
@@ -52,7 +52,7 @@ def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | No
 
 
 def cache_layers(forward: ForwardPass, settings: NativeConfig) -> dict[int, LayerShape]:
-    """What each layer keeps of a token: FP8 where its products are in FP8 and nothing else was asked for."""
+    """The KV cache format of each layer: FP8 if its matrix products are in FP8 and no other format is configured."""
     layers = forward.layers()
     if settings.precision != "fp8" or settings.kv_cache_dtype == "bfloat16":
         return layers

@@ -1,8 +1,8 @@
 """Decode steps on a GPU as CUDA graphs: captured once per batch size, replayed for every token.
 
-A step launches some hundreds of small kernels. Launched one by one from Python they take several times as long as they
-run. `DecodeGraphs` keeps the state of its rows (last token, position, noise key) on the device, and the step itself
-advances it. So the next step can be launched before the host has read the tokens of this one.
+A step launches several hundred small kernels. Launching them from Python takes several times as long as running them.
+`DecodeGraphs` keeps the state of its rows (last token, position, noise key) on the device, and the step itself advances
+it. So the next step can be launched before the host has read the tokens of this one.
 
 Batches are padded to the next captured size. Padding rows write to the scratch page, and their state does not advance.
 """
@@ -40,12 +40,12 @@ class ModelLogprobs:
 
 @dataclass
 class Drawn:
-    """The next token of each sample and its log-probability, being copied to the host."""
+    """The next token of each sample and its log-probability, with the copy to the host in flight."""
 
     samples: Sequence[Sample]
     values: Tensor  # [2, samples]; float64 holds every token id and every float32
     arrived: torch.cuda.Event | None = None
-    model_logprobs: Mapping[int, ModelLogprobs] = field(default_factory=dict)  # by row, where requested
+    model_logprobs: Mapping[int, ModelLogprobs] = field(default_factory=dict)  # by row, if requested
 
     @classmethod
     def to_host(cls, samples: Sequence[Sample], values: Tensor) -> Drawn:
@@ -89,9 +89,9 @@ class FreshTokens:
 
 
 class SharedPrefixes:
-    """Which rows of a decode step share the pages of their prompt, for the kernel that reads those once for all of them.
+    """The rows of a decode step that share their prompt's pages, for the kernel that reads shared pages once.
 
-    Whether it pays is decided once per call, since it is part of a captured graph. The rows may change from step to step.
+    Whether to share is decided once per call, as it is part of the captured graph. The rows may change between steps.
     """
 
     def __init__(self, decode: PagedDecode) -> None:
@@ -131,12 +131,12 @@ class SharedPrefixes:
         return group.prompt_length // size * size
 
     def send(self, samples: Sequence[Sample]) -> None:
-        """Send the rows that share a prompt to the device."""
+        """Copy the rows that share a prompt to the device."""
         if not self.samples_per_tile:
             return
         members: dict[tuple[PromptGroup, int], list[int]] = {}
         for row, sample in enumerate(samples):
-            # A prompt that was recomputed lies in other pages; samples that started earlier keep the old ones.
+            # A recomputed prompt is in other pages; samples that started earlier keep the old pages.
             members.setdefault((sample.group, sample.pages[0]), []).append(row)
         on_device, on_host = self._tiles[self.samples_per_tile]
         self._turn = 1 - self._turn
@@ -150,7 +150,9 @@ class SharedPrefixes:
 
 
 class DecodeGraphs:
-    """Decode steps of requests with equal sampling settings, tokens drawn inside the graph. Lives as long as its KV cache."""
+    """Decode steps of requests with equal sampling settings, tokens drawn inside the graph. Same lifetime as its KV
+    cache.
+    """
 
     def __init__(self, forward: ForwardPass, decode: PagedDecode) -> None:
         self.forward = forward
@@ -172,13 +174,13 @@ class DecodeGraphs:
         self._model_state: int | None = None
 
     def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
-        """Forget the rows of the previous call. `groups` with `num_samples` each will be decoded."""
+        """Reset the rows of the previous call. `groups` with `num_samples` each will be decoded."""
         self.forget_rows()
         self._model_state = None
         self._prefixes.begin(groups, num_samples)
 
     def give_up(self) -> None:
-        """Stop sharing prefixes: without graphs their tiles are not updated."""
+        """Stop sharing prefixes: their tiles are only updated with graphs."""
         self.decode.shared = None
 
     def join(self, samples: Sequence[Sample], tokens: Tensor | None = None) -> None:
@@ -189,7 +191,7 @@ class DecodeGraphs:
         self._fresh.add(samples, tokens)
 
     def forget_rows(self) -> None:
-        """All samples join anew: other steps have moved them on."""
+        """Make all samples join again, after steps outside of this class have advanced them."""
         self._order = []
         self._fresh.clear()
 
@@ -198,18 +200,18 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= len(samples))
         self._arrange(samples)
         self._send_table(samples)
-        if self._model_state is None:  # not before the first prefill: it may move weights to another address
+        if self._model_state is None:  # after the first prefill, which may move weights to another address
             self._model_state = capture_key(self.forward.base)
         drawing = sampler.sampling
         settings = (drawing.temperature, drawing.top_p, drawing.top_k)
         key = (size, *settings, self._prefixes.samples_per_tile, self._model_state)
-        # Warm-up does not harm the KV cache: it writes the same keys and values to the same places.
+        # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots.
         drawn = self.cache.run(key, lambda: self._compute(size, sampler), changes=self.state)
         self._fresh.clear()
         return Drawn.to_host(samples, drawn[:, : len(samples)])
 
     def _arrange(self, samples: Sequence[Sample]) -> None:
-        """Bring the device's rows into the order of `samples`: rows move, join and leave."""
+        """Arrange the device's rows in the order of `samples`: rows move, join and leave."""
         order = [sample.admission for sample in samples]
         if order == self._order:
             return

@@ -19,7 +19,7 @@ _CPU_DEFAULT_BYTES = 2 * GIB
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost no memory on a CPU until they are written.
+    """Zeros that take no memory on a CPU until they are written.
 
     `torch.zeros` writes every byte; for `np.zeros` the system maps zero pages, allocated on the first write. Masked positions
     must be finite, because their weight of 0 times NaN is NaN.
@@ -42,7 +42,7 @@ class PagedKvCache:
         self.values: dict[int, Tensor] = {}
         self.factors: dict[
             int, tuple[Tensor, Tensor]
-        ] = {}  # of layers in FP8: of keys and values [pages, page size, heads]
+        ] = {}  # FP8 layers: scales of keys and values [pages, page size, heads]
         for layer, shape in layers.items():
             pages = (num_pages, page_size, shape.num_heads)
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
@@ -71,7 +71,7 @@ class PagedKvCache:
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The keys and values at `slots`; [slots, heads, dim]. `dtype` is that of a cache in FP8 once it is read."""
+        """The keys and values at `slots`; [slots, heads, dim]. `dtype` is the result type of an FP8 cache."""
         pools = (self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1))
         if layer not in self.factors:
             return pools[0].index_select(0, slots), pools[1].index_select(0, slots)
@@ -107,7 +107,7 @@ class PagedKvCache:
 
 
 def dequantised(pool: Tensor, factors: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries of a pool in FP8, by their place in its first dimension."""
+    """Entries of an FP8 pool, by index in its first dimension."""
     values = pool.view(torch.uint8)[at].view(pool.dtype)
     return (values.float() * factors[at][..., None]).to(dtype)
 
@@ -123,10 +123,10 @@ def num_pages_for_call(
     gpu_memory_utilization: float = 0.9,
     reserve: int = 0,
 ) -> int:
-    """Pages of a cache for one call: `wanted` if memory allows, never fewer than the `least` that one sequence takes.
+    """Pages of a cache for one call: `wanted` if memory allows, never fewer than `least`, the need of one sequence.
 
-    On a GPU the cache may take memory until `gpu_memory_utilization` of it is in use, including by others; `reserve` bytes of
-    that are left for forward passes.
+    On a GPU the cache may take memory until `gpu_memory_utilization` of it is in use, by any process; `reserve` bytes
+    of it are left for forward passes.
     """
     page_bytes = page_size * sum(shape.bytes_per_token for shape in layers.values())
     # On a CPU decoding keeps a dense copy of the active sequences, which takes about as much again.

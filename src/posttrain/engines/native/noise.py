@@ -1,9 +1,9 @@
 """Sampling noise as a pure function of its key: (seed, step, draw, sample, token index, vocabulary index).
 
-A counter-based generator: each number is a 64-bit hash (the finaliser of SplitMix64, Steele et al. 2014) of its key. So
-there is no state to save or to share, and neither the batch that a sequence runs in nor the order of arrival changes a
-number. Integer arithmetic that wraps at 64 bits is the same on every device; only the two logarithms at the end may
-differ in the last bit of a float64.
+A counter-based generator: each number is a 64-bit hash (the finaliser of SplitMix64, Steele et al. 2014) of its key.
+There is no state to save or share, and a number does not depend on batch composition or arrival order. Integer
+arithmetic that wraps at 64 bits is the same on every device; only the two logarithms at the end may differ in the last
+bit of a float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def token_keys(sequence_keys: Tensor, token_index: Tensor) -> Tensor:
 def uniform(keys: Tensor, index: Tensor) -> Tensor:
     """One number strictly between 0 and 1 for every key and index; float64, shapes broadcast."""
     bits = _mix_tensor(keys ^ ((index + 1) * _signed(_GOLDEN)))
-    # 52 bits and a half: exact in float64, and never 0 or 1.
+    # 52 bits plus one half: exact in float64, and never 0 or 1.
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -56,7 +56,7 @@ def _mix_tensor(value: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, shift: int) -> Tensor:
-    """torch has signed integers only: shift, then clear the copies of the sign bit."""
+    """Logical right shift: torch has signed integers only, so clear the copies of the sign bit."""
     return (value >> shift) & ((1 << (64 - shift)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Which pages of the KV cache are free, and how many hold each of the others. No tensors."""
+"""Page allocation of the KV cache: free pages and reference counts. No tensors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class PageAllocator:
-    """A free list with reference counts. A page with several holders is read by all of them and written by none."""
+    """A free list with reference counts. A page with several holders is read-only."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
-        self._to_clear: dict[int, Callable[[Sequence[int]], None]] = {}  # when they have no holder any more
+        self._to_clear: dict[int, Callable[[Sequence[int]], None]] = {}  # once they have no holder
 
     @property
     def num_free(self) -> int:
@@ -46,7 +46,7 @@ class PageAllocator:
                 self._without_holder(page)
 
     def clear_when_free(self, pages: Collection[int], clear: Callable[[Sequence[int]], None]) -> None:
-        """Call `clear` with those of `pages` that have no holder, and with each of the others when its last one leaves."""
+        """Call `clear` with the pages without a holder now, and with each other page when its last holder releases it."""
         clear(sorted(page for page in pages if not self._holders[page]))
         self._to_clear |= {page: clear for page in pages if self._holders[page]}
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from posttrain.engines.native.page_allocator import PageAllocator
 
-# A full page by what comes before it, a page or the adapter at the beginning of a sequence, and by its own tokens.
+# Key of a full page: its predecessor (a page, or the adapter at the start of a sequence) and its tokens.
 _Key = tuple[int | str, tuple[int, ...]]
 
 
 class PrefixCache(PageAllocator):
-    """A cached page without a holder counts as free, and is evicted when pages run short, the least recently released first.
+    """A cached page without a holder counts as free. Pages are evicted when needed, least recently released first.
 
     Sequences are released from their end, and a holder of a page holds all pages before it. So a page is evicted after the
     cached pages that follow it.
@@ -30,7 +30,7 @@ class PrefixCache(PageAllocator):
         return super().num_free + len(self._evictable)
 
     def find(self, adapter: str, token_ids: Sequence[int]) -> list[int]:
-        """The cached pages of the longest prefix. The caller shares them before it takes others."""
+        """The cached pages of the longest prefix. The caller must share them before it allocates others."""
         pages: list[int] = []
         for key in self._keys(adapter, token_ids, pages):
             if (page := self._page_of.get(key)) is None:
@@ -39,7 +39,7 @@ class PrefixCache(PageAllocator):
         return pages
 
     def insert(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` begin with the keys and values of the tokens. Of pages with equal contents the first is kept.
+        """Cache `pages`, which hold the keys and values of the tokens. Of pages with equal contents the first is kept.
 
         A page that is to be cleared is not cached, nor are those after it.
         """
@@ -49,7 +49,7 @@ class PrefixCache(PageAllocator):
             self._key_of[page] = key
 
     def _keys(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> Iterable[_Key]:
-        """Of the full pages. `pages` may grow meanwhile."""
+        """Keys of the full pages. `pages` may grow during iteration."""
         size = self._page_size
         for index in range(len(token_ids) // size):
             yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])

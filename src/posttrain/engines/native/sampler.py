@@ -1,11 +1,11 @@
 """Draws one token per row of logits, with keyed noise, and returns its log-probability.
 
-**The draw** is the Gumbel-max trick on two levels: blocks of about sqrt(V) tokens compete with the log of their mass, then
-the tokens of the winning block compete with each other. That is an exact sample of the softmax for 2*sqrt(V) noises instead
-of V. Inverting the distribution function would take a single one, but all of its V boundaries move when logits are rounded
-differently (another batch size, another number of ranks). Measured with SmolLM2-135M in fp32, logits computed in one pass
-against token by token: 31 of 18,000 draws changed with inversion, none with Gumbel-max, because an argmax changes only if its two
-best candidates are equal to rounding.
+**The draw** is the Gumbel-max trick on two levels: blocks of about sqrt(V) tokens compete with the log of their mass,
+then the tokens of the winning block compete with each other. This is an exact sample of the softmax with 2*sqrt(V)
+noise values instead of V. Inverting the CDF would take a single value, but all of its V boundaries move when logits are
+rounded differently (another batch size, another number of ranks). Measured with SmolLM2-135M in fp32, logits computed
+in one pass against token by token: 31 of 18,000 draws changed with inversion, none with Gumbel-max, because an argmax
+changes only if its two best candidates are equal to rounding.
 
 **The log-probability** is that of the full row of logits divided by the temperature, before top-k and top-p and with the
 padding of the vocabulary: what a trainer computes from the same logits. At temperature 0 it is taken at temperature 1.
@@ -23,15 +23,15 @@ from torch import Tensor
 from posttrain.engines.native.noise import gumbel, token_keys
 from posttrain.types import Sampling
 
-# Keys of the noise of blocks begin here, beyond any vocabulary.
+# First noise index of blocks, beyond any vocabulary.
 _BLOCK_INDEX = 1 << 40
-# Nuclei larger than this are found by sorting the whole row.
+# For larger nuclei, sort the whole row.
 _NUCLEUS_GUESS = 1024
 
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """`vocab_size` is the tokenizer's: what the output head has beyond it is padding and is never drawn."""
+    """`vocab_size` is the tokenizer's: output columns beyond it are padding and never drawn."""
 
     sampling: Sampling
     vocab_size: int
@@ -56,7 +56,7 @@ class TokenSampler:
             tokens = candidates.argmax(dim=-1)
         else:
             tokens = self._sample(candidates, masses, token_keys(sequence_keys, token_index))
-        # Everything relative to the best score: large logits would cost digits.
+        # Relative to the maximum score: large logits would lose precision.
         total = masses.sum(dim=-1, keepdim=True).log()
         if padding.shape[1]:
             total = torch.logaddexp(total, padding.logsumexp(dim=-1, keepdim=True) - top)
@@ -91,7 +91,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def block_size(vocab_size: int) -> int:
-    """The power of two at or above the square root of the vocabulary."""
+    """The smallest power of two that is at least the square root of the vocabulary size."""
     return 1 << ((vocab_size - 1).bit_length() + 1) // 2
 
 
@@ -105,7 +105,7 @@ def _sum_blocks(masses: Tensor, size: int) -> Tensor:
 
 
 def _smallest_kept(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The score of the last token that top-k, and then top-p among those, keep; [rows, 1]. Equal scores stay together."""
+    """The lowest score kept by top-k, then top-p; [rows, 1]. Ties are kept."""
     vocab_size = scores.shape[1]
     if top_k and top_k < vocab_size:
         ordered = scores.topk(top_k, dim=-1).values
@@ -116,8 +116,8 @@ def _smallest_kept(scores: Tensor, top_k: int, top_p: float) -> Tensor:
         return scores.amin(dim=-1, keepdim=True)
     total = scores.logsumexp(dim=-1, keepdim=True)
     if scores.device.type == "cpu" and vocab_size > _NUCLEUS_GUESS:
-        # Sorting a whole row costs as much as the model; the nucleus is nearly always small. The check is free on a CPU, and
-        # would synchronise a GPU.
+        # Sorting a whole row costs as much as the model, and the nucleus is nearly always small. The check is free on a
+        # CPU, but would synchronise a GPU.
         ordered = scores.topk(_NUCLEUS_GUESS, dim=-1).values
         if bool((ordered.sub(total).exp_().sum(dim=-1) >= top_p).all()):
             return _nucleus_end(ordered, total, top_p)
@@ -125,9 +125,9 @@ def _smallest_kept(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _nucleus_end(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The score that carries the mass of the tokens before it to `top_p`; at least the best one is kept."""
+    """The score at which the cumulative mass reaches `top_p`; at least the best token is kept."""
     probabilities = (ordered - total).exp_()
-    # A single row would be summed by many processors of a GPU in a nondeterministic order.
+    # On a GPU, the sum of a single row would be split over processors in a nondeterministic order.
     rows = probabilities.expand(2, -1) if len(probabilities) == 1 and probabilities.is_cuda else probabilities
     before = rows.cumsum(dim=-1)[: len(probabilities)] - probabilities
     kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)

@@ -2,16 +2,16 @@
 
 No tensors and no model; the tensors of the pages are in `kv_cache.py`.
 
-A *group* is a prompt and its samples. The prompt is computed once, into pages that the group holds as long as samples
-of it wait. A sample that starts shares the prompt's full pages. It gets a copy of the last, partly filled page, because it
-will write there. The last sample to start takes over the group's pages without a copy.
+A *group* is a prompt and its samples. The prompt is computed once, into pages that the group holds while any of its
+samples wait. A sample that starts shares the prompt's full pages. It gets a copy of the last, partly filled page,
+because it will write there. The last sample to start gets the group's pages without a copy.
 
 When a page is needed and none is free, pages are freed in this order: prompts of groups without active samples, the
 sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of the
 queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
 
-With `keeps_prefixes` full pages stay known by their tokens after their sequence has left, for as long as they are not needed
-otherwise, and a later prompt that begins with them is computed from there.
+With `keeps_prefixes`, full pages stay cached by their tokens after their sequence has finished, until the memory is
+needed. A later prompt with the same prefix reuses them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PromptGroup:
 
     task: Task
     max_new_tokens: int
-    adapter: str = ""  # "": the model as the caller has set it up
+    adapter: str = ""  # "": the model as set up by the caller
     pages: list[int] | None = None
-    last_hidden: Tensor | None = None  # at the prompt's last position: predicts the first token of every sample
+    last_hidden: Tensor | None = None  # hidden state at the prompt's last position, for the first token of every sample
     num_waiting: int = 0
     num_active: int = 0
 
@@ -51,19 +51,19 @@ class PromptGroup:
 
 @dataclass(eq=False)
 class Sample:
-    """One completion that is being sampled. It may begin with tokens: they are prefilled like those of a preempted one."""
+    """One completion being sampled. Initial tokens are prefilled, as after a preemption."""
 
     group: PromptGroup
-    index: int  # among the samples of its task
+    index: int  # index among the samples of its task
     noise_key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     pages: list[int] = field(default_factory=list)
     scanner: StopStringScanner | None = None  # state of the search for stop strings
-    admission: int = -1  # number of its admission while it is active, else -1; the latest admission has the largest
-    in_flight: int = 0  # tokens drawn on the device that the host has not read yet; with drafts the most that it can be
-    is_cancelled: bool = False  # tokens that are still in flight are discarded
+    admission: int = -1  # admission number while active, else -1; increases with every admission
+    in_flight: int = 0  # tokens drawn on the device that the host has not read yet; with drafts an upper bound
+    is_cancelled: bool = False  # discard tokens that are still in flight
 
     @property
     def num_drawn(self) -> int:
@@ -87,7 +87,7 @@ class Prefill:
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
-    group: PromptGroup | None = None  # set when this is a prompt
+    group: PromptGroup | None = None  # set if this is a prompt
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Scheduler:
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
-        self.num_reused_tokens = 0  # of prompts, whose pages were known
+        self.num_reused_tokens = 0  # prompt tokens found in the prefix cache
         self._num_admissions = 0
         self._groups: list[PromptGroup] = []
 
@@ -150,7 +150,7 @@ class Scheduler:
                 known = self._known_pages(group)
                 start = len(known) * self.page_size
                 group.pages = known + self.pages.take(pages_for(group.prompt_length, self.page_size) - len(known))
-                # A copy of the list: the last sample to start takes the list over and appends to it.
+                # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(group.task.prompt_ids[start:], start, tuple(group.pages), group)
             self._start(sample, admission)
             sample.admission = self._num_admissions
@@ -160,7 +160,7 @@ class Scheduler:
         return admission
 
     def _known_pages(self, group: PromptGroup) -> list[int]:
-        """Pages of the prompt that need not be computed, held for the group. Its last token always is: it predicts the next."""
+        """Cached pages of the prompt, held for the group. The last token is always computed, for its logits."""
         if self.prefixes is None:
             return []
         known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
@@ -178,7 +178,7 @@ class Scheduler:
         return group.prompt_length - len(known) * self.page_size
 
     def remember_prompts(self, admission: Admission) -> None:
-        """The prompts of the admission have been computed."""
+        """Called when the prompts of the admission have been computed."""
         if self.prefixes is not None:
             for group, job in admission.prompts.items():
                 self.prefixes.insert(group.adapter, group.task.prompt_ids, job.pages)
@@ -199,7 +199,9 @@ class Scheduler:
         return count
 
     def _fits(self, sample: Sample) -> bool:
-        """Whether the sample can start and leave a page for the next step of each active one. Alone, it always can."""
+        """Whether the sample can start and leave a page for the next step of each active sample. Always true if none is
+        active.
+        """
         if not self.active:
             while self._pages_to_start(sample) > self.pages.num_free:
                 dropped = self._drop_prompt(spare=sample.group)
@@ -252,8 +254,9 @@ class Scheduler:
         return self.pages.num_free >= len(self.active) * (pages_for(num_tokens, self.page_size) + 1)
 
     def reserve_ahead(self, num_tokens: int) -> bool:
-        """Give every active sample pages for `num_tokens` more, but not beyond its limit. Preempts none: False, and nothing
-        changes, if there are not enough pages."""
+        """Give every active sample pages for `num_tokens` more, but not beyond its limit. Without preemption: returns
+        False and changes nothing if there are not enough pages.
+        """
         missing: list[int] = []
         for sample in self.active:
             longest = sample.group.prompt_length + sample.group.max_new_tokens
@@ -292,7 +295,7 @@ class Scheduler:
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def leave(self, sample: Sample) -> None:
-        """Take the sample out of the batch, finished or preempted: its pages are free at once."""
+        """Remove the sample from the batch, finished or preempted, and free its pages."""
         if self.prefixes is not None:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
             self.prefixes.insert(sample.group.adapter, written, sample.pages)
@@ -300,14 +303,14 @@ class Scheduler:
         sample.pages = []
         sample.admission = -1
         sample.group.num_active -= 1
-        # The last row moves into the free place, so that all other rows stay where they are.
+        # The last row moves into the free slot, so all other rows stay in place.
         place = next(row for row, other in enumerate(self.active) if other is sample)
         last = self.active.pop()
         if last is not sample:
             self.active[place] = last
 
     def cancel(self, sample: Sample) -> None:
-        """Remove the sample, active or waiting. One whose last token is in flight has left the batch already."""
+        """Remove the sample, active or waiting. A sample whose last token is in flight has already left the batch."""
         sample.is_cancelled = True
         if sample.admission >= 0:
             self.leave(sample)
@@ -317,17 +320,17 @@ class Scheduler:
         self.waiting.remove(sample)
         group = sample.group
         group.num_waiting -= 1
-        if group.num_waiting == 0 and group.pages is not None:  # they were kept for this sample
+        if group.num_waiting == 0 and group.pages is not None:  # prompt pages were kept for this sample
             self.pages.release(group.pages)
             group.pages = None
 
     def forget(self, group: PromptGroup) -> None:
-        """Drop a group whose samples have all left for good, so that a long-lived queue does not grow."""
+        """Drop a group when all its samples are done, so a long-lived queue does not grow."""
         assert group.num_waiting + group.num_active == 0, "a sample of the group is waiting or active"
         assert group.pages is None, "the pages of a prompt are released with its last sample"
         self._groups.remove(group)
 
 
 def pages_needed(group: PromptGroup, page_size: int) -> int:
-    """Pages that let one sample of the group run to its end: its own, and one for the copy of the prompt's last page."""
+    """Pages needed to run one sample of the group to its end, plus one for the copy of the prompt's last page."""
     return pages_for(group.prompt_length + group.max_new_tokens, page_size) + 1

@@ -33,7 +33,7 @@ from posttrain.types import FinishReason, Sampling, Task
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """A prompt to be continued `num_samples` times. The same seed gives the same answers, whatever else is running."""
+    """A prompt with `num_samples` completions. The same seed gives the same answers, independent of other requests."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ Event = TokenEvent | FailureEvent
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What a session never changes: enough to check a request without the model."""
+    """Constants of a session: sufficient to validate a request without the model."""
 
     max_total_tokens: int
     max_batch_size: int
@@ -88,7 +88,7 @@ class SessionLimits:
 
 
 class SessionCounts(NamedTuple):
-    """Of samples and pages, at one moment; preemptions and reused tokens since the start."""
+    """Current numbers of samples and pages; preemptions and reused tokens since the start."""
 
     num_active: int = 0
     num_waiting: int = 0
@@ -98,8 +98,9 @@ class SessionCounts(NamedTuple):
 
 
 class GenerationSession:
-    """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings` take the
-    place of the engine's. `keeps_prefixes`: prompts are computed from where an earlier sequence differs."""
+    """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings`
+    replace the engine's. `keeps_prefixes`: reuse cached prefixes of earlier sequences.
+    """
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class GenerationSession:
         scheduler = Scheduler(
             self.num_pages, settings.page_size, settings.max_batch_size, keeps_prefixes=self._keeps_prefixes
         )
-        # Prompts of about one row at a time: active samples wait for no more than that.
+        # Prefill about one row of prompts at a time, which bounds the wait of active samples.
         tokens = settings.max_prefill_tokens
         return Driver(
             self.forward,
@@ -209,7 +210,7 @@ class GenerationSession:
         self.driver.add(added)
 
     def _sampler(self, sampling: Sampling) -> TokenSampler:
-        """One sampler for all settings that draw alike."""
+        """One sampler per set of equal sampling settings."""
         if len(self._samplers) > 256:  # mostly settings of finished requests
             self._samplers.clear()
         drawing = Sampling(1, sampling.temperature, sampling.top_p, sampling.top_k)
@@ -245,7 +246,7 @@ class GenerationSession:
             if request is not None and not request.unfinished:
                 del self._requests[request_id]
         if not self.driver.scheduler.active:
-            self._decoding.drop_copies()  # an idle server keeps none
+            self._decoding.drop_copies()  # an idle server keeps no dense copies
         return events
 
 

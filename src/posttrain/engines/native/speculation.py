@@ -1,9 +1,9 @@
-"""Decoding with drafts: several tokens of an answer in one step, once no answer waits and few are left.
+"""Speculative decoding: several tokens of an answer per step, once no answer waits and few are left.
 
-Few rows are bound by reading the weights, so checking some drafted tokens costs little more than computing one. `drafting.py`
-has what is drafted and why no sample changes. The texts and the state of all samples are on the device, and a step finds its own
-drafts there. So, as in `graphs.py`, it is launched before the host has read the tokens of the previous one; how many there are
-the host knows only when it reads them.
+Small batches are bound by reading the weights, so verifying a few drafted tokens costs little more than computing one.
+`drafting.py` describes what is drafted and why samples do not change. Texts and state of all samples are on the device,
+where a step finds its drafts. So, as in `graphs.py`, a step is launched before the host has read the tokens of the
+previous one. The host learns their number only when it reads them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from posttrain.policy.fused.adapters import capture_key
 from posttrain.policy.memory.settings import MOST_DRAFTED_SAMPLES, draft_length
 
 _TEXT_CAPACITY = 1 << 22  # tokens
-_NUM_TIMED = 5  # steps that must have been timed before they count
-_GAIN = 1.05  # that drafts must promise
-_HOPE = 2.0  # tokens per step, before any were counted
+_NUM_TIMED = 5  # minimum number of timed steps
+_GAIN = 1.05  # minimum expected speedup of drafts
+_HOPE = 2.0  # assumed tokens per step before any are counted
 _STEPS_UNTIL_RETRY = 256
 
 
 class Payoff:
-    """Whether drafts pay: tokens per step, counted, against step times, measured. It decides what a step costs, never what
-    is sampled; but products of other shapes round differently, so it is not used where runs must repeat bit for bit."""
+    """Whether drafts are faster, from counted tokens per step and measured step times. It affects the cost of a step,
+    never which token is the right one. But matrix products of other shapes round differently, so it is not used where
+    runs must be bitwise reproducible.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -48,13 +50,13 @@ class Payoff:
         self.begin()
 
     def begin(self) -> None:
-        """A new call: other texts. Step times stay valid."""
-        self._tokens: dict[int, tuple[float, float]] = {}  # drafts -> (tokens, sample steps), both fading
+        """Reset token counts for a new call with other texts. Step times stay valid."""
+        self._tokens: dict[int, tuple[float, float]] = {}  # drafts -> (tokens, sample steps), both decaying
         self._plain_steps = 0
         self._last = None
 
     def launched(self, size: int, drafts: int) -> None:
-        """Called after every launch: the time between two of the same kind is that of a step."""
+        """Called after every launch. The time between two launches of the same kind is one step time."""
         now, kind = self._clock(), (size, drafts)
         if self._last is not None and self._last[0] == kind:
             self._times.setdefault(kind, deque(maxlen=9)).append(now - self._last[1])
@@ -74,7 +76,7 @@ class Payoff:
             return False
         with_drafts = self._time(size, drafts)
         if with_drafts is None:
-            # Not tried yet: at least what a plain step of as many rows takes, where that is known.
+            # Not measured yet: at least the time of a plain step with as many rows, if known.
             with_drafts = self._time(size * (1 + drafts), 0) or plain
         return self._tokens_per_step(drafts) * plain > _GAIN * with_drafts
 
@@ -87,7 +89,7 @@ class Payoff:
         return median(times) if len(times) >= _NUM_TIMED else None
 
     def _plain_time(self, size: int) -> float | None:
-        """Of the next larger size that was timed: few rows take about as long as somewhat more."""
+        """Time of the next larger measured size: small differences in row count hardly change the time."""
         sizes = sorted(timed for timed, drafts in self._times if drafts == 0 and timed >= size)
         return next((found for timed in sizes if (found := self._time(timed, 0)) is not None), None)
 
@@ -99,7 +101,7 @@ class DrawnWithDrafts(Drawn):
     num_drafts: int = 0
 
     def read_several(self) -> list[list[tuple[int, float]]]:
-        """(token, log-probability) of as many tokens as each sample drew."""
+        """(token, log-probability) of all tokens that each sample drew."""
         if self.arrived is not None:
             self.arrived.synchronize()
         several = []
@@ -110,8 +112,9 @@ class DrawnWithDrafts(Drawn):
 
 
 class Speculation:
-    """`num_drafts` tokens are drafted for each sample; None: as many as pay, by measurement. `graphs` is the cache of CUDA
-    graphs; None computes each step anew."""
+    """`num_drafts` tokens are drafted for each sample; None: chosen by measurement. `graphs` is the cache of CUDA
+    graphs; None: no graphs.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Speculation:
         self._num_drafts, self._graphs = num_drafts, graphs
         self._steps = drafting if self.decode.kernel is None else self.decode.kernel
         self.text = torch.full((_TEXT_CAPACITY,), drafting.NOTHING, dtype=torch.int32, device=cache.device)
-        # The last column is that of a row without a sample: no token is left to draw.
+        # The last column is for rows without a sample: no token is left to draw.
         self._no_sample = self.sizes[-1]
         self.state = torch.zeros(NUM_FIELDS, self.sizes[-1] + 1, dtype=torch.long, device=cache.device)
         self.table = torch.full(
@@ -154,7 +157,7 @@ class Speculation:
         self.payoff.begin()
 
     def drafts_for(self, num_samples: int) -> int:
-        """How many tokens to draft for each of `num_samples`; 0: decode without."""
+        """How many tokens to draft for each of `num_samples`; 0: decode without drafts."""
         if num_samples > self.sizes[-1]:
             return 0
         size = self._size(num_samples)
@@ -223,7 +226,7 @@ class Speculation:
             key: Hashable = (
                 "drafts", size, width, drawing.temperature, drawing.top_p, drawing.top_k, self._model_state,
             )  # fmt: skip
-            # Warm-up may write tokens behind the ends of texts: the same ones that the step then draws.
+            # Warm-up may write tokens after the ends of texts: the same tokens that the step then draws.
             drawn = self._graphs.run(key, lambda: self._compute(size, width, sampler), changes=self.state)
         self.payoff.launched(size, num_drafts)
         host = Drawn.to_host(samples, drawn[:, : len(samples)])
@@ -237,7 +240,7 @@ class Speculation:
         return tokens
 
     def _arrange(self, samples: Sequence[Sample]) -> None:
-        """Rows follow `samples`: those of finished samples are given up, and none joins."""
+        """Arrange rows in the order of `samples`. Rows of finished samples are dropped; no sample joins."""
         order = [sample.admission for sample in samples]
         if order == self._order:
             return

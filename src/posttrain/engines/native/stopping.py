@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def ends_of_sequence(model: nn.Module) -> frozenset[int]:
-    """The end-of-sequence tokens that the model itself names."""
+    """The end-of-sequence tokens of the model's config."""
     generation_config = getattr(model, "generation_config", None)
     listed = getattr(generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list | tuple) else [listed]

@@ -21,15 +21,16 @@ NAME = "posttrain"
 
 @dataclasses.dataclass
 class Names(base.WeightTransferInitInfo):
-    shapes: dict[str, list[int]]  # of every tensor of which one version consists
+    shapes: dict[str, list[int]]  # names of all tensors of one version
 
 
 class Receiver(base.WeightTransferEngine):
-    """Raises nothing during an update: of several workers vLLM reads the first one's exception only, and the next call would
-    get the answers of the others. It keeps the error, and `WorkerExtension` hands it out."""
+    """Does not raise during an update: vLLM reads only the first worker's exception, and the next call would get the
+    answers of the other workers. It stores the error; `WorkerExtension` returns it.
+    """
 
     init_info_cls, update_info_cls, supports_draft_weight_update = Names, WeightBucket, False
-    version: int | None = None  # of the weights in place; None: a mixture
+    version: int | None = None  # version of the loaded weights; None: a mix of versions
     error: str | None = None
 
     def init_transfer_engine(self, init_info: Names) -> None:
@@ -38,7 +39,7 @@ class Receiver(base.WeightTransferEngine):
     def start_weight_update(self) -> None:
         self.due, self.next, self.coming = set(self.names.shapes), 0, -1
         self.version = self.error = None
-        self.memory: tuple[str, Tensor] | None = None  # the sender's, and its handle
+        self.memory: tuple[str, Tensor] | None = None  # the sender's memory, and its handle
         with set_current_vllm_config(self.vllm_config):  # the worker of 0.25 does not set it
             reload.initialize_layerwise_reload(self.model)
 
@@ -67,7 +68,7 @@ class Receiver(base.WeightTransferEngine):
         self.next, self.coming = bucket.index + 1, bucket.version
 
     def _bytes(self, bucket: WeightBucket) -> Tensor:
-        """Memory that stays as it is until the update is finished: vLLM holds views until a layer is complete."""
+        """Memory that stays unchanged until the update is finished: vLLM holds views until a layer is complete."""
         if bucket.file:
             return torch.from_file(bucket.file, shared=False, size=bucket.size, dtype=torch.uint8)
         if self.memory is None or self.memory[0] != bucket.handle:
@@ -75,7 +76,7 @@ class Receiver(base.WeightTransferEngine):
         return self.memory[1][: bucket.size].to(self.device, copy=True)
 
     def finish_weight_update(self) -> None:
-        """Brings layers back from the meta device also after an error; then they hold a mixture of two versions."""
+        """Restores layers from the meta device even after an error; they then hold a mix of two versions."""
         with set_current_vllm_config(self.vllm_config):
             reload.finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
@@ -89,7 +90,7 @@ class Receiver(base.WeightTransferEngine):
         self.version = None if self.error else self.coming
 
     def _repack_tied_heads(self) -> None:
-        """A tied output head is a packed copy on a CPU, which the reload leaves as it was."""
+        """On a CPU, a tied output head is a packed copy, which the reload does not update."""
         seen: set[int] = set()
         for layer in self.model.modules():
             weight = layer._parameters.get("weight")
@@ -105,12 +106,12 @@ class Receiver(base.WeightTransferEngine):
 
 
 class WorkerExtension:
-    """Methods that every worker of vLLM has in addition."""
+    """Additional methods of every vLLM worker."""
 
     weight_transfer_engine: Receiver
 
     def posttrain_state(self) -> tuple[int | None, str | None]:
-        """Version of the weights in place, and the error of the last update."""
+        """Version of the loaded weights, and the error of the last update."""
         return self.weight_transfer_engine.version, self.weight_transfer_engine.error
 
 

@@ -1,11 +1,11 @@
-"""The program of vLLM's process: owns a `vllm.LLM`, and does what posttrain asks for over a socket, one request at a time.
+"""The program of vLLM's process: owns a `vllm.LLM` and serves posttrain's requests over a socket, one at a time.
 
     python posttrain_vllm.py SOCKET_FD LIFELINE_FD
 
 A frame is a length of 4 bytes and JSON. The first frame has the arguments of `vllm.LLM`. Every request gets one last frame with
-`done` or `error`; sampling sends others before it: finished answers as they come, and a sign of life every second.
+`done` or `error`; sampling sends others before it: finished answers as they arrive, and a heartbeat every second.
 
-All requests of a call are added before its first step, so without vLLM's second process the same call computes the same.
+All requests of a call are added before its first step, so without vLLM's second process calls are reproducible.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Channel:
 class Lease:
     """The order in which weights may change: paused and idle, awake, updated, cache emptied; only then are answers sampled."""
 
-    # What may be done in which states, and the state after it.
+    # Allowed states of each operation, and the state after it.
     _ORDER: ClassVar = {
         "pause": (("sampling", "clean", "asleep"), "paused"),
         "update": (("paused",), "updating"),
@@ -80,7 +80,7 @@ class LeasedEngine:
 
         self._vllm = vllm
         self._lease = Lease()
-        self._asleep: set[str] = set()  # memory that is not there: weights, kv_cache
+        self._asleep: set[str] = set()  # memory that is released: weights, kv_cache
         self._keeps_weights = False  # asleep, with a copy of them in host memory
         self._shapes: dict[str, list[int]] = {}
         self._adapter: Any = None
@@ -106,7 +106,7 @@ class LeasedEngine:
         self.llm.update_weights({"update_info": bucket})
 
     def end_update(self, version: int) -> str | None:
-        """What was wrong; None if every worker holds `version` and no cached prefix is left of an earlier one."""
+        """Returns the error; None if every worker holds `version` and the prefix cache is clear of earlier versions."""
         self._lease.take("finish")
         self.llm.finish_weight_update()
         states = self.llm.collective_rpc("posttrain_state")
@@ -119,7 +119,7 @@ class LeasedEngine:
         return wrong
 
     def adapter(self, folder: str, number: int) -> None:
-        """A new number for each version: vLLM would go on with the old adapter under a known one."""
+        """A new id for each version: vLLM keeps the old adapter under a known id."""
         from vllm.lora.request import LoRARequest
 
         self._adapter = LoRARequest(f"version-{number}", number, folder)
@@ -127,18 +127,18 @@ class LeasedEngine:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
-        """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 forgets them."""
+        """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them."""
         self._lease.take("sleep")
         self._wake("kv_cache")  # vLLM ignores the request while a part of it sleeps
         self.llm.sleep(level=level)
         self._asleep, self._keeps_weights = {"weights", "kv_cache"}, level == 1
 
     def resume(self) -> None:
-        """Ready to sample: all memory is there."""
+        """Restore all memory, so that sampling can start."""
         if self._lease.state == "sampling":
             return
         if self._keeps_weights:
-            self._lease.take("restore")  # they come back, and vLLM empties the cache when it goes to sleep
+            self._lease.take("restore")  # weights are restored, and vLLM clears its prefix cache on sleep
         self._lease.take("resume")
         self._keeps_weights = False
         self._wake("weights")
@@ -152,8 +152,9 @@ class LeasedEngine:
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def generate(self, channel: Channel, requests: list[Any], sampling: dict[str, Any], asks: bool) -> list[Any]:
-        """Answers to `requests` (prompt, seed, longest answer). With `asks` the other side says after finished answers whether
-        to go on; the rest is returned as it is then."""
+        """Answers to `requests` (prompt, seed, longest answer). With `asks`, the client decides after finished answers
+        whether to continue; otherwise unfinished answers are returned as they are.
+        """
         self._lease.take("sample")
         kinds = self._vllm.sampling_params.RequestOutputKind
         engine = self.llm.llm_engine
@@ -215,7 +216,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _end_with(lifeline: int) -> None:
-    """This process and those that vLLM started end with the trainer, whatever they are doing."""
+    """Kill this process and its children when the trainer exits."""
     os.read(lifeline, 1)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 

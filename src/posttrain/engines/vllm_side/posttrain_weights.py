@@ -1,7 +1,7 @@
 """Weights between two processes: buckets of tensors by their names in the model's files, each with a digest. torch only.
 
-A bucket's bytes lie in a file in shared memory (CPU), which the receiver maps, or in GPU memory whose CUDA IPC handle the
-receiver opens. The sender reuses GPU memory for the next bucket, so the receiver copies.
+A bucket's bytes are in a file in shared memory (CPU), which the receiver maps, or in GPU memory whose CUDA IPC handle
+the receiver opens. The sender reuses GPU memory for the next bucket, so the receiver copies.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _ALIGNMENT = 16  # bytes; the digest reads words of 8
 
 @dataclasses.dataclass
 class WeightBucket:
-    """Description of one bucket, for the receiver. Plain values only: it travels as JSON."""
+    """Description of one bucket, for the receiver. Plain values only: it is sent as JSON."""
 
-    version: int  # of the weights
+    version: int  # version of the weights
     index: int
     size: int  # bytes
     digest: int
     tensors: list[tuple[str, str, list[int], int]]  # name, dtype, shape, first byte
     file: str = ""
-    handle: str = ""  # of GPU memory
+    handle: str = ""  # CUDA IPC handle of GPU memory
 
 
 def digest(flat: Tensor) -> int:
-    """Sum of the 64-bit words times odd weights, on the tensor's device: any change of one word shows."""
+    """Sum of the 64-bit words times odd weights, on the tensor's device. Detects any change of one word."""
     words = flat.view(torch.int64)
     step = 1 << (20 if flat.device.type == "cpu" else 24)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -51,7 +51,7 @@ def views(bucket: WeightBucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def lots(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in order, in lots of at most `limit` bytes; a larger tensor is a lot of its own."""
+    """Tensors in order, in batches of at most `limit` bytes; a larger tensor gets its own batch."""
     lot: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -77,14 +77,14 @@ def padded(num_bytes: int) -> int:
 
 
 def handle_of(memory: Tensor) -> str:
-    """Of GPU memory that was not allocated in an expandable segment: containers forbid to share those."""
+    """IPC handle of GPU memory outside of expandable segments, which cannot be shared in containers."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return base64.b64encode(pickle.dumps(reduce_tensor(memory)[1])).decode()
 
 
 def open_handle(handle: str, device_index: int) -> Tensor:
-    """The memory behind `handle`, on the device where this process sees it."""
+    """The memory of `handle`, on its device as numbered in this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     arguments: list[Any] = list(pickle.loads(base64.b64decode(handle)))

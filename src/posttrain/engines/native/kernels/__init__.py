@@ -6,7 +6,7 @@
 | `shared_prefix.py` | the same where samples of a group share their prompt's pages: those are read once per group |
 | `attend.py` | the kernels of both, in Triton |
 | `rope_write.py` | head norm, rotation, and keys and values into their slots, in one launch |
-| `drafting.py` | the rows of a step with drafts, and which of them were right |
+| `drafting.py` | the rows of a step with drafts, and their acceptance |
 | `stepping.py` | slots of new tokens, and the state for the next step |
 | `sampling.py` | the draw of `sampler.py` with one pass over the logits |
 | `shapes.py` | tile sizes and the number of splits: they may be tuned, and change results by rounding only |

@@ -1,8 +1,9 @@
-"""The attention kernels, in Triton: over pages of one sequence, over pages that several share, and the sum of pieces.
+"""The attention kernels, in Triton: over pages of one sequence, over pages that several share, and the reduction of
+pieces.
 
-All softmax arithmetic is in base 2 and in float32: `scale` carries log2(e), and the sums that pieces hand over are
-log2(sum of 2^score). A piece is the part [low, high) of a sequence that one program reads; every kernel computes the same
-pieces from the lengths (`_piece`), so programs without work end at once and no unwritten piece is read.
+All softmax arithmetic is in base 2 and in float32: `scale` carries log2(e), and pieces store their sums as log2(sum of
+2^score). A piece is the part [low, high) of a sequence that one program reads; every kernel computes the same pieces
+from the lengths (`_piece`), so programs without work exit immediately and no unwritten piece is read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _scores(  # type: ignore[no-untyped-def]
 def _accumulate(  # type: ignore[no-untyped-def]
     scores, values, best, total, acc, EXACT_WEIGHTS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One more block in the online softmax. A query that has seen nothing yet has -inf as its best score."""
+    """One more block in the online softmax. A query without visible positions so far has -inf as its maximum."""
     new_best = tl.maximum(best, tl.max(scores, 1))
     reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     shrink = tl.exp2(best - reference)
@@ -62,7 +63,7 @@ def _attend(  # type: ignore[no-untyped-def]
     table_row,
     low,
     high,
-    first,  # [QUERIES]: where each query's window begins, somewhere at or after low; read if HAS_FIRST
+    first,  # [QUERIES]: start of each query's window, at or after low; read if HAS_FIRST
     head,
     inner_scale,
     outer_scale,
@@ -86,8 +87,8 @@ def _attend(  # type: ignore[no-untyped-def]
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
-    # Page numbers are read one block ahead. Read where they are needed, they would take up the stages of the pipeline that
-    # keys and values are to have.
+    # Page numbers are read one block ahead. Reading them on use would occupy pipeline stages needed for keys and
+    # values.
     page = tl.load(table_row + (low + j) // PAGE_SIZE, mask=low + j < high, other=0)
     for begin in range(low, high, BLOCK):
         position = begin + j
@@ -164,7 +165,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,  # the first so many slots hold pieces of a shared prefix, written before
+    PREFIX_SPLITS: tl.constexpr,  # the first slots hold pieces of a shared prefix, written earlier
     PREFIX_BLOCK: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -174,8 +175,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Cut into one piece only, a sequence's output is written here, shared prefix included; else its pieces are."""
-    # Key heads of one sequence run side by side: they read neighbouring bytes of the same pages.
+    """With one piece, writes the final output including the shared prefix; otherwise writes the pieces."""
+    # Key heads of one sequence run concurrently: they read adjacent bytes of the same pages.
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -187,7 +188,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if HAS_WINDOW:
         first = tl.maximum(first, length - window)
     low, high, _ = _piece(first, length, split, SPLITS, BLOCK, MIN_TOKENS)
-    if SPLITS > 1:  # noqa: SIM102  (decided when compiled; the other when run)
+    if SPLITS > 1:  # noqa: SIM102  (one is compile-time, the other run-time)
         if low >= high:
             return
 
@@ -288,7 +289,7 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     first = tl.zeros([QUERIES_PADDED], tl.int32)
     if HAS_WINDOW:
         length = tl.load(length_ptr + row, mask=present, other=0)
-        # Rows that are not there see nothing.
+        # Missing rows have no visible positions.
         first = tl.where(present, tl.maximum(length - window, 0), 2147483647)
         from_block = tl.maximum(low, tl.min(first, 0))
 
@@ -323,7 +324,7 @@ def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     VALUE_PADDED: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,  # the first so many slots belong to the shared prefix
+    PREFIX_SPLITS: tl.constexpr,  # the first slots are those of the shared prefix
     SPLITS: tl.constexpr,
     PREFIX_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,9 +1,10 @@
 """The inner loop of the attention kernels over keys and values in FP8.
 
-Two neighbouring numbers are read as one of 16 bits, and taken apart when they are where the matrix units want them: numbers of 8
-bits can only be brought there one by one, which takes longer than reading bf16. So a head has two halves, its even and its odd
-dims, and each product is two. FP8 becomes fp16 exactly, the query is rounded to it. The factor of a key scales its score; that of
-a value scales its weight, times 448, which keeps weights in the range of fp16, and the sum is divided by 448 at the end.
+Two adjacent FP8 numbers are loaded as one 16-bit word and unpacked in the layout of the tensor cores. Single 8-bit
+numbers would have to be moved to that layout one by one, which takes longer than reading bf16. So a head is split into
+its even and odd dims, and each product into two. FP8 converts to fp16 exactly; the query is rounded to fp16. The scale
+of a key scales its score. The scale of a value scales its weight, times 448, which keeps weights in the range of fp16;
+the sum is divided by 448 at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _even_and_odd(pairs, IN_ASSEMBLY: tl.constexpr):  # type: ignore[no-untyped-
             pack=2,
         )
         return even, odd
-    # The sign stays in front; exponent and fraction move to where fp16 has them, whose exponent begins 8 lower.
+    # The sign stays in place; exponent and mantissa shift to their fp16 positions. The exponent biases differ by 8.
     even = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
     odd = (pairs & 0x8000) | ((pairs & 0x7F00) >> 1)
     return even.to(tl.float16, bitcast=True) * 256.0, odd.to(tl.float16, bitcast=True) * 256.0
@@ -49,7 +50,7 @@ def attend_fp8(  # type: ignore[no-untyped-def]
     table_row,
     low,
     high,
-    first,  # [QUERIES]: where each query's window begins, somewhere at or after low; read if HAS_FIRST
+    first,  # [QUERIES]: start of each query's window, at or after low; read if HAS_FIRST
     head,
     inner_scale,
     outer_scale,

@@ -11,10 +11,10 @@ from torch import Tensor
 from posttrain.engines.native.drafting import LONGEST_MATCH, StepRows
 from posttrain.engines.native.kernels.shapes import next_power_of_two
 
-_BLOCK = 1024  # positions of the texts that a program compares at a time
+_BLOCK = 1024  # text positions that a program compares at a time
 _END, _POSITION, _KEY, _INDEX, _LEFT, _FROM, _TO = (tl.constexpr(field) for field in range(7))
 _LONGEST = tl.constexpr(LONGEST_MATCH)
-_LENGTH_FACTOR = tl.constexpr(1 << 40)  # a longer match counts more than any position
+_LENGTH_FACTOR = tl.constexpr(1 << 40)  # a longer match outweighs any position
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _accept(
     drawn = tl.load(drawn_ptr + at, mask=row < WIDTH, other=0)
     logprob = tl.load(logprob_ptr + at, mask=row < WIDTH, other=0.0)
     guess = tl.load(token_ptr + at + 1, mask=row + 1 < num_rows, other=-1)
-    # The first row whose draft is wrong, or that has none, is the last one that counts.
+    # The first row with a wrong draft or without a draft is the last valid row.
     wrong = (row + 1 >= num_rows) | (drawn != guess)
     count = tl.minimum(tl.min(tl.where(wrong, row, WIDTH_PADDED), 0) + 1, num_rows)
 

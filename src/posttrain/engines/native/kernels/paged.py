@@ -1,9 +1,9 @@
 """Attention of one new token per sequence over its pages.
 
-One program per sequence, key head and piece of the sequence. The query heads that share a key head are the rows of a small
-matrix product, so each page is read once. Small batches cut their sequences into pieces to occupy the whole GPU
-(flash-decoding, Dao et al. 2023); a second kernel combines those, always in the same order. Positions before a sliding window
-are skipped. Results depend on the number of pieces by rounding only, and that number on shapes only.
+One program per sequence, key head and piece of the sequence. The query heads that share a key head are the rows of a
+small matrix product, so each page is read once. Small batches cut their sequences into pieces to occupy the whole GPU
+(flash-decoding, Dao et al. 2023); a second kernel combines the pieces, always in the same order. Positions before a
+sliding window are skipped. The number of pieces affects results by rounding only, and depends on shapes only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from posttrain.engines.native.kernels.shapes import (
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 128
-# The smallest tile of the matrix units.
+# The smallest tile of the tensor cores.
 SMALLEST_TILE = 16
 _LOG2_E = math.log2(math.e)
-# Of keys and of values in FP8, [pages, page size, kv heads] each, float32.
+# Scales of FP8 keys and values, [pages, page size, kv heads] each, float32.
 Factors = tuple[Tensor, Tensor]
 
 
 def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the attention kernels can take these: where they are, their types and their shapes."""
+    """Whether the attention kernels support these tensors: device, dtypes and shapes."""
     heads, kv_heads = query.shape[1], keys.shape[2]
     return (
         runs_here(query)
@@ -58,7 +58,7 @@ def _has_pairs(keys: Tensor, values: Tensor) -> bool:
 
 
 def runs_here(tensor: Tensor) -> bool:
-    """On CUDA devices; anywhere else only in Triton's interpreter (TRITON_INTERPRET=1), which tests use."""
+    """True on CUDA devices; elsewhere only in Triton's interpreter (TRITON_INTERPRET=1), which tests use."""
     return tensor.is_cuda or bool(triton.knobs.runtime.interpret)
 
 
@@ -77,7 +77,7 @@ def paged_attention(
     tile: AttentionTile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`tile` and `splits` are for tuning: without them they follow from the shapes."""
+    """`tile` and `splits` are for tuning; by default they follow from the shapes."""
     assert supports(query, keys, values), "the caller has asked supports()"
     rows, heads, dim = query.shape
     page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
@@ -107,7 +107,9 @@ def output_like(query: Tensor, value_dim: int, out: Tensor | None) -> Tensor:
 
 
 def piece_buffers(out: Tensor, splits: int, prefix_splits: int) -> tuple[Tensor, Tensor]:
-    """Buffers for the pieces of every row and head, and for log2 of their sums; `out`, unused, if nothing is split."""
+    """Buffers for the pieces of every row and head, and for log2 of their sums; `out`, which is then unused, if nothing
+    is split.
+    """
     num_slots = num_slots_of(splits, prefix_splits)
     if num_slots == 0:
         return out, out
@@ -117,12 +119,12 @@ def piece_buffers(out: Tensor, splits: int, prefix_splits: int) -> tuple[Tensor,
 
 
 def num_slots_of(splits: int, prefix_splits: int) -> int:
-    """A sequence that is not split needs no slot: its program writes the output."""
+    """An unsplit sequence needs no slot: its program writes the output."""
     return prefix_splits + (splits if splits > 1 else 0)
 
 
 def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What the product of query and key is multiplied with, inside and outside of the soft cap; log2(e) included."""
+    """The factors of the query-key product, inside and outside of the soft cap, including log2(e)."""
     if softcap is None:
         return scale * _LOG2_E, 1.0
     return 2.0 * scale / softcap, softcap * _LOG2_E
@@ -133,7 +135,7 @@ def attend_to_own(
     out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
     tile: AttentionTile, splits: int, prefix_splits: int, prefix_block: int,
 ) -> None:  # fmt: skip
-    """Each row from its start on (None: from 0), put together with what `pieces` holds of the prefix."""
+    """Attention of each row from its start on (None: 0), combined with the prefix results in `pieces`."""
     rows, heads, dim = query.shape
     page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     check_indices(table, lengths)
@@ -164,13 +166,13 @@ def attend_to_own(
 
 
 def factors_or_any(keys: Tensor, factors: Factors | None) -> Factors:
-    """What the kernels are passed: something that they do not read where keys and values are not quantised."""
+    """The scales, or a placeholder that the kernels do not read if keys and values are not quantised."""
     assert (factors is not None) == (keys.dtype == torch.float8_e4m3fn), "keys and values in FP8 have factors"
     return (keys, keys) if factors is None else factors
 
 
 def as_read(keys: Tensor, values: Tensor, factors: Factors | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pools and factors as the attention kernels take them: pairs of FP8 as numbers of 16 bits."""
+    """Pools and scales in the format of the attention kernels: pairs of FP8 as 16-bit words."""
     first, second = factors_or_any(keys, factors)
     if factors is None:
         return keys, values, first, second

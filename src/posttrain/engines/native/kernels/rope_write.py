@@ -1,15 +1,15 @@
 """From the projections of new tokens to the cache in one launch: head norm, rotation, keys and values into their slots.
 
-Replaces, per layer, what `transformers` does in a dozen small kernels: `q_norm` and `k_norm` where the family has them, the
-rotation of queries and keys (the rotate-half convention: of the first `cos.shape[1]` numbers of a head, the second half goes
-negated in front of the first), and the scatter into the pages.
+Replaces, per layer, what `transformers` does in a dozen small kernels: `q_norm` and `k_norm` where the family has them,
+the rotation of queries and keys (the rotate-half convention: of the first `cos.shape[1]` numbers of a head, the second
+half, negated, goes before the first), and the scatter into the pages.
 
-**Roundings.** With `exact_like_torch` every intermediate is rounded as torch rounds it between its operators: q * cos, then
-rotate_half(q) * sin, then their sum, each to the type that the operands promote to (three roundings in bf16; the norm adds
-two). The result of the rotation has the same bits. The norm's mean of squares is summed in another order, which changes its
-last bit in float32 and, rarely, the last bit of what is rounded from it. Without, everything is float32 inside and
-rounded once: closer to the true value, and what the fused layers of training do (`policy/fused/kernels.py`), so the engine
-uses that.
+**Roundings.** With `exact_like_torch` every intermediate is rounded as torch rounds it between its operators: q * cos,
+then rotate_half(q) * sin, then their sum, each to the type that the operands promote to (three roundings in bf16; the
+norm adds two). The result of the rotation has the same bits. The norm's mean of squares is summed in another order,
+which changes its last bit in float32 and, rarely, the last bit of what is rounded from it. Otherwise all intermediates
+are float32, rounded once: closer to the true value, and the same as the fused layers of training
+(`policy/fused/kernels.py`). The engine uses this mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from posttrain.engines.native.kernels.paged import Factors, factors_or_any, runs_here
 from posttrain.engines.native.kernels.shapes import next_power_of_two
 
-# Heads of one row that a program takes.
+# Heads of one row per program.
 _HEADS_PER_PROGRAM = 8
 _TRITON_TYPE: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -108,7 +108,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
         y2 = y2 * (448.0 / largest)[:, None]
         if REST_PADDED > 0:
             rest = rest * (448.0 / largest)[:, None]
-    # In place the output is the input: all reads precede the first write.
+    # Output may alias input: all reads precede the first write.
     tl.debug_barrier()
     out_type = out_ptr.dtype.element_ty
     tl.store(out_ptr + at_out, y1.to(out_type), mask=there & may_write)
@@ -131,7 +131,7 @@ def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr,
     IN_TYPE: tl.constexpr, NORM_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A program has some heads of one row: of its queries, of its keys, or of its values, in this order."""
+    """A program handles some heads of one row: queries, keys or values, in this order."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -174,17 +174,17 @@ def write_kv_rope(
     sin: Tensor,
     key_cache: Tensor,  # [pages, page size, kv heads, dim]
     value_cache: Tensor,  # [pages, page size, kv heads, value dim]
-    slots: Tensor,  # [rows], int64: page * page size + place; negative: this row's keys and values go nowhere
+    slots: Tensor,  # [rows], int64: page * page size + place; negative: keys and values of this row are not written
     *,
     query_norm: Tensor | None = None,  # [dim]: RMS norm of each head before the rotation, both or none
     key_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: bool = False,  # the factor is 1 + weight, in float32: Gemma's norm
     exact_like_torch: bool = True,
-    factors: Factors | None = None,  # of a cache in FP8: written with it
-    out: Tensor | None = None,  # where rotated queries go; `query` itself: in place. None: a new tensor
+    factors: Factors | None = None,  # scales of an FP8 cache, written with it
+    out: Tensor | None = None,  # output of rotated queries; `query` itself: in place; None: a new tensor
 ) -> Tensor:
-    """Rotated queries [rows, heads, dim]; keys and values are in the cache."""
+    """Returns rotated queries [rows, heads, dim], and writes keys and values to the cache."""
     kv_heads, dim, value_dim = key_cache.shape[2], key_cache.shape[3], value_cache.shape[3]
     query, key = _with_heads(query, dim), _with_heads(key, dim)
     value = _with_heads(value, value_dim)
@@ -213,7 +213,7 @@ def write_kv_rope(
         KEY_BLOCKS=key_blocks, HAS_NORM=query_norm is not None, HAS_OFFSET=norm_offset, EXACT=exact_like_torch,
         FP8=factors is not None, IN_TYPE=_TRITON_TYPE[query.dtype], NORM_TYPE=_TRITON_TYPE[norm_type],
         ROPE_TYPE=_TRITON_TYPE[torch.promote_types(norm_type, cos.dtype)],
-        # A product and a sum in one instruction would skip a rounding.
+        # A fused multiply-add would skip a rounding.
         num_warps=2, num_stages=1, enable_fp_fusion=not exact_like_torch,
     )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
 """The draw of `sampler.py` without top-k and top-p, with one pass over the logits.
 
-The first kernel reads every logit once and keeps, for each of the blocks of about sqrt(V) tokens, its best score and its mass
-relative to that. The second, one program per row, takes the argmax of the blocks with their noise, reads the members of that
-block again and takes their argmax; the sum of all masses is the denominator of the log-probability. Noise has the bits of
-`noise.py` up to its logarithms, which are float64 here too. So a token differs from `TokenSampler`'s only where two
-candidates are equal to rounding (a block's mass is summed in another order).
+The first kernel reads every logit once and keeps, for each of the blocks of about sqrt(V) tokens, its maximum score and
+its mass relative to that maximum. The second, one program per row, takes the argmax of the blocks with their noise,
+reads the members of that block again and takes their argmax; the sum of all masses is the denominator of the
+log-probability. Noise has the bits of `noise.py` up to its logarithms, which are float64 here too. So a token differs
+from `TokenSampler`'s only where two candidates are equal to rounding (a block's mass is summed in another order).
 
 Columns from `vocab_size` on are padding of the output head: never drawn, but part of the softmax's denominator.
 """
@@ -47,7 +47,7 @@ def _gumbel(key, index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best_and_mass(scores):  # type: ignore[no-untyped-def]
-    """Of each block its largest score, and the sum of exponentials relative to that; not a number if one is not."""
+    """Per block: the maximum score and the sum of exponentials relative to it; NaN if any score is NaN."""
     best = tl.max(scores, 1)
     reference = tl.where(best == float("-inf"), 0.0, best)
     return best, tl.sum(tl.exp(scores - reference[:, None]), 1)
@@ -112,7 +112,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     else:
         key = _hash(key, tl.load(token_index_ptr + row)).to(tl.int64)
         log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0).to(tl.float64)) + best.to(tl.float64)
-        # Masses that are 0 or NaN do not compete.
+        # Blocks with mass 0 or NaN are excluded.
         log_mass = tl.where(mass > 0.0, log_mass, float("-inf"))
         chosen = tl.argmax(log_mass + _gumbel(key, block.to(tl.int64) + _BLOCK_INDEX), 0)
 
@@ -126,7 +126,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     token = tl.minimum(chosen.to(tl.int64) * SIZE + winner, vocab_size - 1)
     score = tl.load(logits_ptr + row * row_stride + token).to(tl.float32) * inverse_temperature
 
-    # Everything relative to the best score: large logits would cost digits.
+    # Relative to the maximum score: large logits would lose precision.
     reference = top
     if HAS_PADDING:
         has_padding = (block >= first_padding_block) & (block < blocks)

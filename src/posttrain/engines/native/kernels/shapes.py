@@ -1,7 +1,7 @@
-"""Tile sizes of the attention kernels, and the number of pieces that a sequence is split into. Without Triton.
+"""Tile sizes of the attention kernels, and the number of pieces that a sequence is split into. Does not import Triton.
 
-All of it follows from shapes that are fixed when a CUDA graph is captured: nothing is timed and nothing is read from the
-device while the engine runs. `bench/tune_decode_kernels.py` times the candidates on a GPU; what it finds goes into `TILES`.
+Everything follows from shapes that are fixed when a CUDA graph is captured. The engine times nothing and reads nothing
+from the device. `bench/tune_decode_kernels.py` times candidates on a GPU; its results go into `TILES`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import cache
 
 import torch
 
-# A program of the split kernel should have at least this many positions, or starting it costs more than it reads.
+# Minimum positions per program of the split kernel; with fewer, launch overhead dominates.
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
-# Programs per multiprocessor that a launch aims at. Three or four are resident at a time.
+# Target number of programs per multiprocessor. Three or four are resident at a time.
 _PROGRAMS_PER_SM = 4
 # Assumed without a GPU (Triton's interpreter).
 _DEFAULT_NUM_SMS = 132
@@ -27,8 +27,8 @@ class AttentionTile:
     block: int
     num_warps: int
     num_stages: int
-    # Softmax weights meet the values in the values' precision. True: the rounding error goes through a second product, so
-    # that weights have 16 bits instead of 8 in bf16. Costs matrix units, which decoding leaves idle, and no memory traffic.
+    # Softmax weights are rounded to the values' dtype. True: a second product adds the rounding error, so that weights
+    # have 16 bits instead of 8 in bf16. Costs tensor core time, which decoding leaves idle, but no memory traffic.
     exact_weights: bool = False
 
 
@@ -42,7 +42,7 @@ TILES: dict[int, AttentionTile] = {
 }
 
 
-# Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more of the work of taking pairs apart.
+# Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more unpacking work.
 FP8_TILE = AttentionTile(block=64, num_warps=2, num_stages=3)
 
 
@@ -51,7 +51,7 @@ def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionT
     row_bytes = min(max(padded_dim * itemsize, min(TILES)), max(TILES))
     tile = FP8_TILE if itemsize == 1 else TILES[row_bytes]
     if tile_rows * padded_dim >= 64 * 256 or tile_rows >= 128:
-        # The sums of a tile this large need the registers of eight warps.
+        # The accumulators of a tile this large need the registers of eight warps.
         return AttentionTile(min(tile.block, 64), 8, min(tile.num_stages, 2), tile.exact_weights)
     return tile
 
@@ -59,7 +59,7 @@ def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionT
 def num_splits(num_programs: int, max_tokens: int, num_sms: int) -> int:
     """Pieces per sequence, a power of two, so that `num_programs` unsplit programs over at most `max_tokens` fill the GPU.
 
-    Large batches fill it without, and then the pass that puts pieces together would be pure cost.
+    Large batches fill the GPU without splits; the reduction pass would only add cost.
     """
     num_programs = max(num_programs, 1)
     wanted = (_PROGRAMS_PER_SM * num_sms + num_programs // 2) // num_programs

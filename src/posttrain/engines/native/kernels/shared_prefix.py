@@ -1,9 +1,9 @@
 """Attention where samples of a group share the pages of their prompt: the shared part is read once for many samples.
 
-A sequence has two parts: positions that several rows have in common, and the row's own. For the first, up to
+A sequence has two parts: positions shared by several rows, and the row's own positions. For the shared part, up to
 `samples_per_tile` rows of a group with all their heads are the rows of one matrix product against the shared pages
-(Hydragen, Juravsky et al. 2024; "cascade" in FlashInfer). For the second the kernel of `paged.py` begins at the row's
-`start`, and combines the two by their sums.
+(Hydragen, Juravsky et al. 2024; "cascade" in FlashInfer). For the row's own part, the kernel of `paged.py` begins at
+the row's `start` and combines both parts by their sums.
 
 Three small tensors of fixed size (`PrefixTiles`) describe which rows share what, so a captured graph stays valid when samples
 leave, join or move. A row that shares nothing has start 0 and is in no tile; an unused tile has length 0.
@@ -56,7 +56,7 @@ class PrefixTiles:
     starts: Tensor  # [rows]: positions of the row that its tile reads; 0 if it is in none
     tile_rows: Tensor  # [tiles, samples per tile]: rows, -1 after the last
     tile_lengths: Tensor  # [tiles]: shared positions, 0 for an unused tile
-    min_rows: int  # smaller groups get no tile: their rows read separately
+    min_rows: int  # smaller groups get no tile: each row reads its pages
 
     @classmethod
     def empty(
@@ -141,7 +141,7 @@ def shared_prefix_attention(
     tile = tile or attention_tile(padded, itemsize, max(next_power_of_two(group), SMALLEST_TILE))
     prefix_tile = prefix_tile or attention_tile(padded, itemsize, queries)
     splits = splits or num_splits(rows * kv_heads, max_tokens, sms)
-    # As many tiles as there are when they are full; the rest of the launch ends at once.
+    # The number of tiles if all are full; unused programs exit immediately.
     prefix_splits = prefix_splits or num_splits(-(-rows // samples) * kv_heads, max_tokens, sms)
     pieces, sums = piece_buffers(out, splits, prefix_splits)
     _attend_to_shared(
@@ -182,7 +182,7 @@ def _attend_to_shared(
 
 # -- when it pays ------------------------------------------------------------------------------------------------------
 
-# One more launch inside a captured graph.
+# Cost of one more launch inside a captured graph.
 _EXTRA_LAUNCH_S = 2.5e-6
 # Adjacent rows of a group read the same pages at the same time, mostly from the L2 cache. Cost of a byte from there, relative to
 # a byte from memory.
@@ -194,7 +194,7 @@ _COST_OF_L2_BYTE_FP8 = 0.15
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """One attention layer, and the memory of the device: by default the copy roof of an H200."""
+    """One attention layer, and the device's memory bandwidth: by default the copy bandwidth of an H200."""
 
     heads: int
     kv_heads: int

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The parts of a captured decode step beside the model: one launch at its beginning and one at its end.
+"""The parts of a captured decode step besides the model: one launch at its beginning and one at its end.
 
 In torch these are some sixteen operators on a few hundred numbers each, at about two microseconds an operator: with a small
 model a noticeable part of a step.
@@ -61,7 +61,9 @@ def places(table: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Ten
 def move_on(
     token: Tensor, position: Tensor, index: Tensor, live: Tensor, new_token: Tensor, logprob: Tensor
 ) -> Tensor:  # fmt: skip
-    """`token` becomes `new_token`, `position` and `index` go on by `live`. Returns both that were drawn, [2, rows], float64."""
+    """Sets `token` to `new_token` and advances `position` and `index` by `live`. Returns tokens and log-probabilities,
+    [2, rows], float64.
+    """
     rows = len(token)
     drawn = torch.empty(2, rows, dtype=torch.float64, device=token.device)
     assert all(t.is_contiguous() for t in (token, position, index, live, new_token, logprob)), "rows must be contiguous"
