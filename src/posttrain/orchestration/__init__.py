@@ -1,1 +1,1 @@
-"""Where ranks run: in this process, or as Ray actors. The algorithms cannot tell the difference."""
+"""Where ranks run: in this process, or as Ray actors. Algorithms are independent of this choice."""

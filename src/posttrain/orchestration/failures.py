@@ -1,7 +1,6 @@
-"""What a rank's error means: out of memory, a lost connection between ranks, a process that ended; and what to do.
+"""Classifies errors of ranks (out of memory, lost connection, dead process) and suggests what to do.
 
-Errors are recognised by their type and by the words of torch, NCCL, gloo and Ray. An error that is none of these stays as
-it is.
+Errors are recognised by type and by the messages of torch, NCCL, gloo and Ray. Other errors stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import distributed as dist
 
 from posttrain.errors import HardwareError, InputError, OutOfGpuMemoryError, RankLostError
 
-NCCL_TIMEOUT_VARIABLE = "NCCL_TIMEOUT"  # seconds that a collective may take; read where ranks form their process group
+NCCL_TIMEOUT_VARIABLE = "NCCL_TIMEOUT"  # timeout of collectives in seconds; read when the process group is created
 
 
 class WorkerDiedError(RankLostError):
@@ -68,7 +67,7 @@ _STAGES = {
 _GPU_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
-_RAY_MEMORY = re.compile(r"low on memory")  # of its monitor; each end of a process makes Ray guess at the OOM killer
+_RAY_MEMORY = re.compile(r"low on memory")  # of its memory monitor; for other exits Ray guesses at the OOM killer
 _NETWORK = re.compile(
     r"NCCL|ProcessGroup|gloo|client socket has timed out|Connection (closed|reset|refused) by peer|Socket Timeout"
     r"|clients joined|Broken pipe",
@@ -77,7 +76,7 @@ _NETWORK = re.compile(
 _NODE_LOST = re.compile(
     r"node (has |was )?(died|dead|removed|lost|terminated|preempted|drained)|node failure", re.IGNORECASE
 )
-# What torch says: "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 310.88 MiB is free."
+# torch's message: "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 310.88 MiB is free."
 _AMOUNT = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
 _TRIED = re.compile(rf"[Tt]ried to allocate {_AMOUNT}")
 _CAPACITY = re.compile(rf"total capacity of {_AMOUNT} of which {_AMOUNT} is free")
@@ -98,7 +97,7 @@ _GPU_REMEDIES |= dict.fromkeys(("reference_logprobs", "evaluate"), _GPU_REMEDIES
 
 
 def first_cause(errors: Mapping[int, BaseException]) -> int | None:
-    """The rank whose error explains those of the others, which often fail in a collective with it."""
+    """The rank that caused the failure; the others often fail in a collective as a consequence."""
     return min(errors, key=lambda rank: _order(errors[rank]), default=None)
 
 
@@ -111,7 +110,7 @@ def _order(error: BaseException) -> int:
 
 
 def explain(error: BaseException, where: Where) -> HardwareError | None:
-    """The error in words; None if it is of another kind."""
+    """The explanation of the error; None if it is of another kind."""
     text = str(error).strip()
     if isinstance(error, WorkerDiedError):
         return _died(text, where)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run: one in this process, or several as Ray actors. The only place that chooses."""
+"""Starts the ranks of a run: one in this process, or several as Ray actors. The only place that makes this choice."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from posttrain.policy.parallel import Mesh
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks there are, on how many nodes, and what each of them gets. Engines of their own take the last places."""
+    """Number of ranks and nodes, and resources per rank. Dedicated engines take the last places."""
 
     num_nodes: int = 1
     ranks_per_node: int = 1  # engines included
-    gpus_per_rank: int = 1  # where there are GPUs
+    gpus_per_rank: int = 1  # if there are GPUs
     device: str = "auto"  # of the config: auto, cpu or cuda
-    num_threads: int | None = None  # of each rank; None: its share of the node's cores
-    is_process_group: bool = True  # False: ranks that know nothing of each other
+    num_threads: int | None = None  # CPUs per rank; None: its share of the node's cores
+    is_process_group: bool = True  # False: independent ranks without a process group
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
     num_engines: int = 0
-    places_per_engine: int = 1  # that share the layers of one
+    places_per_engine: int = 1  # actors that share the layers of one engine
     log_folder: Path | None = None  # the run folder, for the logs of ranks; None: they write none
 
     @property
@@ -48,7 +48,7 @@ class RankLayout:
         return range(first, first + self.places_per_engine)
 
     def place_in_group(self, place: int) -> tuple[int, int]:
-        """The rank in its process group, of all ranks or of one engine, and the group's size."""
+        """Rank and size in its process group, which spans all ranks or one engine."""
         if place >= self.num_ranks:
             return (place - self.num_ranks) % self.places_per_engine, self.places_per_engine
         return (place, self.num_ranks) if self.is_process_group else (0, 1)
@@ -68,7 +68,9 @@ def start_workers(
     build_engine: Callable[[], object] | None = None,
     quiet: bool = False,
 ) -> WorkerGroup:
-    """`build` makes a rank, `build_engine` one that only samples, in the process that it will run in; they are picklable."""
+    """`build` creates a rank and `build_engine` a sampling-only rank, both in the process it runs in. Both are
+    picklable.
+    """
     size = layout.num_places
     if launcher == "local" and size > 1:
         raise InputError(

@@ -1,9 +1,9 @@
-"""One rank: a trainer and an engine on one device. The operations that a driver calls on it, here or behind an actor.
+"""One rank: a trainer and an engine on one device. Operations that the driver calls, in-process or through an actor.
 
-An engine on a device of its own is a rank whose trainer has no optimizer: it only samples, with weights that it receives.
+A dedicated engine is a rank whose trainer has no optimizer: it only samples, with weights that it receives.
 
-Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. It decides
-which of the two holds the device's memory; which engine it is, `engines/choose_engine.py` decides.
+Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. The rank decides
+whether trainer or engine holds the device's memory; `engines/choose_engine.py` selects the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
-MicroBatches = Sequence[TokenBatch | None]  # None: nothing for this rank, while others have a micro-batch
+MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank, while others have one
 
 
 def build_rank(setup: RankSetup) -> Rank:
@@ -37,8 +37,8 @@ def build_rank(setup: RankSetup) -> Rank:
 class DeviceLease:
     """Which of trainer and engine may use the memory of a GPU that they share.
 
-    The trainer takes over the memory of a large KV cache. A small one stays, with the CUDA graphs captured for it. vLLM gives
-    up all its memory.
+    A large KV cache is freed for the trainer. A small one stays, with the CUDA graphs captured for it. vLLM frees all
+    its memory.
     """
 
     def __init__(self, device: torch.device, engine: NativeEngine | VllmSampler | None) -> None:
@@ -116,7 +116,7 @@ class Rank:
         self.trainer.end_step()
 
     def _before_change(self) -> None:
-        """Copies of the weights that were begun must be complete."""
+        """Wait until running copies of the weights are complete."""
         self.trainer.checkpoints.wait_until_copied()
         self._sender.wait_until_copied()
 
@@ -149,7 +149,7 @@ class Rank:
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         if isinstance(self.engine, VllmSampler):
-            if self.engine.version is None:  # the first time, and after a checkpoint was loaded or its memory given up
+            if self.engine.version is None:  # the first time, and after loading a checkpoint or releasing memory
                 self.engine.take_weights(UNKNOWN)
             yield
             return
@@ -157,7 +157,7 @@ class Rank:
             yield
 
     def publish(self, version: int) -> None:
-        """Return once the engine samples with the trainer's weights as they are now."""
+        """Make the engine sample with the trainer's current weights."""
         if isinstance(self.engine, VllmSampler):
             self._lease.to_trainer()
             self.engine.take_weights(version)
@@ -167,11 +167,11 @@ class Rank:
             self.engine.release()
 
     def request_stop(self) -> None:
-        """From another thread: sampling, now or later, ends with StopRequested."""
+        """Called from another thread: current and later sampling ends with StopRequested."""
         self._is_asked_to_stop = True
 
     def close(self) -> None:
-        """End processes that the rank has started."""
+        """Stop processes that the rank has started."""
         if isinstance(self.engine, VllmSampler):
             self.engine.close()
 
@@ -184,7 +184,7 @@ class Rank:
         self._sender.fill(lot)
 
     def receive_weights(self, sent: Sequence[SentWeights], lot: int | None = None) -> str:
-        """`sent` by rank. All of it from their files, or a lot from their buckets: returns why those cannot be opened."""
+        """`sent` by rank. Reads everything from files, or one batch from buckets; returns why buckets cannot be opened."""
         if lot is not None and (why := self._receiver.open_buckets(sent)):
             return why
         if self._receiver.receive(sent, lot) and isinstance(self.engine, VllmSampler):

@@ -1,7 +1,7 @@
 """The log of one rank or engine, in the run folder: a line for each operation with its seconds, errors with their tracebacks.
 
-The line of an operation begins when it does. So the last line says what a rank was doing when it died or hung; of one that
-hangs, the stacks of its threads follow shortly before the driver's deadline.
+A line is started when its operation starts, so the last line shows what a rank was doing when it died or hung. For a
+hung rank, the stacks of its threads follow shortly before the driver's deadline.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RankLog:
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
             self._file = (folder / FOLDER / f"{name}.log").open("a", buffering=1, encoding="utf-8")
         except OSError:
-            return  # this machine does not have the run folder
-        faulthandler.enable(self._file)  # for a signal that ends the process
+            return  # the run folder is not on this machine
+        faulthandler.enable(self._file)  # for a signal that kills the process
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
@@ -56,7 +56,7 @@ class RankLog:
         self._file.write(f" {time.monotonic() - begin:.3f} s\n")
 
     def _write_stacks(self) -> None:
-        """Under the interpreter's lock: faulthandler's timer reads frames that run on meanwhile, and can crash the process."""
+        """Dumps stacks under the GIL: faulthandler's timer reads running frames and can crash the process."""
         assert self._file is not None
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():

@@ -1,4 +1,4 @@
-"""One rank or engine as a Ray actor: its process, its place, and calls to it as futures."""
+"""One rank or engine as a Ray actor: its process, its placement, and remote calls as futures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.orchestration.ray_cluster import Places
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CONTROL = "control"  # calls that do not wait for the operation that the rank is busy with
+CONTROL = "control"  # calls that run concurrently with the rank's current operation
 
 
 class RankActor:
@@ -35,13 +35,13 @@ class RankActor:
     def __init__(self, place: int, layout: RankLayout) -> None:
         self.place, self.layout = place, layout
         torch.set_num_threads(layout.num_threads or max(1, (os.cpu_count() or 1) // layout.ranks_per_node))
-        logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
+        logging.set_verbosity_error()  # progress bars and warnings would clutter the driver's console
         logging.disable_progress_bar()
         self.log = RankLog(layout.log_folder, layout.name_of(place))
         self.rank: Any = None
 
     def node(self) -> tuple[str, str]:
-        """The IP and the id of the node that the rank is on."""
+        """IP and id of the rank's node."""
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def address(self) -> tuple[str, int]:
@@ -69,7 +69,7 @@ class RankActor:
 
     @ray.method(concurrency_group=CONTROL)
     def request_stop(self) -> None:
-        """Runs beside the operation that samples."""
+        """Runs concurrently with sampling."""
         if self.rank is not None:
             self.rank.request_stop()
 
@@ -89,7 +89,7 @@ class RayWorker:
 
 
 def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
-    """On the `place`-th place of the run; the last ones are those of engines."""
+    """Start on the `place`-th place of the run; engines have the last places."""
     return (
         ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
         .options(
@@ -104,7 +104,7 @@ def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
 
 
 def _collective_timeout() -> timedelta | None:
-    """None: that of torch, 10 minutes with NCCL and 30 with gloo."""
+    """None: torch's default, 10 minutes with NCCL and 30 with gloo."""
     chosen = os.environ.get(NCCL_TIMEOUT_VARIABLE)
     if not chosen:
         return None
@@ -114,7 +114,7 @@ def _collective_timeout() -> timedelta | None:
 
 
 def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
-    """The result of a remote call. The error of a rank is raised as it was there."""
+    """The result of a remote call. Raises the rank's original error."""
     outcome: Future[T] = Future()
 
     def pass_on(done: Future[T]) -> None:
@@ -127,7 +127,7 @@ def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
             settle(outcome, WorkerDiedError(str(error)))
         elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception):
             if not isinstance(cause, InputError):
-                cause.__cause__ = error  # whose text is the traceback of the rank
+                cause.__cause__ = error  # its text is the rank's traceback
             settle(outcome, cause)
         else:
             settle(outcome, error)
@@ -137,6 +137,6 @@ def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
 
 
 def settle(outcome: Future[Any], error: BaseException) -> None:
-    """Unless it has its result or another error."""
+    """Set the error unless the future already has a result or an error."""
     with suppress(InvalidStateError):
         outcome.set_exception(error)

@@ -1,6 +1,6 @@
 """Finds the Ray cluster of a run and joins it, or starts a private Ray, and reserves places for ranks on its nodes.
 
-A private Ray is one node, so it is started for runs on one node only. Places are one placement group: all or nothing.
+A private Ray is one node, so it is started for runs on one node only. Places form one placement group: all or nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _why_unreachable(address: str) -> str:
 
 
 def token_source() -> str | None:
-    """Where Ray would take the token of a cluster from."""
+    """Where Ray reads the cluster token from."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -118,7 +118,7 @@ def token_source() -> str | None:
 
 
 def _init(**options: object) -> None:
-    """`ray.init`, which replaces the handler of SIGTERM by one that ends the process with exit code 15."""
+    """Calls `ray.init` and restores the SIGTERM handler, which Ray replaces by one that exits with code 15."""
     try:
         ray.init(logging_level=WARNING, **options)
     except SystemExit as stopped:
@@ -134,7 +134,7 @@ def _join(address: str) -> None:
         if not address.startswith("ray://"):
             GcsClient(address=address)  # `ray.init` would repeat a refused call for 20 seconds
         _init(address=address)
-    except Exception as error:  # of a dozen classes, by what is wrong
+    except Exception as error:  # Ray raises a dozen different classes
         text = str(error)
         if "AuthToken" in text or "authentication" in text.lower():
             raise InputError(_about_token(address)) from error
@@ -182,7 +182,7 @@ def _start_private(layout: RankLayout) -> None:
         # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     _use_token()
-    # Ranks share the cores even where there are fewer cores than ranks.
+    # Ranks share the cores even if there are fewer cores than ranks.
     _init(
         address="local",
         num_cpus=max(num_places, os.cpu_count() or 1),
@@ -196,14 +196,14 @@ def _start_private(layout: RankLayout) -> None:
 
 @dataclass(frozen=True)
 class Places:
-    """Reserved room: bundle i of the group is on the i-th node of the run."""
+    """Reserved resources: bundle i of the placement group is on the i-th node of the run."""
 
     group: PlacementGroup
     use_gpu: bool
 
 
 def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
-    """Room for all ranks, each bundle on a node of its own. Waits for nodes that are still joining, up to the deadline."""
+    """Reserves resources for all ranks, each bundle on its own node. Waits for joining nodes, up to the deadline."""
     limit_s = deadline_s(RESERVE)
     end = time.monotonic() + limit_s
     use_gpu = _uses_gpu(layout, end, say)
@@ -222,7 +222,9 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
 
 
 def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
-    """The cluster's GPUs count, not those of the driver: a head often has none. Ranks on CPUs only if no node has one."""
+    """Checks the cluster's GPUs, not the driver's: a head node often has none. Ranks use CPUs only if no node has a
+    GPU.
+    """
     is_announced = False
     while True:
         nodes = alive_nodes()

@@ -1,7 +1,7 @@
-"""Engines on places of their own, each replaced as a whole when an actor of it dies.
+"""Dedicated engines, each replaced as a whole when one of its actors dies.
 
-Engines know nothing of each other. A replacement gets the newest weights and repeats the call that was lost: the same tasks
-and the same noise keys, so the same bits.
+Engines are independent. A replacement gets the newest weights and repeats the lost call with the same tasks and noise
+keys, so with the same bits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from posttrain.policy.parallel import Mesh
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_REPLACEMENTS = 2  # in one call: what ends every new process too, another one does not fix
-_GRACE_S = 10.0  # the wait for all engines ends before that for one, with a message that names those that are late
+MAX_REPLACEMENTS = 2  # per call: if every new process dies too, more restarts do not help
+_GRACE_S = 10.0  # the wait for all engines times out before that for one, with a message that names the late ones
 
 
 class RayEngine:
@@ -70,7 +70,7 @@ class RayEngine:
     def _call_all(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         pending = [worker.submit(operation, *args, **kwargs) for worker in self.workers]
         results = self._wait(pending, operation.__name__)
-        # They sample the same. Why weights were not received, only some may say.
+        # All actors sample the same. Only some may report why weights were not received.
         return next(filter(None, results), results[0])
 
     def _replace(self, operation: str) -> None:
@@ -82,7 +82,7 @@ class RayEngine:
             self._call_all(Rank.receive_weights, self._newest)
 
     def _kill(self) -> None:
-        """All of it: what still runs would keep its place, or waits for the part that died."""
+        """Stop all actors: the remaining ones would hold their place or wait for the dead one."""
         for worker in self.workers:
             ray.kill(worker.actor)
 
@@ -91,7 +91,7 @@ class RayEngine:
         self._waits_for = pending
         wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
         if _errors(pending) and not _deaths(pending):
-            wait(pending, timeout=_GRACE_S)  # others fail with the one that died, perhaps before its death is known
+            wait(pending, timeout=_GRACE_S)  # other actors may fail before the death of the first one is detected
         for error in [*_deaths(pending), *_errors(pending)]:
             raise error
         if not all(future.done() for future in pending):
@@ -102,7 +102,7 @@ class RayEngine:
         self._is_closing = True
         self._kill()
         self._calls.shutdown(wait=False, cancel_futures=True)
-        for pending in self._waits_for:  # its thread would keep this process until the deadline
+        for pending in self._waits_for:  # its thread would keep this process alive until the deadline
             settle(pending, WorkerDiedError("the run has ended"))
 
 
@@ -115,7 +115,7 @@ def _deaths(pending: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class RayEngines:
-    """`WorkerGroup` of engines. Starting them goes on after the constructor, beside the ranks."""
+    """`WorkerGroup` of engines. They start in the background after the constructor, in parallel with the ranks."""
 
     in_process = False
     unit = "engine"

@@ -1,6 +1,6 @@
-"""Ranks as Ray actors, one per GPU, or per CPU slot where there is no GPU; and engines on places of their own.
+"""Ranks as Ray actors, one per GPU, or per CPU slot where there is no GPU; and dedicated engines.
 
-Ray carries calls and results; gradients travel between the ranks through torch.distributed (NCCL on GPUs, gloo on CPUs).
+Ray carries calls and results; ranks exchange gradients through torch.distributed (NCCL on GPUs, gloo on CPUs).
 Ranks and engines are places of one placement group: all of them start, or none.
 """
 
@@ -61,7 +61,7 @@ class RayWorkers:
 
     @property
     def num_nodes(self) -> int:
-        """With those of the engines."""
+        """Includes the engines."""
         return len(set(self.nodes))
 
     @property

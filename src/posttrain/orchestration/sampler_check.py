@@ -1,7 +1,7 @@
-"""An engine that is not the trainer's own modules, compared with the trainer: at the start, and every so many steps.
+"""Compares a separate engine with the trainer: at the start, and every `period` steps.
 
 The trainer computes the log-probabilities of some answers that the engine has just sampled. A large difference means wrong
-weights, another number format or another model, and training on such answers would go wrong without a word.
+weights, another number format or another model, and training on such answers would fail silently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CheckedEngine:
     trainer: Trainer
     period: int  # steps
     max_error: float  # mean of exp(|difference|) over the tokens compared
-    temperature: float  # that the trainer computes under; answers sampled under another one are not compared
+    temperature: float  # the trainer's temperature; answers sampled at another one are not compared
     _last_step: int | None = None
 
     def generate(
@@ -53,7 +53,7 @@ class CheckedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         after = self.engine.sample_round(groups, sampling, seed, quota, progress)
-        # Answers that this round has sampled from their first token: the others were begun under earlier weights.
+        # Answers that this round sampled from their first token; others were started with earlier weights.
         pairs = [
             (new.task, now)
             for old, new in zip(groups, after, strict=True)
@@ -70,7 +70,7 @@ class CheckedEngine:
         plain = sampling.temperature == self.temperature and sampling.top_p == 1 and sampling.top_k == 0
         is_due = self._last_step is None or step >= self._last_step + self.period
         if threading.current_thread() is not threading.main_thread():
-            return  # a round that is sampled while the trainer makes other weights
+            return  # a round sampled while the trainer updates the weights
         pairs = [(task, answer) for task, answer in pairs if answer.token_ids][:_NUM_ANSWERS]
         if not (plain and is_due and pairs):
             return

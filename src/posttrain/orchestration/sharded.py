@@ -20,8 +20,8 @@ from posttrain.policy.parallel import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
-_CALLS_PER_PASS = 8  # in between, a pass without gradients can be left
-# Equal on every rank, so not to be added up.
+_CALLS_PER_PASS = 8  # a pass without gradients can stop between them
+# Equal on every rank, so not summed.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
 
 
@@ -174,7 +174,7 @@ class ShardedTrainer:
         return [shards[self.group.mesh.dp_index(rank)] for rank in range(self.group.mesh.size)]
 
     def _local(self, progress: Progress) -> Progress | None:
-        """A callback cannot be sent to another process; there, progress comes when all is done."""
+        """Callbacks cannot be sent to other processes; there, progress is reported when the call is done."""
         return progress if self.group.in_process else None
 
 
@@ -227,7 +227,7 @@ class ShardedEngine:
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
+        """Each data-parallel rank gets its share of the groups and the quota, and ends its round independently."""
         self.prepare()
         mesh = self.mesh
         own = None

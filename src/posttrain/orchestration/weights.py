@@ -16,14 +16,14 @@ _REMOVAL_S = 10.0
 
 
 class SharedWeights:
-    """For an engine that samples from the trainer's own tensors: an update is published as it is made."""
+    """For an engine that samples from the trainer's own tensors: updates take effect immediately."""
 
     def publish(self, version: int) -> None:
         pass
 
 
 class WeightsOfRanks:
-    """For engines that have a copy of the weights and share the device of a rank, which hands them over."""
+    """For engines that have a copy of the weights and share the device of a rank, which sends them."""
 
     def __init__(self, ranks: WorkerGroup) -> None:
         self._ranks = ranks
@@ -33,11 +33,11 @@ class WeightsOfRanks:
 
 
 class PushedWeights:
-    """For engines in processes of their own. Nothing samples while weights are handed over."""
+    """For dedicated engines. No sampling runs while weights are transferred."""
 
     def __init__(self, ranks: WorkerGroup, to: Handover, say: Callable[[str], None]) -> None:
         self._ranks, self._to, self._say = ranks, to, say
-        self._files: list[Path] = []  # empty: nothing was published yet
+        self._files: list[Path] = []  # empty: not published yet
 
     def publish(self, version: int) -> None:
         sent = call_all(self._ranks, Rank.send_weights, self._to)
@@ -46,7 +46,7 @@ class PushedWeights:
             call_all(self._ranks.engines, Rank.receive_weights, sent)
 
     def _sent_over_gpu_memory(self, sent: Sequence[SentWeights]) -> bool:
-        """False: there are no GPUs on one machine, or they cannot read each other's memory; then it is not tried again."""
+        """False if the GPUs are not on one machine or have no peer access; it is then not tried again."""
         why = next((one.why_no_bucket for one in sent if one.why_no_bucket), "")
         num_lots = max(len(one.lots) for one in sent)
         for lot in range(0 if why else num_lots):
@@ -60,12 +60,12 @@ class PushedWeights:
         return num_lots > 0 and not why
 
     def ensure_published(self) -> None:
-        """Before anything is sampled: a resumed run has other weights than the model that engines are built with."""
+        """Must run before sampling: a resumed run has other weights than the model that engines load."""
         if not self._files:
             self.publish(0)
 
     def close(self) -> None:
-        """Files go before the ranks do. They may be on their machines alone, or a rank may have died."""
+        """Removes files before ranks stop. Files may exist only on the ranks' machines, or a rank may have died."""
         if not self._files:
             return
         for file in self._files:

@@ -1,4 +1,4 @@
-"""Calls to ranks that return futures, and the wait for them: with a deadline, and with the rank's number in every error.
+"""Asynchronous calls to ranks, and waiting for their futures with a deadline and the rank's number in every error.
 
 An operation is named by the method itself, `worker.submit(Rank.update, …)`, so a type checker sees its arguments and its
 result, wherever the rank runs.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 DEADLINE_VARIABLE = "POSTTRAIN_WORKER_DEADLINE_S"
 _SHORT_S, _FILES_S, _COMPUTE_S = 900.0, 3600.0, 4 * 3600.0
-# Far above what an operation takes on a machine that suits it: a deadline ends a hang, not a slow step.
+# Far above normal operation times: a deadline ends a hang, not a slow step.
 _DEADLINES_S = {
     "reserve": 600.0,  # nodes that are being started join within minutes
     "build": _FILES_S,
@@ -46,7 +46,7 @@ _HANGS = {
     "rank": "A rank may hang in a collective that another one has left",
     "engine": "Its device or its machine may hang",
 }
-_GRACE_S = 10.0  # after the first error, for the rank that caused it: others often fail in a collective with it
+_GRACE_S = 10.0  # wait after the first error for the rank that caused it: others often fail in a collective
 
 
 class Worker(Protocol):
@@ -59,8 +59,8 @@ class WorkerGroup(Protocol):
     """The ranks of a run. They take part in the same operations in the same order."""
 
     mesh: Mesh
-    in_process: bool  # callbacks reach it
-    unit: str  # what its members are called in messages: rank, engine
+    in_process: bool  # callbacks work
+    unit: str  # name of its members in messages: rank, engine
 
     @property
     def num_nodes(self) -> int: ...
@@ -70,11 +70,11 @@ class WorkerGroup(Protocol):
 
     @property
     def engines(self) -> WorkerGroup:
-        """Those that sample: itself, or engines on devices of their own."""
+        """The workers that sample: this group, or dedicated engines."""
         ...
 
     def request_stop(self) -> None:
-        """From any thread: ranks that sample, now or later, end that with StopRequested."""
+        """Callable from any thread: current and later sampling ends with StopRequested."""
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ class LocalWorker:
     num_nodes = 1
 
     def __init__(self, rank: Any) -> None:
-        self.rank = rank  # anything that has the operations which are called on it
+        self.rank = rank  # any object with the operations that are called
 
     @classmethod
     def start(cls, build: Callable[[], object]) -> LocalWorker:
