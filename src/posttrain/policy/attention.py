@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_DENSE_BLOCK_TOKENS = 192  # up to here a masked product over all pairs is cheaper than one call per segment
+_DENSE_BLOCK_TOKENS = 192  # up to this size a masked product over all pairs is cheaper than one call per segment
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedAttention:
     """Block-diagonal causal attention over one packed row, in which segments may share a prefix.
 
     A prompt is one segment; each of its responses is a segment whose prefix is the prompt. So the prompt's tokens pass
-    through the model once, and every response sees exactly what it would see on its own.
+    through the model once, and every response attends to exactly the same tokens as without sharing.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class PackedAttention:
 
     @cached_property
     def _varlen_layout(self) -> tuple[Tensor | None, Tensor, Tensor, int, int]:
-        """Where each segment's keys lie, with prefixes repeated in front; cumulative lengths of queries and keys."""
+        """Indices of each segment's keys, with prefixes repeated before them; cumulative lengths of queries and keys."""
         index: list[Tensor] = []
         for s in self.segments:
             index += [torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)]
@@ -82,7 +82,7 @@ class PackedAttention:
 
     @cached_property
     def _trees(self) -> list[list[Segment]]:
-        """The segments, by prompt: each prompt's with those of its responses."""
+        """The segments grouped by prompt: each prompt's segment with those of its responses."""
         trees: list[list[Segment]] = []
         for segment in self.segments:
             if segment.prefix_length:
@@ -93,7 +93,7 @@ class PackedAttention:
 
     @cached_property
     def _blocks(self) -> list[list[list[Segment]]]:
-        """Trees that are computed together. Many small trees in one masked product cost less than a call for each."""
+        """Trees that are computed together. One masked product over many small trees costs less than one call per tree."""
         blocks: list[list[list[Segment]]] = []
         for tree in self._trees:
             fits = blocks and tree[-1].end - blocks[-1][0][0].start <= _DENSE_BLOCK_TOKENS
@@ -136,7 +136,7 @@ class PackedAttention:
         return outputs
 
     def _mask(self, index: int, window: int | None, like: Tensor) -> Tensor:
-        """0 where a token of the block sees another, -inf where it does not. Made once, used by every layer."""
+        """0 where a token of the block attends to another, -inf elsewhere. Computed once, used by every layer."""
         if (mask := self._masks.get((index, window))) is None:
             block = self._blocks[index]
             first = block[0][0].start
@@ -157,7 +157,7 @@ class PackedAttention:
 
 
 class PackedKeys:
-    """Segments whose keys are packed on their own: the queries of each are the last positions among its keys."""
+    """Segments with separately packed keys: the queries of each are the last positions among its keys."""
 
     def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
         self.lengths = list(lengths)  # (queries, keys) of each segment

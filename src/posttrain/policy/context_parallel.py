@@ -1,9 +1,9 @@
 """Context parallelism (Ulysses, arXiv:2309.14509): ranks share each packed row in training.
 
-Each rank has a stretch of the row's tokens. For attention they exchange: each then has all tokens and a part of the heads,
-which is what the ordinary attention over packed rows takes, shared prompts included; and back. The log-probabilities of
-response tokens, one number each, are gathered, so every rank computes the loss of the whole row; its gradients are those
-of its own tokens.
+Each rank has a contiguous part of the row's tokens. For attention an all-to-all gives each rank all tokens and a part
+of the heads, the input of ordinary attention over packed rows (shared prompts included). A second all-to-all reverts
+this. The log-probabilities of response tokens, one number each, are gathered, so every rank computes the loss of the
+whole row; its gradients are those of its own tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIELD = "policy.dtensor_cfg.context_parallel_size"
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The ranks that share each row, as this one sees them."""
+    """The ranks that share each row, from the view of this rank."""
 
     mesh: DeviceMesh  # its axis `cp` alone
 
@@ -53,7 +53,7 @@ class RowGroup:
 
 
 class SharedAttention:
-    """`AttentionContext` of ranks that each have a stretch of the row."""
+    """`AttentionContext` of ranks that each have a part of the row."""
 
     def __init__(self, whole: AttentionContext, group: dist.ProcessGroup, size: int, num_tokens: int) -> None:
         self.whole, self.group, self.size, self.num_tokens = whole, group, size, num_tokens

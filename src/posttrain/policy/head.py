@@ -26,7 +26,7 @@ _UNSUPPORTED_FACTORS = ("lm_head_multiplier", "output_multiplier", "logits_soft_
 
 
 class UnsupportedModelError(InputError):
-    """A model that posttrain would compute wrongly, and therefore does not compute at all."""
+    """A model that posttrain would compute incorrectly, and therefore rejects."""
 
 
 class OutputHead:
@@ -103,8 +103,8 @@ class OutputHead:
 def decoder_states(decoder: nn.Module, embedding: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
 
-    With weights in bf16 the matrix products are bf16, and what is handed from layer to layer stays fp32. Rounding that
-    too would add up over the layers, differently in the sampler and in the trainer.
+    With bf16 weights the matrix products are bf16 and the residual stream stays fp32. Rounding errors of the residual
+    stream would accumulate over the layers, differently in the sampler and in the trainer.
     """
     embedded = embedding(input_ids)
     reduced = embedded.dtype in (torch.bfloat16, torch.float16)
@@ -147,7 +147,7 @@ def without_adapter_wrapper(model: nn.Module) -> Any:
 
 
 def _factor(config: PretrainedConfig) -> float:
-    """What the family multiplies its logits by."""
+    """The factor that the family applies to its logits."""
     for field in _UNSUPPORTED_FACTORS:
         value = getattr(config, field, None)
         if value not in (None, 1, 1.0):

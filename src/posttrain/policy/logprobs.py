@@ -20,9 +20,9 @@ _CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**30}
 
 
 class TokenLogprobs(nn.Module):
-    """The model as training sees it: a packed row in, one log-probability per response token out.
+    """The model for training: a packed row in, one log-probability per response token out.
 
-    A module of its own, so that sharding can wrap it: the embedding and the output head are then whole while it runs.
+    A separate module, so that FSDP can wrap it: the embedding and the output head are then unsharded while it runs.
     Call it, and its backward pass, inside `attention_context(row.attention)`.
     """
 

@@ -1,4 +1,4 @@
-"""Which models the packed forward pass computes correctly, found out by running one token through them.
+"""Checks, with a forward pass over one token, that the packed forward pass computes a model correctly.
 
 Refused are recurrent layers, attention windows that the attention function is not given, changes of the logits that
 `head` does not support, and rotary embeddings that depend on the rest of the batch.
@@ -45,7 +45,7 @@ class LayerShape:
 
 
 class Head(Protocol):
-    """The end of a model: that of a language model, or of a reward model."""
+    """The head of a language model or of a reward model."""
 
     decoder: nn.Module
 
@@ -55,7 +55,7 @@ class Head(Protocol):
 
 
 def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer stores per token, found by running one. Refuses models that would be computed wrongly."""
+    """What each attention layer stores per token, found by a forward pass over one token. Rejects unsupported models."""
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))

@@ -1,4 +1,4 @@
-"""One micro-batch as the model sees it: a single row without padding, in which responses share their prompt."""
+"""One micro-batch as model input: a single row without padding, in which responses share their prompt."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Mesh:
     dp: int = 1
     cp: int = 1
     tp: int = 1
-    replicas: int = 1  # parts of the ranks that each hold a whole model; between them only gradients travel
+    replicas: int = 1  # groups of ranks that each hold a full model and exchange only gradients
 
     @classmethod
     def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
@@ -131,7 +131,7 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the parameters that a forward pass has left whole: what is written into those is lost."""
+    """Reshard parameters that a forward pass left unsharded: writes to the unsharded ones would be lost."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -181,7 +181,7 @@ def first_row(tensor: Tensor) -> int:
 def as_shard(part: Tensor, whole: DTensor, shape: tuple[int, ...] | None = None) -> DTensor:
     """`part` as this rank's rows of a tensor that is spread as `whole` is; `shape` where it differs in what follows the rows.
 
-    The part may lie in host memory although the mesh is one of GPUs, which the public way to make one would undo.
+    The part may be in host memory although the mesh is on GPUs; the public API would move it to the GPU.
     """
     full = torch.empty(whole.shape if shape is None else shape, dtype=part.dtype, device="meta")
     meta = TensorMeta(full.shape, full.stride(), part.dtype)

@@ -5,12 +5,12 @@ An answer is identified by the tokens of its prompt and its own; the file by the
 its weights, precision and temperature. A lookup returns the bits that were computed.
 
 Exact resumption. The last bits of a log-probability depend on what else was in its micro-batch, so the resumed run must
-find those of the interrupted one, no more and no fewer. Hence every record names the step that it was made in; a run that
-resumes after step k drops later records, because it computes them again, and a fresh run starts empty. When the memory is
-used up nothing is added, and nothing is ever replaced: the content depends on the steps that were made and on nothing else.
+find exactly the entries of the interrupted one. Hence every record has the step of its creation; a run that resumes
+after step k drops later records, because it computes them again, and a fresh run starts empty. When the memory limit is
+reached nothing is added, and entries are never replaced: the content depends only on the steps made.
 
 File: `reference_logprobs.bin` beside the checkpoints; a header, then a record for each call that computed something. A
-record that a kill left half-written does not have its checksum, and ends the file.
+record that was only partly written fails its checksum and ends the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Logprobs = NDArray[np.float32]
 
 
 class CachedReference:
-    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` gets a message when the file fails."""
+    """`folder` None: the cache is in memory only; `max_bytes` 0: no cache. `warn` gets a message when the file fails."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CachedReference:
         return end
 
     def _is_damaged_at(self, end: int, step: int) -> bool:
-        """Whether a record from before `step` follows the whole ones. One that a kill left half-written is of a later step."""
+        """Whether a record from before `step` follows the whole ones. A partly written record is from a later step."""
         assert self._path is not None
         content = self._path.read_bytes()
         return len(content) >= end + _RECORD.size and _RECORD.unpack_from(content, end)[0] < step

@@ -1,8 +1,8 @@
 """A model that gives a whole answer one number: the decoder body of a language model and a linear layer on the last token.
 
-`RewardHead` is to a reward model what `OutputHead` is to a language model, `SequenceScores` what `TokenLogprobs` is. The
-score stands in the place of the answer's last token and every other token has 0, so that batches, packing, shared prompts,
-sharding and "the sum over an answer" work as they do for log-probabilities.
+`RewardHead` is to a reward model what `OutputHead` is to a language model, `SequenceScores` what `TokenLogprobs` is.
+The score is at the position of the answer's last token, and every other token has 0, so that batches, packing, shared
+prompts, sharding and "the sum over an answer" work as they do for log-probabilities.
 
 The modules are those of `AutoModelForSequenceClassification` with one label, so what is saved loads there, in peft, in TRL
 and in vLLM. Those find the last token as the last one that is not padding; see `padding_for_scores`.
@@ -74,12 +74,12 @@ class RewardHead:
 
 
 class SequenceScores(nn.Module):
-    """The reward model as training sees it: a packed row in, the score of each response at its last token out.
+    """The reward model for training: a packed row in, the score of each response at its last token out.
 
     Call it, and its backward pass, inside `attention_context(row.attention)`.
     """
 
-    reads_own_token = True  # the last token must have been seen, not only predicted
+    reads_own_token = True  # the last token must be an input, not only a prediction target
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

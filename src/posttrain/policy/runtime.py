@@ -1,9 +1,9 @@
 """How a process computes: memory of the GPU, deterministic algorithms, evaluation mode.
 
-Determinism: nothing of posttrain's own adds up in an order left to chance. Three of torch's operations do on a GPU: the
-backward pass of attention and of a lookup add with atomics, and cuBLAS may choose another workspace for a stream. Sampling
-uses none of them but the last, so only the passes of training run with torch's deterministic algorithms; sampling has
-`NativeSettings.deterministic`.
+Determinism: no code of posttrain adds up in a nondeterministic order. Three of torch's operations do on a GPU: the
+backward pass of attention and of a lookup add with atomics, and cuBLAS may choose another workspace for a stream.
+Sampling uses only the last of them, so only the passes of training run with torch's deterministic algorithms; sampling
+has `NativeSettings.deterministic`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks that share each layer of a model, and what they exchange: sums, parts side by side, one number.
 
-The ranks of a group compute the same hidden states, losses and norms, bit for bit, as long as an all-reduce gives all of them the
-same bits, as those of gloo and NCCL do. So they take the same decisions without asking each other: they draw the same tokens from
-the same keys, and update what they all hold in the same way.
+The ranks of a group compute the same hidden states, losses and norms, bit for bit, as long as an all-reduce gives all
+of them the same bits, as those of gloo and NCCL do. So they make the same decisions without communication: they draw
+the same tokens from the same keys, and apply the same updates to replicated parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "tensor_group"  # attribute of modules that compute with the group thems
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share each layer, as this one sees them."""
+    """The ranks that share each layer, from the view of this rank."""
 
     mesh: DeviceMesh  # its axis `tp` alone
 

@@ -67,7 +67,7 @@ class _RowProduct(torch.autograd.Function):
 
 
 class _Head(Protocol):
-    """What a model begins and ends with: `OutputHead`, or `RewardHead`."""
+    """The head of a model: `OutputHead` or `RewardHead`."""
 
     decoder: Any
     embedding: Any
@@ -192,7 +192,7 @@ def _show_locals(module: nn.Module, role: str, group: TensorGroup) -> None:
             module.__dict__.pop(kind, None)
 
     module.register_forward_pre_hook(show)
-    module.register_forward_hook(hide, always_call=True)  # recomputation leaves a forward pass early, by an exception
+    module.register_forward_hook(hide, always_call=True)  # recomputation aborts a forward pass by an exception
 
 
 class _RowLinear:
@@ -244,7 +244,7 @@ def _trial(head: _Head) -> Tensor:
 
 
 def _compare(head: _Head, config: PretrainedConfig, expected: Tensor, field: str) -> None:
-    """A family may use its parts in a way that its plan does not tell."""
+    """Tests the split model: a family may use its modules in a way that its plan does not describe."""
     found, dtype = _trial(head), head.embedding.weight.dtype
     if not is_near(found, expected, dtype):
         raise InputError(

@@ -51,7 +51,7 @@ from posttrain.policy.tensor_parallel import ENGINE_FIELD, FIELD, split_over_ran
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
-CALLS_PER_AGREEMENT = 16  # tokens between two votes of ranks that share layers
+CALLS_PER_AGREEMENT = 16  # tokens between two stop votes of ranks that share layers
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
@@ -77,7 +77,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the driver reports of the model, without holding it."""
+    """Model properties that the driver reports without loading the model."""
 
     config: dict[str, object]  # `to_dict()` of the model's config
     num_parameters: int
@@ -100,7 +100,7 @@ class PolicyTrainer:
         self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
-            self.temperature = 1.0  # greedy sampling has no temperature to train under
+            self.temperature = 1.0  # greedy sampling has no temperature for training
         self.tokenizer = load_tokenizer(config.tokenizer.name)
         self.tokenizer.chat_template = setup.chat_template
         self.model = self._load_model(setup)
@@ -332,7 +332,7 @@ class PolicyTrainer:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """The model as an engine needs it: parameters whole on every rank, the memory of the phase measured."""
+        """The model for sampling: parameters unsharded on every rank, and peak memory measured."""
         with self.peak_memory.during("sampling"), whole_parameters(self.forward):
             yield
 

@@ -1,7 +1,7 @@
 """A copy of tensors in host memory, made while the device continues to compute.
 
-Memory is allocated once and reused for every copy of the same tensors. On a GPU the copy runs on a stream of its own; tensors
-that live in host memory are copied by the thread that calls `finish`. The tensors must not change before `wait` has
+Memory is allocated once and reused for every copy of the same tensors. On a GPU the copy runs on its own stream;
+tensors in host memory are copied by the thread that calls `finish`. The tensors must not change before `wait` has
 returned.
 
 Only the thread that began a copy calls CUDA: another one would fail while a CUDA graph is being captured. The end of
@@ -55,7 +55,7 @@ class StagingArea:
         return True
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A place for each tensor, of its shape and type. Waits for the memory if it is not there yet."""
+        """A buffer for each tensor, with its shape and dtype. Waits until the memory is allocated."""
         if not self.is_made_for(tensors):
             self._start_allocating(tensors)
         if self._allocating is not None:
@@ -72,7 +72,7 @@ class StagingArea:
 
     def _start_allocating(self, tensors: Mapping[str, Tensor]) -> None:
         if self._allocating is not None:
-            # The tensors have changed since it began: an optimizer has its state from its first update on.
+            # The set of tensors has changed since allocation began: an optimizer creates its state in the first update.
             self._wait_for_allocation(self._allocating)
             self._error = None
         self._layout, self._is_registered = _layout_of(tensors), False
@@ -113,7 +113,7 @@ class HostCopy:
         (self._on_device if source.is_cuda else self._in_host_memory).append((target, source.detach()))
 
     def seal(self) -> None:
-        """No more tensors: the copies from the device start, after everything that was enqueued before."""
+        """No more tensors follow. Starts the device copies, after all work enqueued earlier."""
         if self._device.type != "cuda":
             return
         mark = host_memory.pinned_like([torch.empty(1, dtype=torch.uint8)])[0]
@@ -136,7 +136,7 @@ class HostCopy:
             while self._mark is not None and int(self._mark.numpy()[0]) == 0:
                 if (
                     time.monotonic() > limit
-                ):  # after an error of the device the copy never arrives, and no error is raised
+                ):  # after an error on the device the copy never completes, and no error is raised
                     raise RuntimeError(
                         f"the copy of a checkpoint did not arrive in host memory within {_LONGEST_COPY_S:g} s"
                     )
@@ -156,7 +156,7 @@ def _layout_of(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.Size, tor
 
 
 def _segments(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The keys in groups of a few gigabytes: each is one piece of memory."""
+    """The keys in groups of a few gigabytes, each allocated as one block."""
     groups: list[list[str]] = []
     room = 0
     for key, tensor in tensors.items():

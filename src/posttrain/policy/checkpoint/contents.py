@@ -1,6 +1,6 @@
 """What a checkpoint holds of the policy: weights by their names in the file, optimizer state, schedule, small files.
 
-policy/model.json            what the model is, to refuse a checkpoint of another one
+policy/model.json            model description, to reject checkpoints of another model
 policy/weights/model/        safetensors and config.json: `from_pretrained` loads it (adapters: peft)
 policy/optimizer/optim/      torch DCP: optimizer state and fp32 masters, loadable on another number of ranks
 policy/optimizer/schedule.pt learning-rate schedule
@@ -48,17 +48,17 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of the policy. Tensors may be on a device, in host memory, or this rank's part of sharded ones."""
+    """The policy's part of a checkpoint. Tensors may be on a device, in host memory, or this rank's shards."""
 
     weights: Mapping[str, Tensor]  # by their names in the file
     optimizer: Mapping[str, Tensor] | None
     schedule: bytes | None
     files: Mapping[str, bytes]  # small files, by their path in the checkpoint
-    stored_otherwise: bool  # the family's files hold other tensors than the model does
+    stored_otherwise: bool  # the family's files have a different tensor layout than the model
 
 
 def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files: Mapping[str, bytes]) -> Contents:
-    """The state as it is now; tensors are named, not copied. `files` come from `small_files`."""
+    """The current state; tensors are referenced, not copied. `files` come from `small_files`."""
     schedule = None
     if optimizer is not None:
         buffer = io.BytesIO()
@@ -80,7 +80,7 @@ def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[st
             model.peft_config["default"].save_pretrained(str(root / WEIGHTS))  # type: ignore[index, union-attr]
         else:
             model.save_pretrained(root / WEIGHTS, state_dict={})  # type: ignore[operator]
-        for place in (TOKENIZER, WEIGHTS):  # beside the weights too, so that the folder is a whole model
+        for place in (TOKENIZER, WEIGHTS):  # also next to the weights, so that the folder is a complete model
             tokenizer.save_pretrained(root / place)
         for path in root.rglob("*"):
             if path.is_file():
@@ -100,7 +100,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """What peft saves of an adapted model, by its names."""
+    """The tensors that peft saves of an adapted model, under peft's names."""
     from peft import get_peft_model_state_dict
 
     adapters: dict[str, Tensor] = get_peft_model_state_dict(
@@ -110,7 +110,9 @@ def named_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the files of this family hold other tensors than the model does, so that only `save_pretrained` can write them."""
+    """Whether this family's files have a different tensor layout than the model, so that only `save_pretrained` can
+    write them.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
@@ -124,8 +126,8 @@ def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool
 class KeptGenerationConfig(GenerationConfig):
     """Generation settings that are saved as they were loaded.
 
-    Many models set a temperature without `do_sample`. transformers loads that with a warning and refuses to save it, so a run
-    would fail at its first checkpoint. The settings are not ours to change.
+    Many models set a temperature without `do_sample`. transformers loads that with a warning and refuses to save it, so
+    a run would fail at its first checkpoint. The settings are kept unchanged.
     """
 
     @classmethod
@@ -140,6 +142,6 @@ class KeptGenerationConfig(GenerationConfig):
 
 
 def keep_generation_config(model: nn.Module) -> None:
-    """Let the model be saved with the generation settings that it was loaded with; some kinds of model have none."""
+    """Allow saving the model with its original generation settings; some model types have none."""
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):
         model.generation_config = KeptGenerationConfig.copy_of(model.generation_config)

@@ -36,7 +36,7 @@ _MAX_FILE_BYTES = 5 * 10**9
 
 
 def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup | None = None) -> None:
-    """Every rank calls this; rank 0 writes what is whole, each rank its shard of the optimizer.
+    """Collective. Rank 0 writes unsharded data, each rank its shard of the optimizer.
 
     `group` is a process group that nothing else uses meanwhile. Tensors are not read from the model: a sharded one would
     reshard its whole parameters for that, and an engine may be sampling with them while a background thread writes.
@@ -60,7 +60,7 @@ def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup |
         return
     if dist.is_initialized():
         dist.barrier(group)  # the folder exists before other ranks write into it
-    # No copies ahead on a stream: in the background there is nothing to copy, and that thread must not call CUDA.
+    # No copies on a stream: tensors are already in host memory, and this thread must not call CUDA.
     writer = dcp.FileSystemWriter(folder / OPTIMIZER, per_thread_copy_ahead=0)
     silence_dcp_warning()
     tensors = dict(saved.optimizer)
@@ -118,7 +118,7 @@ def _saved_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _adapted_name(saved: str) -> str:
-    """peft leaves the adapter's name out of the file. Modules that are trained whole lie under a name of their own."""
+    """peft omits the adapter's name in the file. Fully trained modules are stored under a separate name."""
     module, _, parameter = saved.rpartition(".")
     if ".lora_" in saved:
         return f"{module}.default.{parameter}"
@@ -181,7 +181,7 @@ def _files(weights: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def whole_in_host_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of them at once, each with memory of its own; a collective where they are sharded."""
+    """All tensors at once, each with its own memory; a collective if they are sharded."""
     copies = {}
     for name, tensor in _in_host_memory(weights):
         shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

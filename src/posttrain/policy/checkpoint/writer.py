@@ -29,13 +29,13 @@ from posttrain.policy.host_memory import available_bytes
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.parallel import as_shard, is_first_rank, local_part
 
-_SHARE_OF_MEMORY = 0.8  # of what is free: files that are being written need some as well
+_SHARE_OF_MEMORY = 0.8  # fraction of free memory: files being written need some as well
 
 
 @dataclass(frozen=True)
 class _Begun:
     folder: Path
-    contents: Contents  # in host memory, once the copy is there
+    contents: Contents  # in host memory, once copied
     copy: HostCopy
 
 
@@ -52,12 +52,12 @@ class CheckpointWriter:
         self._area = StagingArea(pin=device.type == "cuda")
         self._files: Mapping[str, bytes] = {}
         self._begun: _Begun | None = None
-        self._last_copy: HostCopy | None = None  # freeing its memory calls CUDA: that is for the thread of `begin`
+        self._last_copy: HostCopy | None = None  # freeing its memory calls CUDA: only the thread of `begin` may do that
         self._group: dist.ProcessGroup | None = None
         self._waited_s = 0.0
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
-        """All at once, tensor by tensor from where they are."""
+        """Save synchronously, tensor by tensor, without a copy in host memory."""
         files.write(folder, self.model, self._contents(optimizer))
 
     def _contents(self, optimizer: bool) -> Contents:
@@ -88,7 +88,8 @@ class CheckpointWriter:
     def begin(self, folder: Path, *, optimizer: bool) -> None:
         assert self._begun is None, "the previous save has not been written yet"
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
-            # Ranks agree on what each writes. Training uses other groups meanwhile: two threads must not share one.
+            # Ranks agree on what each writes. Training uses other groups at the same time: threads must not share a
+            # group.
             self._group = dist.new_group(backend="gloo")
         now = self._contents(optimizer)
         places = self._area.views(self._to_stage(now))
@@ -111,7 +112,7 @@ class CheckpointWriter:
         for name, tensor in weights.items():
             place = places.get(f"weights/{name}")
             if isinstance(tensor, DTensor):
-                # Files hold whole tensors: each is gathered for a moment, and copied before the next one is.
+                # Files hold full tensors: each is gathered and copied before the next one is gathered.
                 whole = tensor.full_tensor()
                 if place is not None:
                     place.copy_(whole, non_blocking=True)
@@ -122,7 +123,7 @@ class CheckpointWriter:
         return staged
 
     def _to_stage(self, now: Contents) -> dict[str, Tensor]:
-        """What this rank copies: its part of the optimizer, and on the first rank the weights, whole."""
+        """The tensors that this rank copies: its shard of the optimizer, and on the first rank the full weights."""
         first = is_first_rank()
         weights = {f"weights/{name}": tensor for name, tensor in now.weights.items()} if first else {}
         states = {f"optimizer/{key}": local_part(tensor) for key, tensor in (now.optimizer or {}).items()}
@@ -139,7 +140,7 @@ class CheckpointWriter:
             self._begun = None
 
     def write_in_thread(self) -> None:
-        """The second half in a thread of this process, which leaves a mark in the folder when it ends."""
+        """Run `write` in a thread of this process, which writes a marker file when it ends."""
         assert self._begun is not None, "begin comes first"
         folder = self._begun.folder
         rank = dist.get_rank() if dist.is_initialized() else 0

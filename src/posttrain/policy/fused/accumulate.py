@@ -1,9 +1,9 @@
 """Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update; and joined weights.
 
 The sum is an attribute of its parameter. A matrix product that makes a gradient can add to it on the way out
-(`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
-as autograd returns them (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
-called, and `torch.autograd.grad` has nothing to return.
+(`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own
+type, as autograd returns them (`move_to_sum`). Autograd does not see gradients added to a sum: hooks on the parameter's
+gradient are not called, and `torch.autograd.grad` returns nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SUM = "gradient_sum"
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor that holds all of them, of which they are views; without a gradient of its own.
+    """One tensor that holds all parameters, which are views of it; it has no gradient.
 
-    Parameters that meet the same input lie one below the other in memory, so that one matrix product serves them all. Whether
-    they do is read off the parameters at each use and stored nowhere: parameters that an optimizer, a copy of the model or a
-    checkpoint has moved are joined again.
+    Parameters with the same input are adjacent in memory, so that one matrix product computes all of them. This is
+    checked at each use, not stored: parameters that an optimizer, a model copy or a checkpoint has moved are joined
+    again.
     """
     if len(parameters) == 1:
         return parameters[0].detach()
@@ -62,7 +62,7 @@ def _join(parameters: Sequence[Tensor]) -> None:
 
 
 def begin_sum(parameter: Tensor) -> None:
-    """From now on its gradients are added up; the previous sum is dropped."""
+    """Start accumulating its gradients; the previous sum is dropped."""
     setattr(parameter, _SUM, None)
 
 
@@ -73,7 +73,7 @@ def sum_of(parameter: Tensor) -> Tensor | None:
 
 
 def move_to_sum(parameter: Tensor) -> None:
-    """Take the gradient that autograd has left."""
+    """Add the gradient left by autograd to the sum."""
     if (gradient := parameter.grad) is None:
         return
     parameter.grad = None
@@ -84,8 +84,9 @@ def move_to_sum(parameter: Tensor) -> None:
 
 
 def add_product(parameters: Sequence[Tensor], left: Tensor, right: Tensor) -> bool:
-    """Add left @ right, the gradient of parameters that lie one below the other, to their sums; False if it must
-    go by autograd: they keep no sums, or are in fp32 themselves, where nothing would be gained."""
+    """Add left @ right, the gradient of parameters that lie one below the other, to their sums; False if autograd must
+    handle it: the parameters have no sums, or are fp32, where nothing is gained.
+    """
     if left.dtype == torch.float32 or not all(hasattr(parameter, _SUM) for parameter in parameters):
         return False
     totals = [sum_of(parameter) for parameter in parameters]

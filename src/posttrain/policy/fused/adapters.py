@@ -1,9 +1,9 @@
-"""Reads off linear modules, bare or with LoRA adapters of peft, which product they compute at this moment.
+"""Determines which product linear modules, with or without peft's LoRA adapters, currently compute.
 
-The result may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
-their dropout comes and goes with training. So it is looked up at every call, which costs some microseconds. Only the plain
-kind is supported: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
-scaling. For everything else the result is None, and the modules have to be called.
+The result may change from call to call: adapters are disabled for the reference's log-probabilities, merged or
+switched, and their dropout is active only in training. So it is determined at every call, which takes a few
+microseconds. Only the plain kind is supported: an ordinary linear layer under one active adapter without dropout and
+with nothing but A, B and a scaling. For everything else the result is None, and the modules have to be called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _NotPlain(Exception):
 
 
 def product_of(modules: Sequence[nn.Module]) -> Product | None:
-    """Modules with the same input as one product; None if only calling them, one by one, computes what they are."""
+    """Modules with the same input as one product; None if the modules must be called individually."""
     try:
         resolved = [_resolve(module) for module in modules]
     except _NotPlain:
@@ -55,7 +55,7 @@ def product_of(modules: Sequence[nn.Module]) -> Product | None:
 
 
 def _fit_together(tensors: Sequence[Tensor]) -> bool:
-    """Of one type on one device, and none twice."""
+    """Whether all have one dtype and device, without duplicates."""
     dtype, device = tensors[0].dtype, tensors[0].device
     alike = all(tensor.dtype is dtype and tensor.device == device for tensor in tensors)
     return alike and len(set(map(id, tensors))) == len(tensors)
@@ -88,7 +88,7 @@ def _resolve(module: Any) -> tuple[nn.Linear, _Adapter | None]:
         raise _NotPlain
     base = _linear(module.base_layer)
     if module.disable_adapters:
-        if module.merged:  # called, it takes the adapters out of the weights first
+        if module.merged:  # when called, it unmerges the adapters first
             raise _NotPlain
         return base, None
     active = [] if module.merged else [name for name in module.active_adapters if name in module.lora_A]

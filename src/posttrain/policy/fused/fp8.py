@@ -1,13 +1,13 @@
 """Products of fused layers in FP8, with copies of the weights: for a sampler, and for training (`policy.fp8`).
 
-Both quantise the copies from the weights that are trained. A sampler's live with its KV cache; `Fp8Weights.refresh` quantises
-them again into the same memory, so that captured CUDA graphs stay valid. A trainer's live for one update or one pass over a
-batch. Adapters, biases, norms, embeddings and the output head stay as they are: an adapter adds to a product in FP8 what it
-adds to one in bf16.
+Both quantise the copies from the weights that are trained. A sampler's copies have the lifetime of its KV cache;
+`Fp8Weights.refresh` quantises them again into the same memory, so that captured CUDA graphs stay valid. A trainer's
+copies exist for one update or one pass over a batch. Adapters, biases, norms, embeddings and the output head stay as
+they are: an adapter adds to a product in FP8 what it adds to one in bf16.
 
 y = x W^T has one factor for each row of x and one for each output. The gradient of the input, dx = dy W, sums over the outputs,
 so its factors are those of the rows of dy and of the inputs: it needs a second copy, quantised along the other axis.
-Gradients of weights are those of `Product`, from activations that were not quantised.
+Gradients of weights are computed as in `Product`, from unquantised activations.
 
 Many rows go through `torch._scaled_mm`, few through a kernel of our own, which reads the weights faster (`fp8_kernels.py`).
 """
@@ -28,7 +28,7 @@ from posttrain.policy.fused.products import Product
 if TYPE_CHECKING:
     from posttrain.policy.fused.fp8_kernels import Fp8Rows
 
-_LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix units
+_LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 tensor cores
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix library
 _MOST_FEW_ROWS = 64  # up to here our own kernel is faster
 _COLUMNS = 64  # of a tile of that kernel
@@ -40,7 +40,7 @@ _active: Fp8Weights | None = None
 
 @contextmanager
 def fp8_products(weights: Fp8Weights | None) -> Iterator[None]:
-    """Fused layers that run inside multiply with these copies of their weights. None: with the weights themselves."""
+    """Fused layers inside this context use these copies of their weights. None: the weights themselves."""
     global _active
     previous, _active = _active, weights
     try:
@@ -90,13 +90,13 @@ class Fp8Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantise the weights as they are now. Weights that stayed where they were are copied to where their copy was."""
+        """Quantise the weights as they are now. Weights that have not moved reuse the memory of their copy."""
         from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
 
         copies: dict[int, Fp8Rows] = {}
         for weight in self._weights():
             held = self._copies.get(weight.data_ptr())
-            # Other weights may have come to lie where some were that moved.
+            # The address of a moved weight may now hold another weight.
             fits = held is not None and held.values.shape == weight.shape
             copies[weight.data_ptr()] = quantise(weight, held if fits else None)
             if self._gradients:
@@ -164,7 +164,7 @@ class Fp8Product(Product):
 
     @property
     def _adapter_dtype(self) -> torch.dtype | None:
-        """In which adapters want the input; None where there are none."""
+        """The dtype of the adapters' input; None without adapters."""
         return None if self.low_rank is None else self.weight.dtype
 
     def _multiply(self, rows: Fp8Rows, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -190,7 +190,9 @@ def multiply(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype, counters: Tensor) 
 
 
 def tile_and_splits(num_rows: int, weight_shape: Sequence[int], device: torch.device) -> tuple[Any, int]:
-    """Of the kernel for few rows, by shapes alone. Few outputs make few programs: then the inputs are split."""
+    """Number of splits of the kernel for few rows, from shapes only. Few outputs give few programs, so inputs are
+    split.
+    """
     from posttrain.policy.fused.fp8_kernels import ProductTile
 
     outputs, inputs = weight_shape

@@ -18,7 +18,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-_TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # of a weight, that a program turns round at a time
+_TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # rows of a weight that a program transposes at a time
 
 
 class Fp8Rows(NamedTuple):
@@ -207,7 +207,7 @@ def _warps(block: int) -> int:
 @dataclass(frozen=True)
 class ProductTile:
     """What one program computes: `columns` outputs of `rows` rows, `depth` inputs at a time. Weights are the first operand:
-    their 64 or more outputs fill the matrix units, which a few rows would not."""
+    their 64 or more outputs fill the tensor cores, which a few rows would not."""
 
     rows: int
     columns: int
@@ -225,7 +225,7 @@ def _few_rows_product(
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_of_rows = tl.cdiv(num_rows, ROWS)
-    # Tiles of rows that need the same weights are neighbours: all but the first find them in L2.
+    # Row tiles that need the same weights are adjacent: all but the first read them from L2.
     rows = (tile % tiles_of_rows) * ROWS + tl.arange(0, ROWS)
     columns = (tile // tiles_of_rows) * COLUMNS + tl.arange(0, COLUMNS)
     deep = tl.arange(0, DEPTH)

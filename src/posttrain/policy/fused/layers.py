@@ -1,15 +1,15 @@
 """Runs decoder layers of the Llama pattern (Llama, Mistral, Qwen2, Qwen3, SmolLM2 …) with the operations of `ops.py`.
 
 A layer keeps its modules and its parameters; only its `forward` is replaced, in training and in sampling alike, so that
-both round at the same places. A layer is recognised by what it is made of, and then tried: where the replaced forward and
-the module's own disagree on a few tokens (some families scale a residual, or leave the rotation out), the module's own stays.
+both round at the same places. A layer is recognised by its modules and then tested: if the replaced forward and the
+original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays.
 
 Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`accumulate.joined`,
-`adapters.py`): the parameters become views of one tensor, so there is no second copy to keep in step. Sharded parameters
+`adapters.py`): the parameters become views of one tensor, so there is no second copy to synchronise. Sharded parameters
 cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
 
-In a pass without gradients a layer leaves its last sum to the norm that comes next (`PendingSum`), one kernel launch less
-per layer. Between the layers of a model that trains, states are fp32: then the bits are the same.
+In a pass without gradients a layer defers its last sum to the next norm (`PendingSum`), which saves one kernel launch
+per layer. In training, states between layers are fp32, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
 
 @torch.no_grad()
 def _fuse_norm(norm: Any) -> bool:
-    """That behind the last layer."""
+    """The norm after the last layer."""
     if not _is_rms_norm(norm):
         return False
     if isinstance(norm.forward, FusedNorm):
@@ -135,10 +135,10 @@ def _follows_pattern(layer: Any) -> bool:
 
 
 class PendingSum:
-    """What is still to be added to the output of a layer, on its way to the norm of the next one. One for each decoder.
+    """The deferred sum of a layer's output, applied by the norm of the next layer. One per decoder.
 
-    The output passes through code that is not ours. So a sum is deferred only where nothing looks at that output: no hooks,
-    no recomputation, and a successor that takes it (`Successor`).
+    The output passes through third-party code. So a sum is deferred only if nothing reads that output: no hooks, no
+    recomputation, and a successor that supports it (`Successor`).
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class PendingSum:
 
 @dataclass
 class Successor:
-    """Of layer number `place`: the next layer, or the norm behind the last one, as they are at the moment."""
+    """The current successor of layer `place`: the next layer, or the norm after the last one."""
 
     decoder: Any
     place: int
@@ -192,7 +192,7 @@ class FusedLayer:
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.may_join = may_join
-        self.successor: Successor | None = None  # which may be left the last sum
+        self.successor: Successor | None = None  # may receive the deferred sum
         self.pending = PendingSum()
 
     def __call__(
@@ -218,7 +218,7 @@ class FusedLayer:
             )
         from posttrain.policy.fused.ops import Add
 
-        # Modules are looked up at every call: adapters may have been put on them, or taken off.
+        # Modules are looked up at every call: adapters may have been added or removed.
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
         cos, sin = (angles[0] for angles in position_embeddings)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -249,7 +249,7 @@ class FusedLayer:
     def _normed(
         self, norm: Any, x: Tensor, delta: Tensor | None, modules: Sequence[nn.Module]
     ) -> tuple[Tensor, Tensor | list[Tensor]]:
-        """(x + delta, what the modules make of its norm): side by side in one tensor, or in one for each."""
+        """(x + delta, the modules' outputs for its norm): concatenated in one tensor, or one tensor each."""
         from posttrain.policy.fused.ops import AddNorm, NormedLinear
 
         if (product := self._product(modules)) is not None:
@@ -301,7 +301,7 @@ class FusedLayer:
 
 
 class FusedNorm:
-    """The forward of the norm behind the last layer."""
+    """The forward of the norm after the last layer."""
 
     def __init__(self, norm: Any) -> None:
         self.own_forward = norm.forward

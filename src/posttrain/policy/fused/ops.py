@@ -1,7 +1,8 @@
 """The kernels of a decoder layer under autograd, together with the matrix products next to them.
 
-Taken together, because then the backward pass can compute cheap things again instead of keeping them: a norm from the
-residual that is kept anyway, the product inside SwiGLU from its two factors. That is a third of what a layer keeps.
+They are fused because then the backward pass can recompute cheap values instead of storing them: a norm from the
+residual that is kept anyway, the product inside SwiGLU from its two factors. This saves a third of a layer's stored
+activations.
 
 Weights that are multiplied with the same input lie side by side in memory (`accumulate.joined`): one product instead of two or
 three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
@@ -154,7 +155,7 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = grads[0].contiguous()
-        # A gradient of queries, keys and values was put together for this place alone: it may be overwritten.
+        # The gradient of queries, keys and values has no other user, so it may be overwritten.
         alone = ctx.num_heads * cos.shape[1] < grad.shape[1]
         out = grad if alone else torch.empty_like(grad)
         return kernels.rotate(grad, cos, sin, ctx.num_heads, out=out, backward=True), None, None, None

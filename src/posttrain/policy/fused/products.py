@@ -1,8 +1,8 @@
 """Linear modules that take the same input, as one matrix product; some of them may have a low-rank adapter.
 
-With adapters the input meets the base weights in one product and all matrices A in another, and each B adds its part to
-the columns it belongs to: scaling and sum happen inside the product, and are rounded once. Plain torch, independent of
-models, of peft (`adapters.py`) and of what comes before a product (`ops.py`).
+With adapters, one product multiplies the input with the base weights and another with all matrices A. Each B adds to
+its own columns: scaling and sum happen inside the product, with one rounding. Plain torch, independent of models, of
+peft (`adapters.py`) and of what comes before a product (`ops.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class LowRank:
         return [down.shape[0] for down in self.downs]
 
     def columns(self, wide: Tensor) -> list[Tensor]:
-        """What each adapter adds to, or has its gradient from."""
+        """The output columns of each adapter."""
         return [wide.narrow(1, start, length) for start, length in self.spans]
 
 
 @dataclass(frozen=True)
 class Product:
-    """x @ weight.T + bias, and what adapters add. The parameters' data may change between calls, a `Product` is for one."""
+    """x @ weight.T + bias, and what adapters add. Parameter data may change between calls, so a `Product` is valid for
+    one call.
+    """
 
     weights: tuple[Tensor, ...]  # the parameters, which lie in `weight`
     biases: tuple[Tensor, ...]  # one for each weight, or none
@@ -49,7 +51,7 @@ class Product:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Everything that can have a gradient, as autograd is to see it: weights, biases, As, Bs."""
+        """All inputs that can have a gradient, in the order passed to autograd: weights, biases, As, Bs."""
         adapters = () if self.low_rank is None else (*self.low_rank.downs, *self.low_rank.ups)
         return (*self.weights, *self.biases, *adapters)
 
@@ -59,7 +61,7 @@ class Product:
         return out, self.add_adapters(x, out)
 
     def add_adapters(self, x: Tensor, out: Tensor) -> Tensor | None:
-        """Add to `out` what adapters make of `x`; returns the inputs as they see them."""
+        """Add the adapters' output for `x` to `out`; returns the adapters' inputs."""
         if (adapters := self.low_rank) is None:
             return None
         low = torch.mm(x, adapters.down.T)
@@ -93,7 +95,7 @@ class Product:
         return grad
 
     def _base_gradient(self, grad_out: Tensor) -> Tensor:
-        """Of the inputs, without what came by adapters."""
+        """Gradient of the inputs, without the adapters' contribution."""
         return torch.mm(grad_out, self.weight)
 
     def part_gradients(

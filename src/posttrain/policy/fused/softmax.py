@@ -22,7 +22,7 @@ def _logprobs(logits_ptr, target_ptr, normaliser_ptr, logprob_ptr, width, factor
         at = start + tl.arange(0, BLOCK)
         x = tl.load(base + at, mask=at < width, other=float("-inf")).to(tl.float32) * factor
         higher = tl.maximum(best, x)
-        # A column that has seen nothing but -inf stays empty; -inf minus -inf is NaN.
+        # A column with only -inf so far stays empty: -inf minus -inf is NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         mass = mass * tl.exp(best - safe) + tl.exp(x - safe)
         best = higher

@@ -1,6 +1,6 @@
-"""Tries on a few tokens, before a forward of ours replaces a module's own: do they compute the same?
+"""Tests on a few tokens that a replacement forward computes the same as the module's own.
 
-In evaluation mode: an adapter's dropout would be another one each time.
+Runs in evaluation mode, as dropout of adapters would differ between the two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Observed:
 
     @torch.no_grad()
     def agrees(self, forward: Callable[..., Tensor]) -> bool:
-        """Whether `forward` makes of the same tokens what the layer's own makes, which used our attention."""
+        """Whether `forward` gives the same output as the layer's own forward, which used our attention."""
         return bool(self.options) and is_near(
             self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
         )
@@ -66,7 +66,7 @@ def trial_states(weight: Tensor) -> Tensor:
 
 
 def is_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | None = None) -> bool:
-    """To the rounding of weights in `dtype`, by the largest of `spread`, or of `theirs`."""
+    """Equality up to the rounding of weights in `dtype`, relative to the maximum of `spread` or of `theirs`."""
     error = (ours - theirs).float().abs().max()
     tolerance = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return bool(error <= tolerance * (theirs if spread is None else spread).float().abs().max())
@@ -74,7 +74,7 @@ def is_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | N
 
 @torch.no_grad()
 def trial_pass(decoder: Any, weight: Tensor) -> Tensor:
-    """What a decoder whose last norm has `weight` makes of a few random states."""
+    """Output for a few random states of a decoder whose last norm has `weight`."""
     states, positions = trial_states(weight), torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
     with evaluation_mode(decoder), _autocast(weight), attention_context(_one_sequence(weight.device)):
         output: Tensor = decoder(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state

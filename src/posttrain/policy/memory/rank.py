@@ -1,10 +1,10 @@
-"""What one rank's GPU holds at its peak while sampling, training and stepping the optimizer, item by item.
+"""Peak GPU memory of one rank while sampling, training and stepping the optimizer, item by item.
 
 Sums are of tensors, as `torch.cuda.max_memory_allocated` counts them. The CUDA context and gaps between blocks are added
 only where the question is whether all of it fits.
 
 `should_checkpoint` answers `policy.dtensor_cfg.activation_checkpointing: auto`. Each rank calls it once the model is
-loaded. The answer changes memory and time, and no result.
+loaded. The answer affects memory and time, but not results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays wh
 BUCKET_BYTES = 1 << 30  # through which a rank hands weights to engines on other GPUs, at most
 RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
 ALLOCATOR_SLACK = 0.03  # of what is allocated, lost between blocks; estimate
-_HEADROOM = 0.05  # of the memory: an estimate is not a measurement
+_HEADROOM = 0.05  # fraction of memory: safety margin of the estimate
 _COPIES_OF_KEYS = 2.0  # keys that attention is given for each token, where answers share their prompt
 _SLICE = 2**23  # policy/optimizer/compact_adam.py: numbers that the compact optimizer works on at a time
 _STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0}

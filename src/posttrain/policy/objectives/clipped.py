@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss of GRPO and its relatives.
+"""The clipped policy-gradient loss of GRPO and its variants.
 
 PPO's clipped ratio (arXiv:1707.06347) with the group advantages of GRPO (arXiv:2402.03300), separate lower and upper
 clips (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), sequence ratios (GSPO, arXiv:2507.18071), CISPO
@@ -132,7 +132,9 @@ class ClippedPolicyGradient:
         return kl
 
     def _kl_weight(self, frame: _Frame, ratio: Tensor) -> Tensor:
-        """What makes the estimate one under the current policy. `on_policy` is worth 1, but not in the gradient."""
+        """The importance weight of the estimate under the current policy. `on_policy` has value 1 but a non-zero
+        gradient.
+        """
         lc = frame.current
         kind = self.config.kl_importance_weight or (
             "sampler" if self.config.use_on_policy_kl_approximation else "on_policy"
@@ -187,7 +189,7 @@ class _Frame:
         self.reference = columns.get("reference_logprobs", logprobs.detach())
         self.advantages = columns["advantages"]
         self.mask = columns["mask"]
-        # The sampler has no opinion of tokens that are not the model's; a 0 there would overflow once exponentiated.
+        # Tokens of the environment have no sampler log-probability; a 0 there would overflow in exp.
         self.sampler = torch.where(self.mask != 0, columns["generation_logprobs"], self.previous.detach())
         self.ids = sequence_ids(batch, device)
         self.num_sequences = len(batch.responses)

@@ -37,7 +37,7 @@ class KtoLoss:
         reference = batch.columns["reference_logprobs"].to(device)
         ids, count = sequence_ids(batch, device), len(batch.responses)
         lengths = per_sequence(mask, ids, count)
-        counts = (lengths > 0).float()  # an answer that is masked altogether takes no part
+        counts = (lengths > 0).float()  # fully masked answers are excluded
         is_good = sequence_values(batch, "desirable", device) > 0
         class_size = sequence_values(batch, "num_class_sequences", device).clamp(min=1)
 

@@ -8,7 +8,7 @@ formulas. With equal policy and reference the loss of dpo is ln 2.
 Columns used: mask; reference_logprobs, given_rewards (rpo), num_class_tokens (token-level SFT term) where the options need
 them. `TokenBatch.num_sequences` counts both responses of a pair.
 
-Pairs that are ranked rightly, and ties, are reported as counts, which add up exactly; the algorithm
+Correctly ranked pairs and ties are reported as counts, which add up exactly; the algorithm
 divides them by the number of pairs.
 """
 
@@ -46,7 +46,7 @@ class PreferenceLoss:
         mask = batch.columns["mask"].to(logprobs.device)
         ids, count = sequence_ids(batch, logprobs.device), len(batch.responses)
         lengths = per_sequence(mask, ids, count)
-        counts = (lengths[0::2] > 0).float()  # a pair that is masked altogether takes no part
+        counts = (lengths[0::2] > 0).float()  # fully masked pairs are excluded
 
         chosen, rejected = self._rewards(logprobs, batch, mask, ids, lengths)
         losses = pair_losses(

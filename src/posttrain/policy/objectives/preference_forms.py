@@ -1,4 +1,4 @@
-"""The preference losses of one pair, as functions of its two rewards. Sums, masks and batches are not known here.
+"""The preference losses of one pair, as functions of its two rewards. Independent of sums, masks and batches.
 
 A reward is a sum or a mean over the tokens of an answer of log p - log p_reference, or of log p alone for the losses
 without a reference (simpo, orpo). m = chosen reward - rejected reward, b = beta, s = the logistic function:
@@ -82,7 +82,7 @@ def log_odds(logprobs: Tensor) -> Tensor:
     """log(p / (1 - p)), from log p. At p = 1, where it is infinite, it is large, and its gradient 0."""
     x = logprobs.clamp(max=_LARGEST_MEAN_LOGPROB)
     is_small = x < -0.6931471805599453
-    # Each branch sees only numbers at which it is exact: a NaN in the gradient of the other one would spoil the sum.
+    # Each branch gets only inputs at which it is exact: a NaN in the gradient of the unused branch would propagate.
     small = torch.log1p(-x.masked_fill(~is_small, -1.0).exp())
     large = torch.log(-torch.expm1(x.masked_fill(is_small, -0.1)))
     return x - torch.where(is_small, small, large)

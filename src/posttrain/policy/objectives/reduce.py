@@ -58,7 +58,7 @@ ROUNDING = 1e-6
 def ranked(lead: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Whether each lead is above zero, and whether it is nothing but rounding. `logprobs`: what it is a difference of.
 
-    At the first step policy and reference are equal; without this, accuracy would be the share of lucky roundings.
+    At the first step policy and reference are equal; without this, accuracy would depend on rounding errors.
     """
     is_tie = lead.abs() <= ROUNDING * logprobs.abs()
     return (lead > 0) & ~is_tie, is_tie
@@ -74,7 +74,7 @@ def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def clamped_kl(log_ratio: Tensor, kind: str, input_clamp: float | None, output_clamp: float | None) -> Tensor:
-    """The same, with bounds on what goes in and on what comes out; None is no bound."""
+    """The same with bounds on inputs and outputs; None: no bound."""
     if input_clamp is not None:
         log_ratio = log_ratio.clamp(-input_clamp, input_clamp)
     kl = kl_estimate(log_ratio, kind)

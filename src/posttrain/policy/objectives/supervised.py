@@ -22,9 +22,9 @@ class BradleyTerry:
     (arXiv:2312.09244). The margin, off by default, requires a larger difference where the answers differ more (Llama 2,
     arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
 
-    Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
-    losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards. Pairs that are
-    ranked rightly are reported as a count, which adds up exactly; a tie is not one of them.
+    Responses come in pairs, chosen then rejected, of one prompt. Scores take the place of log-probabilities: the score
+    of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards. Correctly ranked pairs
+    are reported as a count, which adds up exactly; ties are not included.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -35,7 +35,7 @@ class BradleyTerry:
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         num_pairs = max(batch.num_sequences / 2, 1.0)
         ids, count = sequence_ids(batch, logprobs.device), len(batch.responses)
-        # A pair that is masked altogether takes no part.
+        # Fully masked pairs are excluded.
         counts = (per_sequence(batch.columns["mask"].to(logprobs.device), ids, count)[0::2] > 0).float()
         scores = per_sequence(logprobs, ids, count)
         chosen, rejected = scores[0::2], scores[1::2]

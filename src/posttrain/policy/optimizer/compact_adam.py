@@ -1,13 +1,13 @@
-"""Adam and AdamW for models that would not fit otherwise: moments in bf16 or 8 bits, weights without fp32 masters, state in
+"""Memory-saving Adam and AdamW: moments in bf16 or 8 bits, weights without fp32 masters, state in
 host memory. Any of the three, in any combination.
 
-The arithmetic is that of torch.optim.AdamW in fp32, on slices of a tensor at a time: what is kept in fewer bits is made fp32,
-updated, and rounded stochastically (`low_precision`). The noise is keyed by (seed, parameter, number of the update, index of the
-number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On CUDA an update is one kernel
-(`fused/adam_kernels.py`).
+The arithmetic is that of torch.optim.AdamW in fp32, on slices of a tensor at a time: low-precision state is converted
+to fp32, updated, and rounded stochastically (`low_precision`). The noise is keyed by (seed, parameter, number of the
+update, index of the number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On
+CUDA an update is one kernel (`fused/adam_kernels.py`).
 
-State in host memory passes through the device in slices: one is fetched and one written back while a third is computed. The
-numbers are those of state on the device, as long as this class has it there too.
+State in host memory passes through the device in slices: one is fetched and one written back while a third is computed.
+Results equal those of this class with state on the device.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def new_state(weight: Tensor, form: StateFormat) -> dict[str, Tensor]:
         state["exp_avg"] = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         state["exp_avg_sq"] = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
         return {**state, "exp_avg_scale": scales, "exp_avg_sq_scale": scales.clone()}
-    # What 8 bits do not pay for is small: biases and norms.
+    # Tensors not worth quantising are small: biases and norms.
     dtype = torch.bfloat16 if form.moments == "bfloat16" else torch.float32
     for entry in ("exp_avg", "exp_avg_sq"):
         state[entry] = torch.zeros(weight.shape, dtype=dtype, device=weight.device)

@@ -1,15 +1,15 @@
 """Numbers in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes for Adam's two moments.
 
-Rounding to the nearest would lose what matters here: a decay of 0.1 % a step is less than half of the last bit of a bf16
-number, so it would never happen. Rounding up or down by chance, in proportion to the distance, is right on average. The
-chance is a hash of (key, index of the number), so it does not depend on devices, slices or ranks, and there is no generator
-whose state would have to be saved.
+Rounding to nearest would lose small changes: a decay of 0.1 % per step is less than half of the last bit of a bf16
+number. Stochastic rounding, up or down in proportion to the distance, is unbiased. The random bits are a hash of (key,
+index of the number), so it does not depend on devices, slices or ranks, and there is no generator whose state would
+have to be saved.
 
-The 8-bit codes are our own, in the spirit of block-wise 8-bit Adam (Dettmers et al. 2022), with powers where that paper has a
-table: a block shares one fp32 scale, its largest magnitude; the steps between codes are small near zero, where most numbers
-are. The first moment is ±scale·(k/127)², the second scale·((k+1)/256)⁴. The second is never stored as zero in a block that is
-not all zero: it is a divisor, and too small a one would make a step too long. It is stored too large instead, where it is
-below 2·10⁻¹⁰ of the block's largest.
+The 8-bit codes are our own, in the spirit of block-wise 8-bit Adam (Dettmers et al. 2022), with powers where that paper
+has a table: a block shares one fp32 scale, its largest magnitude; the steps between codes are small near zero, where
+most numbers are. The first moment is ±scale·(k/127)², the second scale·((k+1)/256)⁴. The second is never stored as zero
+in a block that is not all zero: it is a divisor, and too small a value would make a step too large. Values below
+2·10⁻¹⁰ of the block's maximum are stored too large instead.
 
 Everything is plain torch; `fused/adam_kernels.py` has the same as parts of a kernel.
 """
@@ -54,7 +54,7 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, words: Tensor) -> Tensor:
-    """fp32 to bf16, up or down by chance; what bf16 can hold stays as it is, and so does what is no number."""
+    """Stochastic rounding from fp32 to bf16; values that bf16 represents exactly, and NaN, are unchanged."""
     # A bf16 is the upper half of an fp32: adding 16 random bits to the lower half carries with the right probability.
     bits = values.view(torch.int32) + (words & 0xFFFF)
     rounded = (bits & -65536).view(torch.float32)

@@ -233,7 +233,7 @@ class MixedPrecisionOptimizer:
         return class_name(type(self.optimizer))
 
     def check_kinds(self, state: JsonMapping) -> None:
-        """Raise CheckpointError if a saved state is that of another optimizer or schedule: it has no meaning here."""
+        """Raise CheckpointError if a saved state is from another optimizer or schedule."""
         current = self._kinds()
         saved = {**current, **ORDINARY, **state.get("kinds", {})}  # not in older checkpoints
         for setting, names in current.items():
@@ -246,9 +246,10 @@ class MixedPrecisionOptimizer:
                 )
 
     def load_schedule_state(self, state: JsonMapping) -> None:
-        """This run's schedule, from its start to where the saved one was: a rate or a length that was changed holds.
+        """This run's schedule, advanced to the saved step: changes of rate or length take effect.
 
-        Loaded from its state, a schedule would continue with its old numbers, and torch's continue from the previous rate.
+        A schedule loaded from its state would keep its old settings, and torch's schedules continue from the previous
+        rate.
         """
         if self.scheduler is None or state["scheduler"] is None:
             return
