@@ -1,11 +1,11 @@
 """The outer loop of every algorithm: resume, step, validate, record, save, stop.
 
-The order within a step matters for exact resumption. A step's row is written before its checkpoint. So whatever the moment
-of a kill, the rows that a checkpoint needs exist, and rows beyond it are cut when the run resumes from it.
+The order within a step matters for exact resumption. A step's row is written before its checkpoint. So after a kill at
+any point, the rows of a checkpoint exist, and later rows are removed when the run resumes from it.
 
-A run that is asked to stop does so within the step. Until the first update the model is that of the step before: the step is
-left undone, and repeated when the run resumes. Once the updates are made, the step is saved; its validation, if one was due,
-is made up for when the run resumes.
+A run that is asked to stop does so within the step. Before the first update the model is unchanged: the step is
+abandoned, and repeated when the run resumes. After the updates, the step is saved; a validation that was due runs when
+the run resumes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrainingLoop:
     saver: Saver
     deadline: SaveDeadline
     interruption: Interruption = field(default_factory=Interruption)
-    _is_saved: bool = False  # what the run was asked to stop with
+    _is_saved: bool = False  # the state at the requested stop is saved
 
     def run(self) -> int:
         """Train to the end, or until there is a reason to stop. Returns the process's exit code."""
@@ -65,12 +65,12 @@ class TrainingLoop:
         if reason.startswith(STOPPED_BY_DOCTOR):
             return EXIT_ERROR_FOUND
         if not is_stopped or interruption.signal is None:
-            return EXIT_CODES[ending]  # a signal that comes when the run ends anyway changes nothing
-        # 85 would promise a checkpoint.
+            return EXIT_CODES[ending]  # a signal at the end of the run has no effect
+        # Exit code 85 would indicate a checkpoint.
         return interruption.exit_code if self._is_saved else 128 + interruption.signal
 
     def _begin(self, first: int) -> str | None:
-        """The validation before training, or the one that was left out when the run was stopped. Returns a reason to stop."""
+        """The validation before training, or the one skipped when the run was stopped. Returns a reason to stop."""
         is_due = self.saver.owes_validation or (first == 1 and self.settings.val_at_start)
         try:
             validation = self._validate(first - 1) if is_due else None
@@ -107,7 +107,7 @@ class TrainingLoop:
         raise AssertionError("the last step is a reason to stop")
 
     def _validation_after(self, step: int) -> tuple[StepReport | None, bool]:
-        """The validation of a step, and whether one was due that is left out because the run is to stop."""
+        """The validation of a step, and whether a due validation is skipped because the run stops."""
         if not self._is_validation_due(step):
             return None, False
         if self.interruption.is_asked():
@@ -118,7 +118,7 @@ class TrainingLoop:
             return None, True
 
     def _stopped(self, step: int, finished: Finished | None, *, is_owed: bool = False) -> str:
-        """Save the state after `step`, the last one that is finished. Returns the reason of the stop."""
+        """Save the state after `step`, the last finished step. Returns the reason to stop."""
         assert self.interruption.signal is not None
         reason = f"{STOPPED_BY} {self.interruption.signal.name}"
         if step == 0:
