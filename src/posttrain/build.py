@@ -1,7 +1,6 @@
-"""A run from its config: data, workers, recorder, checkpoints, algorithm, loop.
+"""Builds a run from its config: data, workers, recorder, checkpoints, algorithm, loop.
 
-Everything that can be wrong with the input is looked at before the model is loaded: the data, the reward functions, the
-model's folder.
+All input is checked before the model is loaded: the data, the reward functions, the model's folder.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from posttrain.reporting.token_files import token_pieces
 from posttrain.roles import RoundEngine, WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
-# Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
+# Short description of a run's memory and time, given device name and number of steps; empty if unknown.
 Planner = Callable[[RunConfig, str, int], str]
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
 class TrainingRun:
-    """A training run, ready to go. Close it to end worker processes."""
+    """A training run, ready to start. Close it to stop worker processes."""
 
     def __init__(
         self,
@@ -89,17 +88,17 @@ class TrainingRun:
         return code
 
     def close(self, exit_code: int | None = None) -> None:
-        """End worker processes and give the folder back. `exit_code` None: the run has crashed."""
+        """Stop worker processes and release the folder. `exit_code` None: the run has crashed."""
         self._cleanup.close()
         self._access.end(exit_code)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """On an error: write the reason to the folder, end the workers, give the folder back."""
+        """On an error: write the reason to the folder, stop the workers, release the folder."""
         try:
             yield
         except BaseException as error:
-            # Once the run has begun, a file that cannot be written is no fault of the config.
+            # After the start, a file that cannot be written is not a config error.
             fault = storage_error(error) if self._access.has_begun else None
             try:
                 self._write_reason(fault or error)
@@ -238,7 +237,7 @@ class TrainingRun:
         generation = self.config.policy.generation
         is_vllm = generation is not None and generation.uses_vllm
         if workers.engines is workers:
-            # The vLLM of every rank has whole layers, also where the ranks share theirs.
+            # The vLLM of every rank has full layers, even if the ranks share theirs.
             engine = ShardedEngine(workers, mesh=Mesh(dp=workers.mesh.size) if is_vllm else None)
             weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
         else:
@@ -254,7 +253,7 @@ class TrainingRun:
         return CheckedEngine(engine, trainer, *limits, generation.temperature), weights
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
-        """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
+        """`pack_size` is the size of precomputed packs, which are not split; 0: no packs."""
         policy = self.config.policy
         size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
         budget = None
@@ -321,7 +320,7 @@ class TrainingRun:
     def _export(self, recorder: RunRecorder) -> Exporter | None:
         if self._make_export is None or not self.config.checkpointing.save_consolidated:
             return None
-        # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
+        # The scoring layer of a reward model is trained with its adapters, so the copy keeps both.
         return self._make_export(recorder.warn, not self.config.scores_answers)
 
     def _loop_settings(self, max_steps: int, *, has_validation: bool) -> LoopSettings:
@@ -350,7 +349,7 @@ class TrainingRun:
 
 
 def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
-    """An engine on each device of the run's cluster, with the weights that the run starts from. They share nothing."""
+    """An engine on each device of the run's cluster, with the run's initial weights. The engines are independent."""
     layout = RankLayout(
         config.cluster.num_nodes,
         config.cluster.gpus_per_node,
@@ -374,7 +373,7 @@ def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
-    """Ranks may run with another working directory."""
+    """Absolute paths: ranks may run in another working directory."""
 
     def absolute(name: str) -> str:
         return str(Path(name).absolute()) if Path(name).is_dir() else name
@@ -395,7 +394,7 @@ def _refit_remark(config: RunConfig) -> str:
 
 
 def _without_vllm(policy: PolicyConfig) -> PolicyConfig:
-    """Of ranks that do not sample: engines of their own do."""
+    """For ranks that do not sample because dedicated engines do."""
     if policy.generation is None:
         return policy
     return policy.model_copy(update={"generation": policy.generation.model_copy(update={"backend": "native"})})
