@@ -1,4 +1,4 @@
-"""GRPO: sample answers, or take them from labelled traces, score them, and train on what scored better in its group."""
+"""GRPO: sample answers or read them from labelled traces, score them, and train on group-relative advantages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GrpoRecipe(Recipe):
         check_environments(self.environments(), Path.cwd())
 
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """Those that a dataset names: the others need no worker processes. An unknown name is reported later."""
+        """The environments that a dataset names; others need no worker processes. Unknown names are reported later."""
         data, env = self.config.data, self.config.env
         named = {entry.env_name for entry in [*data.train_sets(), *data.validation_sets()]}
         return {name: settings for name, settings in env.items() if name in named} or dict(env)
@@ -125,7 +125,7 @@ class GrpoRecipe(Recipe):
         cleanup: ExitStack,
         when_stopped: Callable[[Callable[[], None]], None],
     ) -> tuple[ScoringRouter, TurnTaking | None]:
-        """The environments, and what takes turns with the model in them."""
+        """The environments, and their multi-turn counterparts."""
         environments = self.environments()
         environment = build_environments(environments, base_folder=Path.cwd())
         cleanup.callback(environment.close)
@@ -144,7 +144,7 @@ class GrpoRecipe(Recipe):
     def _rollouts(
         self, stream: Stream[Task], position: Stateful, held_out: Sequence[Task], chat: ChatFormat, parts: RunParts
     ) -> tuple[RolloutSource, RolloutSource]:
-        """Where the answers of training and of validation come from."""
+        """The rollout sources of training and validation."""
         config, grpo = self.config, self.config.grpo
         environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped)
         rollouts = FreshRollouts(
@@ -162,7 +162,7 @@ class GrpoRecipe(Recipe):
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
             sampling=sampling_of(config.policy, chat.stop_token_ids, validation=True),
-            seed=grpo.seed + 1,  # other noise than training's
+            seed=grpo.seed + 1,  # different noise than training
             show_progress=parts.show_progress,
             label="validation",
             after_step=True,

@@ -25,7 +25,7 @@ def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
 
 
 def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful, parts: RunParts) -> RolloutSource:
-    """`fresh` itself where every step samples its own groups."""
+    """`fresh` itself if every step samples its own groups."""
     if not isinstance(position, StreamAndOpenGroups):
         return fresh
     rounds = RoundRollouts(
@@ -38,13 +38,13 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
     )
     if not config.rounds_ahead:
         return rounds
-    # A round makes one call for each turn, and each call has a deadline of its own, which names the engine.
+    # A round makes one call per turn. Each call has its own deadline, whose error names the engine.
     limit_s = deadline_s("sample_round") * (config.grpo.max_rollout_turns + 1)
     return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup)
 
 
 def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:
-    """The source itself where every group is trained on."""
+    """The source itself if every group is trained on."""
     grpo = config.grpo
     if not isinstance(position, StreamAndSurplus):
         return source

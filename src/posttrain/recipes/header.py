@@ -21,7 +21,7 @@ def header_lines(
     planned: str,
     unused_epochs: str,
 ) -> list[str]:
-    """`planned`: memory and time as predicted; empty where nothing is. `unused_epochs`: see `LoadedConfig`."""
+    """`planned`: predicted memory and time; empty if there is no prediction. `unused_epochs`: see `LoadedConfig`."""
     policy, sizes = config.policy, config.step_sizes()
     lora = policy.dtensor_cfg.lora_cfg
     trained = f"LoRA adapters of rank {lora.dim}" if lora.enabled else "all weights are trained"

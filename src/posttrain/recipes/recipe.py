@@ -1,4 +1,4 @@
-"""What a recipe decides: which data a run reads, which algorithm trains on it, and how its progress is shown."""
+"""Recipe interface: which data a run reads, which algorithm trains on it, and how progress is shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.roles import Algorithm, RoundEngine, ShowProgress, Stateful, Trai
 
 
 class Rows(Protocol):
-    """A loaded dataset, as far as a run of any kind looks at it."""
+    """A loaded dataset, as used by every kind of run."""
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -30,7 +30,7 @@ class Rows(Protocol):
 
     @property
     def pack_size(self) -> int:
-        """Tokens of a precomputed pack, which stays whole; 0 if there are none."""
+        """Tokens of a precomputed pack, which is not split; 0 without packs."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,7 @@ class Prepared:
 
     train: Rows
     validation: Rows | None
-    position: Stateful  # in the data, and whatever else of it a checkpoint contains
+    position: Stateful  # position in the data, and other data state in a checkpoint
     algorithm: Callable[[RunParts], Algorithm]
 
 
@@ -91,7 +91,7 @@ PAIR_RESULTS = (
 
 
 def pair_accuracy(note: str) -> Headline:
-    """The headline of what learns from pairs."""
+    """The headline metrics of pair-based training."""
     curves = (("train/accuracy", "training"), ("validation/accuracy", "validation"))
     chart = ChartSpec("Preference accuracy", curves, note)
     return Headline("train/accuracy", "Pair accuracy", lower_is_better=False, chart=chart)
@@ -100,7 +100,7 @@ def pair_accuracy(note: str) -> Headline:
 def load_both(
     data: DataConfig, load: Callable[[Entries], RowDataset[Item]]
 ) -> tuple[RowDataset[Item], RowDataset[Item] | None]:
-    """Training data, and validation data or None: a dataset of its own, or rows kept back from training."""
+    """Training data, and validation data or None: a separate dataset, or rows held out from training."""
     assert data.train is not None, "refused when the config is loaded"
     train = load(data.train)
     if data.validation is not None:
