@@ -1,4 +1,4 @@
-"""Checkpoints: folders that are either complete or not there, and what a run needs to resume from one.
+"""Checkpoints: atomic folders, and the state that a run needs to resume from one.
 
 Importing this package does not import torch; `state` and `saver` do.
 """

@@ -1,7 +1,7 @@
 """Writing a checkpoint while training continues: one thread, at most one write at a time, and every error is reported.
 
-Ranks in other processes report the end of their part by a file in the checkpoint's folder, its mark. The folder is shared
-anyway, and a rank that is busy with the next step cannot answer calls.
+Ranks in other processes report completion by a marker file in the checkpoint's folder. The folder is shared anyway, and
+a rank that is busy with the next step cannot answer calls.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class BackgroundWrite:
         return self._over.is_set()
 
     def start(self, write: Write) -> None:
-        """Run `write` in a thread. The one before must be over."""
+        """Run `write` in a thread. The previous write must have ended."""
         assert self.is_over, "one write at a time"
         self._over.clear()
         self._given_up.clear()
-        # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
+        # A daemon thread: a process that exits immediately does not wait for it, and leaves a folder without its final
+        # name.
         threading.Thread(target=self._run, args=(write,), name=CHECKPOINT_THREAD, daemon=True).start()
 
     def _run(self, write: Write) -> None:
@@ -56,14 +57,14 @@ class BackgroundWrite:
         return self.is_over and self._error is not None
 
     def wait(self) -> BaseException | None:
-        """Return when the write is over: what it failed with, once, or None."""
+        """Wait for the write to end. Returns its error, once, or None."""
         if not self._over.wait(_LONGEST_WRITE_S):
             return TimeoutError(f"it was not written within {_LONGEST_WRITE_S:.0f} s; does its disk hang?")
         error, self._error = self._error, None
         return error
 
     def give_up(self) -> None:
-        """The run has failed: its write may still complete, but stops waiting for ranks that may have ended."""
+        """The run has failed: its write may complete, but no longer waits for ranks that may be dead."""
         self._given_up.set()
 
     def take_write_s(self) -> float | None:
@@ -77,20 +78,20 @@ def leave_mark(folder: Path, rank: int, problem: str) -> None:
     try:
         durable.write_text(_mark(folder, rank), problem)
     except FileNotFoundError:
-        return  # the driver has given up on this checkpoint and removed it
-    except OSError:  # the disk may be full; the name of an empty file takes next to nothing
+        return  # the driver has abandoned this checkpoint and removed it
+    except OSError:  # the disk may be full; an empty file needs almost no space
         _bare_mark(folder, rank).touch()
 
 
 def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool], deadline_s: float) -> None:
-    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed,
-    or with the first rank that has left none after `deadline_s`.
+    """Wait until every rank has written its marker, and remove the markers. RuntimeError with the problem of the first
+    failed rank, or with the first rank without a marker after `deadline_s`.
 
-    Once `is_given_up`, the run has failed, and ranks have a minute left: they may have failed with it.
+    Once `is_given_up`, the run has failed and ranks get one more minute: they may have failed too.
     """
     start = time.monotonic()
     limit, gives_up = start + deadline_s, False
-    # All are looked at in turn: a rank may wait for another one that has failed.
+    # Check all ranks in turn: a rank may wait for another one that has failed.
     while missing := [rank for rank in range(num_ranks) if not _has_written(folder, rank)]:
         if not gives_up and is_given_up():
             limit, gives_up = min(limit, time.monotonic() + _GRACE_S), True

@@ -1,7 +1,7 @@
-"""Is this checkpoint one of this run's model? The policy saves this description of it as `policy/model.json`.
+"""Checks that a checkpoint fits this run's model, by the description in `policy/model.json`.
 
-It holds what decides whether weights fit and token ids mean the same: architecture, sizes, LoRA, vocabulary. What a run
-may choose anew (precision, attention implementation, dropout, where the model was loaded from) is not in it.
+It holds what decides whether weights fit and token ids mean the same: architecture, sizes, LoRA, vocabulary. Settings
+that a resumed run may change (precision, attention implementation, dropout, model source) are not included.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def describe_model(
     `model_config` is `config.to_dict()` of a `transformers` model, `lora` the adapter's settings (None, or `enabled: false`,
     for full tuning), `vocabulary` the tokenizer's `get_vocab()`.
     """
-    # Models of several modalities keep the decoder's sizes in a section of their own.
+    # Multimodal models keep the decoder's sizes in a separate section.
     text = model_config.get("text_config")
     decoder = {
         **model_config,
@@ -103,9 +103,9 @@ def _describe_lora(lora: Mapping[str, object] | None) -> dict[str, object] | Non
     described = {}
     for ours, theirs in _LORA.items():
         value = next((lora[name] for name in theirs if lora.get(name) is not None), None)
-        # Empty and off are what a missing setting means.
+        # A missing setting means empty or off.
         if value is not None and value is not False and value != [] and value != "":
-            # The order in which modules are named means nothing.
+            # The order of module names is irrelevant.
             described[ours] = sorted(value) if isinstance(value, list | tuple | set) else _plain(value)
     return described
 

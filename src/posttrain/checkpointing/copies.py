@@ -1,9 +1,9 @@
-"""Whether a checkpoint gets a copy of the model for use, in `step_N/hf`: `checkpointing.save_consolidated`.
+"""Whether a checkpoint gets a consolidated copy of the model in `step_N/hf`: `checkpointing.save_consolidated`.
 
-With `auto` it does where that costs little: where the run waits for it, 2 % of the time of training since the checkpoint
-before; where it does not (in the background), half of that time, so that the next save need not wait either. The cost is that of
-the latest copy of this run. Before the first, it is estimated from the rate at which the checkpoint itself was written. Knows
-nothing of how copies are made.
+With `auto` it does if the cost is low: up to 2 % of the training time since the previous checkpoint if the run waits
+for it; up to half of that training time in the background, so that the next save does not wait either. The cost is that
+of the latest copy of this run. Before the first, it is estimated from the rate at which the checkpoint itself was
+written. Independent of how copies are made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Exporter(Protocol):
         ...
 
     def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
-        """In another process, which shares nothing with training: random numbers, locks, the GPU."""
+        """In another process, which shares no random state, locks or GPU with training."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Reads a folder of torch.distributed.checkpoint (DCP) without running code that is stored in it.
 
 DCP pickles its index, `.metadata`, and unpickles it and every value that is not a tensor without restriction, so that a
-prepared file runs any code. Here the index may contain only the classes that DCP itself puts there, values that are not
-tensors are never read, and shards lie in the folder. Tensors are loaded by torch with `weights_only=True`.
+malicious file can run any code. Here the index may contain only the classes that DCP itself puts there, values that are
+not tensors are never read, and shards lie in the folder. Tensors are loaded by torch with `weights_only=True`.
 """
 
 from __future__ import annotations

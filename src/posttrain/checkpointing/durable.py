@@ -1,4 +1,4 @@
-"""Getting bytes and names onto the disk, so that they survive the loss of power.
+"""Durable writes: file contents and names that survive a power failure.
 
 Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that holds
 its name.
@@ -26,7 +26,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return once the names in `path` are on the disk, where the filesystem can promise that."""
+    """Return once the names in `path` are on the disk, if the filesystem supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -55,7 +55,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:
-    """Replace `path` by `text`: a reader, or a crash at any moment, finds the old text or the new one, whole.
+    """Replace `path` by `text`: readers, also after a crash, find either the complete old or the complete new text.
 
     Credentials are left out: by `redact`, or `redact_values` for text of models and data.
     """

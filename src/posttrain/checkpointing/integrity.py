@@ -7,7 +7,7 @@ The list has a checksum of its own, `own_sha256`, and must name every file that 
 files of `_LOADED`. Other files are ignored: people put notes and converted models into a checkpoint's folder. Checkpoints of
 earlier versions have no `own_sha256`; everything else is checked.
 
-Checksums find accidents. They are no signature: someone who may write to the folder can also write new checksums.
+Checksums detect accidental damage. They are not a signature: anyone with write access can write new checksums.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Recorded:
 
 
 def seal(folder: Path) -> None:
-    """Put every file below `folder` on the disk and write `checksums.json`; afterwards nothing in it may change."""
+    """Flush every file below `folder` and write `checksums.json`; afterwards no file may change."""
     checksums = folder / CHECKSUMS
     checksums.unlink(missing_ok=True)
     folders, paths = [], []
@@ -58,7 +58,7 @@ def seal(folder: Path) -> None:
     paths.sort()
 
     with _threads() as pool:
-        # Hashing is the processor's work and syncing the disk's: both run at once.
+        # Hashing uses the CPU and syncing the disk, so both run concurrently.
         syncing = [pool.submit(durable.sync_file, path) for path in paths]
         hashing = {path: (size := path.stat().st_size, _submit(pool, path, size, _PIECE_BYTES)) for path in paths}
         files = {
@@ -140,7 +140,7 @@ def _own_digest(content: Mapping[str, object]) -> str:
 
 
 def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:
-    """Files that would be loaded without having been compared with anything."""
+    """Files that would be loaded but have no checksum."""
     found = [] if below else [name for name in _LOADED if (folder / name).exists()]
     for root, _, names in os.walk(folder / (below or _LOADED_FOLDER)):
         found += [
@@ -172,7 +172,7 @@ def _content_problem(name: str, recorded: _Recorded, found: list[str], piece_byt
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """A pool that drops what is still waiting when its user fails: an error must not wait for gigabytes of hashing."""
+    """A pool that drops queued work on an error, so that the error does not wait for gigabytes of hashing."""
     # Cores this process may use, where the system reports it: a container has often fewer than the machine.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(_MAX_THREADS, num_cores))

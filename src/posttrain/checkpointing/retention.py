@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps. Pure arithmetic over steps and metrics; NeMo RL's rule.
+"""Which checkpoints a run keeps, by steps and metrics; NeMo RL's rule.
 
 - Steps that are multiples of `save_period` compete for `keep_top_k` places: the best metric first, the newer on a tie, a
   checkpoint without the metric last. With no metric the newest win.

@@ -22,8 +22,8 @@ from posttrain.errors import CheckpointError, switch
 from posttrain.roles import Finished, Recorder, Stateful, Trainer
 from posttrain.types import StepReport
 
-OWES_VALIDATION = "owes_validation"  # in a checkpoint: one was due after its step, and the run was stopped before it
-_SAVING = ("checkpointing", "checkpoint_write")  # stages of a report that are no training
+OWES_VALIDATION = "owes_validation"  # key in a checkpoint: a due validation was skipped because the run was stopped
+_SAVING = ("checkpointing", "checkpoint_write")  # stages that are not training
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SaverSettings:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What a checkpoint holds of the driver: it changes while a step is made, the model only with its updates."""
+    """The driver's part of a checkpoint. It changes during a step; the model changes only in updates."""
 
     stream_state: Mapping[str, object]
     rng: Mapping[str, object]
@@ -57,19 +57,19 @@ class CheckpointSaver:
     recorder: Recorder
     store: CheckpointStore
     config_yaml: str
-    export: Exporter | None = None  # adds a copy of the model for use to a checkpoint that is written
+    export: Exporter | None = None  # adds a consolidated copy of the model to a checkpoint
     copy_rule: CopyRule = field(default_factory=lambda: CopyRule(by_cost=False, model_bytes=0))
     total_tokens: int = 0
     _background: BackgroundWrite = field(default_factory=BackgroundWrite)
     _may_use_background: bool | None = None  # None: not known yet
     _is_prepared: bool = False
     _is_copying: bool = False  # an update may have to wait for the copy of a save
-    _blocked_s: float | None = None  # for which saving has blocked the run since the last report
+    _blocked_s: float | None = None  # seconds for which saving blocked the run since the last report
     _has_validated: bool = False
     _trained_s: float = 0.0  # since the checkpoint before
     _has_said_why_no_copy: bool = False
     _num_losses: int = 0  # of the folder
-    owes_validation: bool = False  # the checkpoint that was resumed from: its validation is still to be made
+    owes_validation: bool = False  # the checkpoint resumed from still needs its validation
     _saved_step: int = 0  # of the newest checkpoint, complete or being written in the background
     _save_s: float | None = None  # what the latest save took, to its end
     _at_start: _Moment | None = None  # of the present step
@@ -177,14 +177,14 @@ class CheckpointSaver:
         self._trained_s += sum(seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
 
     def _lost_checkpoints(self) -> bool:
-        """Whether the folder was deleted since the last call: then what can be saved is saved now."""
+        """Whether the folder was deleted since the last call; if so, save now."""
         before = self._num_losses
         self._num_losses = self.store.attempt.num_losses if self.store.attempt else 0
         return self._num_losses > before
 
     def abandon(self, error: Exception) -> None:
         self._background.give_up()
-        problem = self._background.wait()  # the checkpoint before the failure is worth waiting for
+        problem = self._background.wait()  # wait for the checkpoint before the failure
         if problem is not None:
             error.add_note(f"and the checkpoint that was being written is lost: {problem}")
 
@@ -276,7 +276,9 @@ class CheckpointSaver:
         return info
 
     def _check_metric(self, step: int, report: StepReport, validation: StepReport | None) -> None:
-        """A metric that does not exist ranks no checkpoint: warn at once, not after a good one has been removed."""
+        """Warn early about a metric that does not exist: checkpoints could not be ranked, and good ones would be
+        removed.
+        """
         name = self.settings.metric_name
         if name is None:
             return
@@ -308,7 +310,7 @@ class CheckpointSaver:
         return self._may_use_background
 
     def _stop_saving_in_background(self, problem: BaseException) -> None:
-        """The failure may have been temporary. If not, the save that follows in the foreground ends the run with its error.
+        """The failure may be temporary. If not, the following foreground save ends the run with its error.
 
         Threads of other ranks may still be waiting for the one that failed, so there is no second background save.
         """

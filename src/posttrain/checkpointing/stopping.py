@@ -1,9 +1,9 @@
 """Reasons to save and stop before the last step: a signal, or a time limit such as that of a queue.
 
-From the start of a command SIGTERM and SIGHUP (the terminal was closed) raise Terminated (`StopAtOnce`). The kernel drops a
-signal without a handler for the first process of a container, so there is no moment without one. Inside the training loop
-they and Ctrl-C are requests (`Interruption`): a step that has not changed the model is left undone, any other is finished; the
-loop saves, and ends. The sender of SIGTERM may say how much time is left (`POSTTRAIN_STOP_FILE`). The clock of
+From the start of a command SIGTERM and SIGHUP (the terminal was closed) raise Terminated (`StopAtOnce`). For PID 1 of a
+container, the kernel drops signals without a handler, so a handler is always installed. Inside the training loop they
+and Ctrl-C are requests (`Interruption`): a step that has not changed the model is abandoned, any other is finished; the
+loop saves and ends. The sender of SIGTERM may say how much time is left (`POSTTRAIN_STOP_FILE`). The clock of
 `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the model does not count.
 """
 
@@ -29,7 +29,7 @@ STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable: a file {"deadline": seconds since
 
 
 class StopAtOnce:
-    """While it is entered, the first SIGTERM or SIGHUP raises Terminated; later ones do not disturb the way out.
+    """While it is entered, the first SIGTERM or SIGHUP raises Terminated; later ones are ignored during shutdown.
 
     A SIGHUP that is ignored, as under `nohup`, stays ignored. Outside of the main thread entering does nothing.
     """
@@ -57,7 +57,7 @@ class StopAtOnce:
 
     @classmethod
     def install_again(cls) -> None:
-        """After a library that has put a handler of its own in this one's place, as Ray does."""
+        """Reinstall the handler after a library such as Ray has replaced it."""
         if (current := cls._current) is not None and threading.current_thread() is threading.main_thread():
             _install(set(current._previous), current._receive)
 
@@ -98,26 +98,28 @@ class Interruption:
         self._happened: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put, but take no lock
 
     def tell(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, in a thread of its own, when the run is asked to stop and the step can be left undone."""
+        """Call `listener`, in a separate thread, when a stop is requested and the step can be abandoned."""
         self._listeners.append(listener)
 
     def is_asked(self) -> bool:
         return self.signal is not None
 
     def check(self) -> None:
-        """StopRequested if the run is asked to stop and the step can be left undone."""
+        """Raises StopRequested if a stop is requested and the step can be abandoned."""
         if self.is_asked() and not self._is_committed:
             raise StopRequested
 
     def commit(self) -> None:
-        """Call before the step changes the model: from here on it is finished. StopRequested as by `check`."""
+        """Call before the step changes the model: from then on the step will be finished. Raises StopRequested like
+        `check`.
+        """
         was_committed, self._is_committed = self._is_committed, True  # first: `_tell` must not miss it
         if self.is_asked() and not was_committed:
             self._is_committed = False
             raise StopRequested
 
     def end_step(self) -> None:
-        """What follows can be left undone again."""
+        """From here on, work can be abandoned again."""
         self._is_committed = False
 
     def take_save_request(self) -> bool:
@@ -127,7 +129,7 @@ class Interruption:
 
     @staticmethod
     def seconds_left() -> float | None:
-        """Until the process is killed; None if nothing is known of it."""
+        """Seconds until the process is killed; None if unknown."""
         try:
             content = json.loads(Path(os.environ[STOP_FILE]).read_text("utf-8"))
             return float(content["deadline"]) - time.time()
@@ -136,7 +138,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with once it has saved: 85 after SIGTERM and SIGHUP, 130 after SIGINT, 0 after none."""
+        """Exit code after saving: 85 after SIGTERM and SIGHUP, 130 after SIGINT, 0 without a signal."""
         return 0 if self.signal is None else _EXIT_CODES[self.signal]
 
     def __enter__(self) -> Interruption:
@@ -148,7 +150,7 @@ class Interruption:
             outer = getattr(self._previous.get(signal.SIGTERM), "__self__", None)
             if isinstance(outer, StopAtOnce):
                 self._outer = outer
-                # One that arrived in a destructor was raised there, and lost.
+                # A Terminated that was raised in a destructor was lost.
                 self.signal = self.signal or outer.signal
         if self._listeners:
             threading.Thread(target=self._tell, name="stopping", daemon=True).start()
@@ -173,7 +175,7 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked child inherits this handler, but not the loop that would act on it. It must end at the signal.
+            # A forked child inherits this handler, but not the loop that would act on it. It must exit on the signal.
             _die_of(number)
             return
         if number == signal.SIGINT:
@@ -186,7 +188,7 @@ class Interruption:
         again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
         # Not print(): the main thread may be inside print() right now, and buffered files refuse to be entered twice.
         line = f"\n{signal.Signals(number).name} received: {self._answer}{again}\n"
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may be closed
             os.write(2, line.encode())
 
     def _receive_save_request(self, number: int, frame: FrameType | None) -> None:
@@ -218,7 +220,7 @@ def _die_of(number: int) -> None:
 class SaveDeadline:
     """When one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
 
-    The time of saving is not included: choose a limit that leaves room for it.
+    The time of saving is not included: choose a limit that leaves time for it.
     """
 
     def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -234,7 +236,7 @@ class SaveDeadline:
         self._num_steps = 0
 
     def mark_step(self) -> None:
-        """A step is over, with what belongs to it: validation, saving."""
+        """A step is over, including validation and saving."""
         assert self._started is not None, "start() comes first"
         self._last_mark = self._clock()
         self._num_steps += 1

@@ -1,17 +1,17 @@
 """A run's checkpoint folder: writing checkpoints, finding the newest good one, removing the surplus.
 
-The name gives the state, so that what a kill leaves behind is recognised:
+The folder name shows the state, so that leftovers of a killed writer are recognised:
 
     step_N            complete; every file listed in its checksums.json
     tmp_step_N.K      being written, by attempt K of the run (tmp_step_N without attempts)
     old_step_N        the previous step_N, for the instant in which a new one takes its name
     removing_step_N   being removed
 
-One process writes to a folder; its `attempt` confirms it before a checkpoint gets its name. Any number may read. Readers
-(`latest`, `steps`) change nothing on the disk; what a killed writer left behind is repaired when the next one starts to
-write.
+One process writes to a folder; its `attempt` confirms it before a checkpoint gets its name. Any number may read.
+Readers (`latest`, `steps`) change nothing on the disk; leftovers of a killed writer are repaired when the next writer
+starts.
 
-The store reads nothing of a checkpoint but the metric in `training_info.json` that retention uses.
+The store reads only the metric in `training_info.json` that retention uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+(?:\.(\d+))?")
 _WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
 _FULL_BYTES = 2**20  # a disk with less has no room for a checkpoint of any model
-_MAX_CHECKS = 100  # of a checkpoint that is replaced while it is checked
+_MAX_CHECKS = 100  # retries if a checkpoint is replaced while it is checked
 
 
 class CheckpointStore:
@@ -110,7 +110,7 @@ class CheckpointStore:
         self._tidy_up_after(step)
 
     def confirm(self) -> None:
-        """Raise Superseded if this process may no longer write; make a deleted folder again."""
+        """Raise Superseded if this process may no longer write; recreate a deleted folder."""
         if self.attempt is not None:
             self.attempt.confirm()
 
@@ -134,7 +134,7 @@ class CheckpointStore:
         durable.sync_folder(self.folder)
 
     def _tidy_up_after(self, step: int) -> None:
-        """What follows a complete checkpoint. It must not fail a run whose state is safe, so errors become messages."""
+        """Cleanup after a complete checkpoint. It must not fail a run whose state is saved, so errors become messages."""
         status = {
             "last_checkpoint_step": step,
             "last_successful_ckpt_save_completion": time.time(),
@@ -150,8 +150,9 @@ class CheckpointStore:
             self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
 
     def _repair(self) -> None:
-        """Finish or undo what a killed writer was doing. Killed itself at any point, it can start again. What a newer attempt
-        is writing is left alone."""
+        """Finish or undo the work of a killed writer. Safe to repeat if killed at any point. Folders of a newer attempt
+        are not touched.
+        """
         for entry in sorted(self.folder.iterdir()):
             match = _STEP.fullmatch(entry.name)
             if match and match[1]:
@@ -173,7 +174,7 @@ class CheckpointStore:
         self._say(f"Restored checkpoint {current}: the save that was to replace it did not finish")
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint so that half of it can never be taken for a whole one."""
+        """Remove a checkpoint such that a partial one is never taken for complete."""
         doomed = checkpoint.with_name(f"removing_{checkpoint.name}")
         if doomed.exists():
             shutil.rmtree(doomed)
@@ -191,15 +192,15 @@ class CheckpointStore:
     # --- reading ---
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, in order. They are named complete; `latest` checks it."""
-        # A folder renamed while a listing is read may be missing from it, under both names. A second listing has it.
+        """The steps of existing checkpoints, in order. Only names are checked; `latest` verifies contents."""
+        # A folder renamed during a listing may be missing under both names. A second listing has it.
         names = {*self._names(), *self._names()}
         return sorted({int(match[2]) for name in names if (match := _STEP.fullmatch(name))})
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are all what they were when it was saved; None if there is none.
+        """The newest checkpoint whose files are all intact; None if there is none.
 
-        Every one that is skipped is reported with what is wrong, and left in place.
+        Skipped checkpoints are reported with the problem, and left in place.
         """
         for name in sorted(self._names()):
             if name.startswith("tmp_") and _LEFTOVER.fullmatch(name):
@@ -230,10 +231,10 @@ class CheckpointStore:
             return []
 
     def _examine(self, step: int, *, contents: bool = True) -> tuple[Path | None, list[str]]:
-        """Where a step's checkpoint is, None if it has gone, and what is wrong with it.
+        """The path of a step's checkpoint (None if removed) and its problems.
 
-        A writer may replace or remove it meanwhile. Then what was found wrong belongs to a mixture of two folders, or to
-        half of one, and the check is repeated.
+        A writer may replace or remove it during the check. The problems found are then not reliable, and the check is
+        repeated.
         """
         problems: list[str] = []
         for _ in range(_MAX_CHECKS):
@@ -312,13 +313,13 @@ class CheckpointStore:
 
 
 def _storage_cause(error: BaseException) -> BaseException:
-    """torch.distributed.checkpoint raises one error for those of all ranks, with their tracebacks as its text."""
+    """torch.distributed.checkpoint raises one error for all ranks, with their tracebacks as its text."""
     failures: Mapping[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
     return next((failed for failed, _ in failures.values() if isinstance(failed, OSError)), error)
 
 
 def _full_disk(folder: Path) -> str:
-    """torch reports a disk that ran full while it wrote an archive as an unexpected position in the file."""
+    """torch reports a full disk while writing an archive as an unexpected position in the file."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -327,7 +328,7 @@ def _full_disk(folder: Path) -> str:
 
 
 def _plain(value: object) -> object:
-    """`value` as JSON can hold it: one-element tensors and numpy scalars as numbers, what is not finite as null."""
+    """`value` as JSON: one-element tensors and numpy scalars become numbers, non-finite numbers null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
