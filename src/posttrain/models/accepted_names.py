@@ -1,4 +1,4 @@
-"""What may be named as a model, and the files that each name stands for. Shared by eval, gate, serve, chat and pipeline.
+"""Resolves model names to files. Shared by eval, gate, serve, chat and pipeline.
 
     models/smollm2-135m-instruct      a Hugging Face folder
     results/adapter                   a peft adapter; its own config names the base model
@@ -47,7 +47,7 @@ Kind = Literal["folder", "adapter", "checkpoint", "hub"]
 
 
 class ModelReferenceError(InputError):
-    """A name that leads to no model."""
+    """A name that does not resolve to a model."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def connect_registry(lookup: RegistryLookup) -> None:
 
 
 def resolve_registered_model(text: str, *, registry: str | None = None, base: str | None = None) -> ResolvedModel:
-    """As `resolve_model`, and `registry:` names too: the version they mean now, with its checksums verified."""
+    """Like `resolve_model`, and also `registry:` names: the version they currently resolve to, with verified checksums."""
     if not text.startswith(REGISTRY_PREFIX):
         return resolve_model(text, base=base)
     if _registry_lookup is None:
@@ -254,7 +254,7 @@ Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
 
 
 def from_checkpoints(load: Load) -> Load:
-    """`load`, but that a folder of a run or checkpoint in policy.model_name becomes the folder of its weights."""
+    """`load`, with a run or checkpoint folder in policy.model_name replaced by the folder of its weights."""
 
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         found = load(extra)

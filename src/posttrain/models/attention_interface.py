@@ -66,7 +66,7 @@ def active_context() -> AttentionContext:
 
 
 def refuse_dropout(config: object) -> None:
-    """Attention here drops nothing. A model that was made to drop in training would silently be trained without."""
+    """Attention dropout is not supported. A model configured with it would silently be trained without."""
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if share := getattr(config, name, None):
             raise InputError(

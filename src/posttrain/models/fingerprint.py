@@ -12,7 +12,7 @@ _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt
 
 
 def model_fingerprint(model: ResolvedModel, say: Callable[[str], None] | None = None) -> str | None:
-    """Of the weights, of the base model under an adapter, and of the tokenizer; None for a model on the hub."""
+    """Hashes of the weights, of the base model under an adapter, and of the tokenizer; None for a model on the hub."""
     if model.files is None:
         return None
     folders = dict.fromkeys([model.files, Path(model.model), Path(model.tokenizer)])
@@ -20,9 +20,9 @@ def model_fingerprint(model: ResolvedModel, say: Callable[[str], None] | None = 
 
 
 def folder_fingerprint(*folders: Path, say: Callable[[str], None] | None = None) -> str:
-    """Of the names and of every byte of a model's files; a copy in another place gives the same one.
+    """Hash of the names and all bytes of a model's files, independent of the location.
 
-    Every byte counts: a training that changes a few layers may leave any sample of the bytes unchanged.
+    All bytes are hashed: training that changes a few layers may leave any sample of the bytes unchanged.
     """
     files = [
         file

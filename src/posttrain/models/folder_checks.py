@@ -1,7 +1,7 @@
-"""Refuses the folder of a model before a library reads it: named pipes, links to other places, and a config.json with
-values that no model has or names of code to fetch.
+"""Rejects unsafe model folders before a library reads them: named pipes, links out of the folder, and a config.json
+with impossible values or names of remote code.
 
-Code that a model brings along (`auto_map`, `custom_generate`) is not run: `trust_remote_code` is false everywhere.
+Code shipped with a model (`auto_map`, `custom_generate`) is not run: `trust_remote_code` is false everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from posttrain.errors import InputError
 from posttrain.json_files import JsonMapping, read_json
 
-# Positive whole numbers, and the most that is believed.
+# Positive integers, and their plausible maximum.
 _SIZES = {
     "num_hidden_layers": 10_000,
     "hidden_size": 2**20,
@@ -32,14 +32,15 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 
 
 def refuse_pipes(folder: Path) -> None:
-    """InputError if a file there is a named pipe: the libraries that read models would wait for ever."""
+    """InputError if a file there is a named pipe: the libraries that read models would block forever."""
     for file in folder.iterdir():
         if file.is_fifo():
             raise InputError(f"{file}: a named pipe, not a file")
 
 
 def refuse_links_outside(folder: Path) -> None:
-    """InputError if a link below `folder` leads out of it. For folders that are copied: the target may be confidential.
+    """InputError if a link below `folder` points outside of it. For folders that are copied: the target may be
+    confidential.
 
     The hub's cache consists of links, to files elsewhere in the cache.
     """

@@ -57,7 +57,7 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
 
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    import transformers  # noqa: F401  before: its log handler keeps the stderr that it finds
+    import transformers  # noqa: F401  import first: its log handler keeps the current stderr
 
     try:
         with redirect_stderr(io.StringIO()):  # the progress bars of the libraries
@@ -104,7 +104,7 @@ def _header(gguf: Path) -> JsonObject:
 
 
 def _plain_model(gguf: Path) -> PreTrainedModel:
-    """The model without any trace of its quantisation: a model loaded from GGUF refuses to be saved."""
+    """Removes quantisation settings from the model: a model loaded from GGUF cannot be saved."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

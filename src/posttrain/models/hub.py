@@ -1,7 +1,7 @@
 """Checks a model name against the Hugging Face hub, with one request and a short timeout.
 
-The hub's client retries five times, with growing pauses. That is right for a download and wrong for a mistyped path, so
-names are checked here before a library gets them. Nothing is downloaded, and torch is not imported.
+The hub's client retries five times, with growing pauses. That suits downloads but not mistyped paths, so names are
+checked here first. Nothing is downloaded, and torch is not imported.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
 
 
 def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
-    """Those of a vision tower and its projection, through which no text passes: an adapter there would learn nothing."""
+    """Modules of a vision tower and its projection: no text passes through them, so adapters there would not be
+    trained.
+    """
     if model.config.get_text_config() is model.config:
         return []
     text = {id(module) for module in model.get_decoder().modules()}
@@ -73,7 +75,7 @@ def _initialise_adapters(model: nn.Module, how: str) -> None:
 
 
 def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which an adapted model computes what its frozen base model does."""
+    """Context in which an adapted model computes the output of its frozen base model."""
     return model.disable_adapter() if is_adapted(model) else nullcontext()  # type: ignore[operator]
 
 

@@ -71,7 +71,7 @@ class StoredPart:
 
 
 def stored_parts(file: Path) -> dict[str, StoredPart]:
-    """What a safetensors file holds, by name. The data is not read, but must be there in full."""
+    """The entries of a safetensors file, by name. The data is not read, but must be complete."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -107,7 +107,7 @@ def assemble(name: str, parts: list[StoredPart], facts: TensorFacts) -> Tensor:
 
 
 def whole_facts(name: str, parts: list[StoredPart]) -> TensorFacts:
-    """Shape and type of the tensor that the parts make up; InputError if some of it is in none of them."""
+    """Shape and type of the tensor that the parts make up; InputError if a part is missing."""
     first = parts[0].facts
     if any(p.facts.dtype != first.dtype or len(p.facts.shape) != len(first.shape) for p in parts):
         raise InputError(f"{name}: the parts in {_files(parts)} are of different types or ranks")
