@@ -1,6 +1,6 @@
-"""Environments judge completions. Everything that may misbehave runs in worker processes that can be killed.
+"""Environments score completions. Untrusted or fragile code runs in worker processes that can be killed.
 
-The names below load on first use: worker processes and `check_environments` must not pay for importing torch.
+The names below load on first use: worker processes and `check_environments` must not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do rewards agree with what was recorded? The comparison and its text; who scored, and how, is not known here."""
+"""Compares rewards with recorded ones and formats the result. Independent of how rewards are computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def recorded(self) -> float | None:
-        """A run's rollouts have every part; elsewhere the one number that is recorded is compared with the part."""
+        """Rollouts of a run record every part; other files record one number, which is compared with the part."""
         parts = self.sample.recorded_parts
         return parts.get(self.part) if self.part is not None and parts is not None else self.sample.recorded
 
@@ -63,7 +63,7 @@ def unscored(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> str:
-    """A summary for people, in lines."""
+    """A human-readable summary, in lines."""
     scored = [v for v in verdicts if v.reward is not None]
     per_sample = seconds / max(1, len(verdicts))
     lines = [
@@ -117,7 +117,7 @@ def _summary(compared: Sequence[Verdict]) -> str:
 
 
 def _cross_table(compared: Sequence[Verdict]) -> list[str]:
-    """How often each reward met each recorded one; for many different values, how far they are apart."""
+    """Counts of (reward, recorded reward) pairs; for many distinct values, their differences."""
     recorded = sorted({v.recorded for v in compared if v.recorded is not None})
     rewards = sorted({v.reward for v in compared if v.reward is not None})
     if max(len(recorded), len(rewards)) > _MAX_VALUES_IN_TABLE:

@@ -1,7 +1,7 @@
-"""Does the `env:` of a config work? Asked before a model is loaded, so nothing here imports torch.
+"""Checks the `env:` section of a config before a model is loaded. Does not import torch.
 
 Each reward is started once, in a worker, as it will be for the run. A reward function that hangs, exits or crashes
-while it is imported is reported like one that raises, and leaves nothing behind in this process.
+while it is imported is reported like one that raises, and does not affect this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
     """Raise `InputError` if a block under `env:` is wrong, or what it names cannot be used."""
     for environment in read_settings(mapping, base_folder).values():
         for settings in environment.rewards.values():
-            # What lives where the models live is looked at when it is built, and no worker can start it.
+            # In-process rewards are checked when they are built; workers cannot start them.
             if settings.config.type in WORKER_SCORERS:
                 _check(settings)
     for settings in read_turns(mapping, base_folder).values():

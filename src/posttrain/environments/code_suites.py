@@ -1,4 +1,4 @@
-"""The tests of a task, as datasets write them down, read into one of three kinds. Knows nothing of how they are run.
+"""Parses the tests of a task from dataset formats into one of three kinds. Independent of how tests are run.
 
 - `ProgramSuite`: the solution is a program; each case is what it reads and what it must print (APPS, CodeContests, TACO).
 - `CallSuite`: the solution defines a function; each case is its arguments and what it must return (`fn_name` of APPS).
@@ -43,7 +43,7 @@ Suite = ProgramSuite | CallSuite | StepSuite
 
 
 def suite_of(item: ScoringItem, tests_key: str | None) -> Suite:
-    """The tests of a task: of its metadata under `tests_key`, or under a usual name, or else its reference."""
+    """The tests of a task: from its metadata under `tests_key` or a usual name, else from its reference."""
     if tests_key is not None:
         if tests_key not in item.metadata:
             known = ", ".join(map(str, item.metadata)) or "nothing"
@@ -57,7 +57,7 @@ def suite_of(item: ScoringItem, tests_key: str | None) -> Suite:
 
 
 def read_suite(value: object, around: JsonMapping) -> Suite:
-    """`around` is where the name of the function and code to run first may stand, if not in the tests themselves."""
+    """`around` may hold the function name and set-up code, if the tests do not."""
     if isinstance(value, str):
         value = _unpacked(value)
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Does the code in a completion pass the tests of its task? Runs inside a worker process, and the code in a sandbox.
+"""Runs the tests of a task on the code in a completion. Runs in a worker process; the code runs in a sandbox.
 
-Code that fails, crashes, hangs, or does anything else than pass is wrong: reward 0, or the share that it passed. Tests that
-cannot be read, and a sandbox that does not do its job, say nothing about the code: the completion is unscored.
+Code that fails, crashes, hangs, or otherwise does not pass is wrong: reward 0, or the fraction of tests passed. If
+tests cannot be read or the sandbox fails, the completion is unscored.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from posttrain.json_files import JsonMapping, JsonObject
 _GUEST = (Path(__file__).parent / "sandbox" / "guest.py").read_bytes()
 _MIB, _KIB = 1 << 20, 1 << 10
 _FLOAT_TOLERANCE = 1e-9
-ATTEMPTS = 2  # a machine that was out of processes or memory may have some again
+ATTEMPTS = 2  # processes or memory may be available again
 
 
 def code_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
-    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox as strict as asked for."""
+    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox of the required strictness."""
     wall_s = float(setup["wall_time_limit_s"] or 3 * setup["time_limit_s"])
     timeout_s = float(setup["timeout_s"] or CodeRewardConfig.default_timeout_s)
     # Must be shorter than the pool's limit: running out of time is a verdict on the code, a killed worker is not.
@@ -84,7 +84,7 @@ def extracted_code(response: str, code_block: str) -> str | None:
         return response
     accepted = {"python": ("python", "python3", "py")}.get(code_block)
     found = None
-    language: str | None = None  # of the block that we are in
+    language: str | None = None  # of the current block
     lines: list[str] = []
     for line in response.splitlines():
         fence = re.match(r"\s*(?:```+|~~~+)\s*([\w+#.-]*)[^`]*$", line)
@@ -106,7 +106,7 @@ def num_tests(suite: Suite) -> int:
 
 @dataclass(frozen=True)
 class _Bench:
-    """Where solutions are put to the test."""
+    """Runs solutions against their tests."""
 
     sandbox: Sandbox
     interpreter: Interpreter
@@ -167,7 +167,7 @@ class _Bench:
     def _run(self, code: str, job: JsonObject, stdin: bytes, limits: Limits) -> Outcome:
         files = {
             "guest.py": _GUEST,
-            "solution.py": code.encode("utf-8", "replace"),  # a sampled text may hold half a character
+            "solution.py": code.encode("utf-8", "replace"),  # sampled text may contain lone surrogates
             "job.json": json.dumps({**job, "sys_path": list(self.sys_path)}).encode(),
         }
         program = Program(self.interpreter.command("guest.py"), files, stdin, announces=True)
@@ -181,7 +181,7 @@ class _Bench:
 
 
 def _reported(report: bytes, token: str) -> dict[str, str]:
-    """What the guest reported of each step, and of a set-up that fails. Lines without the token are not the guest's."""
+    """The guest's report of each step and of a failed set-up. Lines without the token are not from the guest."""
     reported: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
         match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)

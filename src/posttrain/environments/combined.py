@@ -1,7 +1,7 @@
-"""One environment out of rewards: a single one in its pool of workers, or several that are added up with their weights.
+"""Builds an environment from rewards: a single one with its worker pool, or a weighted sum of several.
 
-Each reward has its own pool, number of workers and time limit, and they score side by side. If one of them cannot score a
-completion, that completion is unscored with the name of that reward; the values of the others are kept.
+Each reward has its own pool, number of workers and time limit, and rewards score in parallel. If one of them cannot
+score a completion, that completion is unscored with the name of that reward; the values of the others are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PooledReward:
 
 
 def interrupt(environment: Environment) -> None:
-    """Make an environment give up what it scores. One that has no worker processes finishes it."""
+    """Cancel the scoring of an environment. One without worker processes finishes it."""
     if isinstance(environment, PooledReward | WeightedRewards):
         environment.interrupt()
 
@@ -69,7 +69,7 @@ def scoring_item(task: Task, completion: Completion) -> ScoringItem:
         messages=[dict(message) for message in task.messages],
         metadata=dict(task.metadata),
         noise_key=f"{task.draw}\0{completion.text}",
-        token_ids=own if own or not completion.text else None,  # a stored text comes without its tokens
+        token_ids=own if own or not completion.text else None,  # stored text has no tokens
         finish_reason=completion.finish_reason,
     )
 
@@ -95,7 +95,7 @@ class WeightedRewards:
                     if name in pooled:
                         waiting[name] = threads.submit(reward.score, tasks, completions, advance(place))
                 for place, (name, reward) in enumerate(self.rewards.items()):
-                    if name not in pooled:  # models stay in the thread that owns them
+                    if name not in pooled:  # models stay in their thread
                         found[name] = reward.score(tasks, completions, advance(place))
                 found |= {name: future.result() for name, future in waiting.items()}
             except BaseException:

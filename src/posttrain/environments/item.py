@@ -1,4 +1,4 @@
-"""What travels to a worker process for one completion, and what comes back: a reward, or why there is none. No torch here."""
+"""Messages to and from a worker process for one completion: the item, and a reward or an error. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from posttrain.reward_values import NEEDED, is_reward, total
 
 @dataclass(frozen=True)
 class ScoringItem:
-    """One completion with what is needed to judge it."""
+    """One completion with the data needed to score it."""
 
-    prompt: str  # as the model saw it, chat template applied
+    prompt: str  # the model's input, chat template applied
     response: str
     reference: Any
     messages: list[JsonObject] = field(default_factory=list)  # the conversation before the chat template
@@ -32,17 +32,17 @@ class ScoringItem:
 
 @dataclass(frozen=True)
 class PlainReply:
-    """What a worker answers when it is not asked for a reward: sent as it is."""
+    """A worker's answer to calls other than scoring; passed through unchanged."""
 
     fields: JsonObject  # plain JSON values
 
 
 class Unscored(Exception):
-    """The completion cannot be judged, and the message gives the reason: no traceback would add to it."""
+    """The completion cannot be scored. The message gives the reason; no traceback is needed."""
 
 
 class BadSetup(Exception):
-    """No completion can be judged with these settings, and the message names what to change."""
+    """No completion can be scored with these settings. The message names what to change."""
 
 
 def to_reward(value: object) -> tuple[float, dict[str, float]]:
@@ -60,7 +60,7 @@ def to_reward(value: object) -> tuple[float, dict[str, float]]:
 
 
 def _to_number(value: Any, what: str) -> float:
-    # numpy and torch scalars, and arrays of exactly one element, know how to become a Python number.
+    # numpy and torch scalars and one-element arrays convert to a Python number.
     if not isinstance(value, (numbers.Number, str, bytes)) and callable(getattr(value, "item", None)):
         try:
             value = value.item()

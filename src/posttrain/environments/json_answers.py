@@ -1,6 +1,6 @@
-"""Is the completion JSON, and does it fit a schema? 1.0 if so, 0.0 if not. Runs inside a worker process.
+"""Reward 1.0 if the completion is JSON that matches a schema, else 0.0. Runs in a worker process.
 
-JSON is defined by RFC 8259: `NaN` is none, and neither is an object with a key twice. The schema is checked against its own
+JSON as in RFC 8259: `NaN` and duplicate keys are invalid. The schema is checked against its own
 dialect when the worker starts. A `$ref` to another document is not followed: nothing is ever fetched.
 """
 

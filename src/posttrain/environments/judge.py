@@ -1,8 +1,8 @@
-"""How good does a language model find this answer? Runs inside a worker process; the model is behind an HTTP endpoint.
+"""LLM as a judge: a language model behind an HTTP endpoint scores an answer. Runs in a worker process.
 
-A verdict that cannot be had or read, after all retries, leaves the completion unscored: it never counts as a bad answer.
-Whatever was paid for is counted, also requests whose verdict was useless, and kept, so that the same question to the same
-judge is asked once, whichever process asks it, and a resumed run sees what the interrupted one saw.
+If no readable verdict is available after all retries, the completion is unscored; it never counts as a bad answer. All
+requests are counted, including those with unusable verdicts. Verdicts are cached across processes, so that the same
+question is sent to the same judge once, and a resumed run gets the verdicts of the interrupted one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SHOWN_CHARACTERS = 160
 
 
 class NoVerdict(Exception):
-    """The judge's answer holds no score that can be used."""
+    """The judge's answer contains no usable score."""
 
 
 def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
-    """The scorer for a `JudgeRewardConfig`. Nothing is sent before there is a completion to judge."""
+    """The scorer for a `JudgeRewardConfig`. Sends no request before there is a completion to judge."""
     base_folder = Path(setup["base_folder"])
     headers = dict(setup["extra_headers"])
     if setup["api_key_env"] is not None:
@@ -60,7 +60,7 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
         endpoint=Endpoint(url + "/chat/completions", headers),
         cache=VerdictCache(cache_path) if setup["cache"] else None,
         usage=UsageFile(usage_path),
-        budget_s=timeout_s - min(2.0, 0.1 * timeout_s),  # done before the pool's time is up, to say what went wrong
+        budget_s=timeout_s - min(2.0, 0.1 * timeout_s),  # finish before the pool's time limit, to report the problem
     )
     return judge.score
 
@@ -112,7 +112,7 @@ class _Judge:
     def _score(self, body: JsonObject, key: str, noise_key: str, usage: Usage) -> float:
         kept = self.cache.get(key) if self.cache else None
         if kept is not None:
-            with contextlib.suppress(NoVerdict):  # the way to read verdicts may have changed since
+            with contextlib.suppress(NoVerdict):  # the verdict format may have changed since
                 score = read_score(kept, self.setup)
                 usage.cached += 1
                 return score
@@ -120,7 +120,7 @@ class _Judge:
         if self.cache and kept is None:
             text = self.cache.put(
                 key, redact_values(text)
-            )  # two may have asked at once: both take the verdict that came first
+            )  # there may be concurrent requests: both use the verdict that came first
         elif self.cache:
             self.cache.replace(key, redact_values(text))
         return read_score(text, self.setup)
@@ -153,7 +153,7 @@ class _Judge:
         }
 
     def _ask(self, body: JsonObject, key: str, noise_key: str, usage: Usage) -> str:
-        """The judge's words, of which a score can be read. Every attempt is counted in `usage`."""
+        """The judge's text, which contains a readable score. Every attempt is counted in `usage`."""
         give_up_at = time.monotonic() + self.budget_s
         problem = "no time was left to ask"
         for attempt in range(self.setup["max_retries"] + 1):
@@ -184,7 +184,7 @@ class _Judge:
         raise Unscored(f"no verdict after {usage.requests} requests: {problem}")
 
     def _pause_s(self, attempt: int, asked_to_wait_s: float | None, key: str) -> float:
-        """Twice as long each time, with jitter by the question, so that many workers do not come back all at once."""
+        """Exponential backoff, with jitter keyed by the question, so that workers do not retry at the same time."""
         jitter = random.Random(key.encode("utf-8", "surrogatepass")).random()
         pause_s = min(self.setup["retry_max_s"], self.setup["retry_base_s"] * 2.0**attempt) * (0.5 + 0.5 * jitter)
         if asked_to_wait_s is None:
@@ -193,7 +193,7 @@ class _Judge:
 
 
 def _content(reply: Reply, usage: Usage) -> str:
-    """The text of the first choice; its cost is counted first, whatever the text is."""
+    """The text of the first choice. Its cost is counted first, independent of the text."""
     try:
         body = parse_json(reply.body)
     except ValueError:
@@ -216,7 +216,7 @@ def _count(value: object) -> int:
 
 
 def filled(template: str, item: ScoringItem) -> str:
-    """The template with its placeholders filled in, in one pass: braces in an answer stay what they are."""
+    """The template with its placeholders filled in, in one pass: braces in an answer are not expanded."""
     values = {
         "question": _question(item),
         "response": item.response,
@@ -241,7 +241,7 @@ def filled(template: str, item: ScoringItem) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    """A sampled text may hold half a character, which no file and no request can."""
+    """Sampled text may contain lone surrogates, which cannot be encoded in files and requests."""
     return text.encode("utf-8", "replace").decode()
 
 

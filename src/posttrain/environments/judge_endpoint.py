@@ -1,7 +1,7 @@
-"""One HTTP request to a judge, with a time limit that holds whatever the other side does.
+"""One HTTP request to a judge, with a strict time limit for the whole request.
 
-Standard library only. Time limits of sockets are for one read, so an endpoint that sends a byte now and then could keep us
-for ever: here a timer closes the connection when the time for the whole request is up. Knows nothing of verdicts.
+Standard library only. Socket timeouts apply to one read, so an endpoint that sends a byte now and then could block
+forever. A timer closes the connection when the time limit of the request is reached. Independent of verdicts.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class Endpoint:
     """A URL that takes JSON. Proxies come from the environment, as for other programs (`https_proxy`, `no_proxy`)."""
 
     url: str
-    headers: dict[str, str] = field(default_factory=dict, repr=False)  # they may hold a key
+    headers: dict[str, str] = field(default_factory=dict, repr=False)  # may contain an API key
 
     def post(self, body: JsonObject, limit_s: float) -> Reply:
         """The reply with status 200, or `EndpointError`."""
         connection, target = self._connection(limit_s)
         expired = threading.Event()
-        sockets: list[socket.socket] = []  # http.client lets go of its own while a reply is still being read
+        sockets: list[socket.socket] = []  # http.client drops its reference while a reply is still being read
 
         def expire() -> None:
             expired.set()
             for one in sockets:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # ends a read that waits for it
+                    one.shutdown(socket.SHUT_RDWR)  # ends a blocked read
 
         timer = threading.Timer(limit_s, expire)
         timer.daemon = True
@@ -65,7 +65,7 @@ class Endpoint:
         try:
             connection.connect()
             sockets.append(connection.sock)
-            if expired.is_set():  # before there was a socket that could be shut down
+            if expired.is_set():  # before there was a socket to shut down
                 raise TimeoutError
             connection.request(
                 "POST", target, json.dumps(body).encode(), {"Content-Type": "application/json", **self.headers}
@@ -104,7 +104,7 @@ class Endpoint:
         return connection, path
 
     def _refusal(self, response: http.client.HTTPResponse, content: bytes) -> EndpointError:
-        # Some servers quote the key that they refuse. Half of it, where the text is cut, would not be recognised any more.
+        # Some servers quote the rejected key. Redact before truncation: a truncated key would not be recognised.
         text = redact(" ".join(content.decode("utf-8", "replace").split()))[:_SHOWN_CHARACTERS]
         return EndpointError(
             f"HTTP {response.status} {response.reason} from {self.url}: {text}".rstrip(": "),
@@ -114,7 +114,7 @@ class Endpoint:
 
 
 def _retry_after_s(header: str | None) -> float | None:
-    """Seconds, from a header that holds either those or a date."""
+    """Seconds, from a header that has either seconds or a date."""
     if header is None:
         return None
     with contextlib.suppress(ValueError):

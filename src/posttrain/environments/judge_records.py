@@ -1,6 +1,6 @@
-"""What judging leaves behind: verdicts by the content of the question, and what all of it has cost. Shared by processes.
+"""Cache of verdicts by request content, and the accumulated cost of judging. Shared by processes.
 
-Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, with one warning.
+Neither may fail a verdict: if the disk is full or the file is damaged, judging continues without it, with one warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def request_key(url: str, body: JsonObject) -> str:
 
 
 class VerdictCache:
-    """An SQLite file from the hash of a request to the judge's words."""
+    """An SQLite file that maps the hash of a request to the judge's text."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class VerdictCache:
         return None
 
     def put(self, key: str, text: str) -> str:
-        """Keep a verdict, unless there is one already. The one that is kept."""
+        """Store a verdict unless there is one already. Returns the stored verdict."""
         with self._or_without():
             if self._connection is not None:
                 self._connection.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, text))
@@ -56,7 +56,7 @@ class VerdictCache:
         return text
 
     def replace(self, key: str, text: str) -> None:
-        """Keep a verdict in place of one that can no longer be read."""
+        """Replace a verdict that can no longer be read."""
         with self._or_without():
             if self._connection is not None:
                 self._connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
@@ -83,7 +83,7 @@ class Usage:
 
 
 class UsageFile:
-    """A JSON file that sums usage up over all processes. It is replaced as a whole, so a reader never sees half of one."""
+    """A JSON file with the usage of all processes. It is replaced atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,8 +1,8 @@
 """Rewards by how long a completion is and how much it repeats itself. Run inside a worker process.
 
 `math_cosine` and the repetition measure are those of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373,
-appendix C) as TRL has them. Deviation: repetition is 1 minus the repeated share, not a negative penalty, so that like
-every other rule it lies between 0 and 1; a weight makes the same advantages of either.
+appendix C) as TRL has them. Deviation: repetition is 1 minus the repeated share, not a negative penalty, so that it is
+between 0 and 1 like every other rule; with a suitable weight both give the same advantages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def repetition_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 
 
 def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:
-    """TRL's `get_cosine_scaled_reward` over our verifier. Whether the answer was right is a part of its own."""
+    """TRL's `get_cosine_scaled_reward` over our verifier. Correctness is a separate part of the reward."""
     verify = math_scorer(setup)
     right = (setup["max_value_correct"], setup["min_value_correct"])
     wrong = (setup["min_value_wrong"], setup["max_value_wrong"])

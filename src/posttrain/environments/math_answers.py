@@ -1,4 +1,4 @@
-"""Is the final answer of a completion the reference answer? 1.0 if so, 0.0 if not. Runs inside a worker process.
+"""Reward 1.0 if the final answer of a completion equals the reference answer, else 0.0. Runs in a worker process.
 
 Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and asks
 whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
@@ -22,7 +22,7 @@ from posttrain.environments.math_numbers import divides_by_zero, equal_only_when
 from posttrain.environments.multiple_choice import choice_scorer
 from posttrain.json_files import JsonMapping
 
-# An answer such as 9^9^9^9 is a lot of digits: give up before the machine does.
+# Limit for answers such as 9^9^9^9, whose digits would exhaust the machine.
 _MEMORY_LIMIT_BYTES = 4 << 30
 _DAPO_TAIL_CHARACTERS = 300
 _LAST_LINE = re.compile(r"^####[ \t]*([^\n]+?)\s*\Z", re.MULTILINE)
@@ -51,7 +51,7 @@ def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 
 @dataclass(frozen=True)
 class Readings:
-    """How the two texts become mathematics."""
+    """How the two texts are parsed."""
 
     reference_as: str
     match_types: tuple[str, ...]
@@ -59,7 +59,7 @@ class Readings:
 
 
 def reference_text(item: ScoringItem) -> str:
-    """The reference as text; a completion with nothing to compare to cannot be judged."""
+    """The reference as text; without a reference a completion cannot be scored."""
     text = "" if item.reference is None else str(item.reference).strip()
     if not text:
         raise Unscored("the task has no reference answer")
@@ -147,7 +147,7 @@ def dapo_score(item: ScoringItem) -> float:
 
 
 def stated_answer(text: str) -> str | None:
-    """What stands after the last `Answer:`, or in the last box if that comes later or stands in the same line."""
+    """The text after the last `Answer:`, or in the last box if that comes later or on the same line."""
     labels = list(re.finditer(r"(?i)\banswer\s*\**\s*:\s*([^\n]+)", text))
     if not labels:
         return last_boxed(text)

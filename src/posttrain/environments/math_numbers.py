@@ -1,8 +1,9 @@
 """Two corrections of math-verify's verdicts on numbers. Runs inside a worker process; both sides are sympy expressions.
 
-Two exact numbers are equal for math-verify when their difference is 0 after 15 decimals, and two of which one is written with
-a point when they are equal after `precision` decimals. So 1/2004! equals 1/2006!, and 0.0000001 equals 0.0000002: nothing is
-left of either. And where an answer has no value (0/0, 1/0), comparing it may raise an error, though it is merely wrong.
+Two exact numbers are equal for math-verify when their difference is 0 after 15 decimals, and two of which one is
+written with a point when they are equal after `precision` decimals. So 1/2004! equals 1/2006!, and 0.0000001 equals
+0.0000002: both round to 0. And if an answer has no value (0/0, 1/0), the comparison may raise an error, although the
+answer is just wrong.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ _EXACT = 1e-25  # relative difference of exact numbers that are equal
 
 
 def equal_only_when_cut_off(truth: Any, answer: Any, precision: int) -> bool:
-    """Whether two numbers that math-verify calls equal differ: exact ones in their first 25 digits, others only if nothing
-    but zeros is left of either after `precision` decimals."""
+    """Whether two numbers that math-verify calls equal differ: exact ones in their first 25 digits, others only if both
+    round to zero at `precision` decimals.
+    """
     from sympy import Basic, Float, UnevaluatedExpr
 
     sides = (truth, answer)
@@ -36,7 +38,9 @@ def equal_only_when_cut_off(truth: Any, answer: Any, precision: int) -> bool:
 
 
 def divides_by_zero(answer: object) -> bool:
-    """Whether nan, 1/0 or 0/0 stands in the answer as it was read. Such an answer equals nothing; comparing it may not end."""
+    """Whether the parsed answer contains nan, 1/0 or 0/0. Such an answer equals nothing; its comparison may not
+    terminate.
+    """
     from sympy import Basic, Pow, nan, zoo
 
     if not isinstance(answer, Basic):
@@ -46,7 +50,7 @@ def divides_by_zero(answer: object) -> bool:
 
 
 def has_no_value(answer: object, truth: object) -> bool:
-    """Whether the answer comes to nan, or to an infinity that the reference does not have."""
+    """Whether the answer evaluates to nan, or to an infinity that the reference does not have."""
     from sympy import Basic, nan, oo, zoo
 
     found, expected = _evaluated(answer), _evaluated(truth)
@@ -59,5 +63,5 @@ def has_no_value(answer: object, truth: object) -> bool:
 def _evaluated(side: Any) -> Any:
     try:
         return side.doit()
-    except Exception:  # the very errors that comparing raises
+    except Exception:  # the same errors that the comparison raises
         return side

@@ -1,4 +1,4 @@
-"""Which letter did the completion choose? Runs inside a worker process.
+"""Multiple choice: finds the letter that a completion chose. Runs in a worker process.
 
 The last clear statement counts: `Answer: B`, `the answer is (B)`, `\\boxed{B}`; or the completion is nothing but a letter.
 A completion that states none scores 0.0. The multilingual form also accepts the word for "answer" in other languages, and

@@ -1,8 +1,8 @@
-"""Scores completions in N worker processes, one completion at a time in each, with a time limit that is always kept.
+"""Scores completions in N worker processes, one completion at a time in each, with a strict time limit.
 
-Whatever a completion makes its worker do, the others go on: a worker that dies or runs out of time is killed with all that
-it started and replaced, and the completion comes back unscored with the reason. The result does not depend on the number
-of workers or on which of them was faster. What a reward is, and where it comes from, is the worker's business.
+Failures are isolated: a worker that dies or exceeds its time limit is killed with all its child processes and replaced,
+and its completion is unscored with the reason. The result does not depend on the number of workers or on which of them
+was faster. The pool is independent of what a reward is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.types import Score
 
 _MAX_FAILED_STARTS = 3
 _MAX_SHOWN_LINES = 100
-_LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its children keep its pipes open
+_LONGEST_WAIT_S = 0.5  # also the delay to detect a dead worker whose children keep its pipes open
 
 
 class ScoringInterrupted(StopRequested):
@@ -34,7 +34,7 @@ class ScoringInterrupted(StopRequested):
 
 
 class ScoringPool:
-    """The worker processes of one reward. They start when there is something to score, and stay."""
+    """The worker processes of one reward. They start on first use and keep running."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
@@ -55,7 +55,7 @@ class ScoringPool:
         with self._lock:
             batch = _Batch(items, progress)
             self._forget_the_dead()
-            # Whatever kept the workers from starting may be over by now: one more try.
+            # The cause of failed starts may be gone: try once more.
             self._failed_starts = min(self._failed_starts, _MAX_FAILED_STARTS - 1)
             try:
                 while batch.unfinished:
@@ -65,12 +65,12 @@ class ScoringPool:
                     self._hand_out(batch)
                     self._collect(batch)
             finally:
-                for worker in list(batch.running):  # only when interrupted: their replies would meet the next batch
+                for worker in list(batch.running):  # only when interrupted: their replies would mix with the next batch
                     self._discard(worker)
             return batch.results()
 
     def interrupt(self) -> None:
-        """Make a `score` that runs in another thread, and every later one, give up within half a second."""
+        """Cancel a `score` in another thread, and every later one, within half a second."""
         self._interrupted.set()
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class ScoringPool:
         self._conclude(batch, worker, self._read(reply))
         self._show(worker.take_output())
         if reply.get("out_of_memory"):
-            worker.gone = True  # it ends after this reply: the next answer would be lost with it
+            worker.gone = True  # it exits after this reply: the next answer would be lost
 
     def _read(self, reply: JsonObject) -> Score:
         return to_score(reply)
@@ -170,7 +170,7 @@ class ScoringPool:
         )
 
     def _show(self, text: str) -> None:
-        """Pass on what reward functions print, until it is too much."""
+        """Forward output of reward functions, up to a limit."""
         for line in redact(text).splitlines():  # before it is cut: a key may have several lines
             if self._shown_lines > _MAX_SHOWN_LINES:
                 return
@@ -181,7 +181,7 @@ class ScoringPool:
 
 
 class _Batch:
-    """The items of one call: which wait, which run where, and what came of the others. Numbers count from 1."""
+    """The items of one call: waiting, running (by worker), and finished. Numbers count from 1."""
 
     def __init__(self, items: Sequence[object], progress: Progress | None) -> None:
         self.payloads: dict[int, bytes] = {}
@@ -218,7 +218,7 @@ def to_score(reply: JsonObject) -> Score:
 
 
 def _num_workers(settings: RewardSettings) -> int:
-    """Checking mathematics keeps a core busy, so more workers than cores only cost; a function may well be waiting."""
+    """Math verification is CPU-bound, so more workers than cores do not help; functions may be I/O-bound."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if settings.config.mostly_waits:
         return settings.num_workers or settings.config.default_num_workers
@@ -229,7 +229,7 @@ def _num_workers(settings: RewardSettings) -> int:
 
 def _stop_all(workers: list[WorkerProcess], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process that started them: they are not ours to end
+        return  # in a forked child: only the parent may stop the workers
     for worker in workers:
         worker.close_requests()
     for worker in workers:

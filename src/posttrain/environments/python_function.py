@@ -1,4 +1,4 @@
-"""A user's reward function: finding it, and calling it with the arguments it asks for. Runs inside a worker process.
+"""A user's reward function: lookup, and calls with the parameters it declares. Runs in a worker process.
 
 It may be written with any of the names in `_ARGUMENTS`, in any order, or with three arguments of other names, which then
 are prompt, response, reference in that order. It may be `async def`. A function with a parameter `completions` has TRL's
@@ -37,7 +37,7 @@ _ARGUMENTS = {
     "finish_reason": "finish_reason",
 }
 _POSITIONS = ("prompt", "response", "reference")
-_TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "environments")  # TRL's too; they need its trainer
+_TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "environments")  # also TRL's; they need its trainer
 _SHOWN_TRACEBACK_LINES = 12
 
 
@@ -96,7 +96,7 @@ def load_module(spec: str, base_folder: Path) -> tuple[ModuleType, str, str]:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FunctionLoadError(f"there is no file {path}")
-    # As when the file is run as a script: its neighbours can be imported.
+    # As for a script: modules in the same folder can be imported.
     sys.path.insert(0, str(path.parent))
     name = f"posttrain_reward_{path.stem}"
     location = importlib.util.spec_from_file_location(name, path)
@@ -178,7 +178,7 @@ def _arguments_for(
     """How to call the function: by keyword where its parameters have the known names, else with three in order."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some C functions have no signature
         return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
     parameters = list(signature.parameters.values())
     named = {p.name: _ARGUMENTS[p.name] for p in parameters if p.name in _ARGUMENTS and p.kind in _BY_KEYWORD}

@@ -1,10 +1,10 @@
 """A trained reward model as a judge: answers are scored in this process, packed, in batches, on a GPU or the CPU.
 
 The conversation is written with the reward model's own chat template and tokenised with its own tokenizer, whole, as it
-was when the model was trained; what the policy's template looks like does not matter. Answers to one prompt share its
+was when the model was trained; the policy's template is not used. Answers to one prompt share its
 computation. What cannot be scored comes back unscored with the reason.
 
-The weights are loaded when the environment is built, so that a wrong folder ends a run before its first step.
+The weights are loaded when the environment is built, so that a wrong folder fails the run before its first step.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class RewardModelScorer:
         return [ids if isinstance(ids, Score) else self._as_score(numbers[row]) for row, ids in enumerate(read)]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._scores = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _read(self, task: Task, completion: Completion) -> Ids | Score:
-        """The conversation as the reward model sees it, or why it cannot be scored."""
+        """The conversation in the reward model's format, or why it cannot be scored."""
         messages, answer = conversation_of(task, completion)
         if not messages:
             return Score(None, error="the task has no messages, which a reward model's chat template writes")
@@ -100,7 +100,7 @@ class RewardModelScorer:
             prompt, response = self._chat.turn(messages, answer)
         except DataError as error:
             return Score(None, error=_one_line(str(error)))
-        except (TypeError, UnicodeError) as error:  # how tokenizers say that a text is none, e.g. half a character
+        except (TypeError, UnicodeError) as error:  # raised by tokenizers for invalid text, e.g. lone surrogates
             return Score(None, error=_one_line(f"the conversation cannot be tokenised: {error}"))
         length = len(prompt) + len(response)
         if length < 2:
@@ -146,7 +146,7 @@ class RewardModelScorer:
 
 
 def conversation_of(task: Task, completion: Completion) -> tuple[list[Message], str]:
-    """The messages before the last answer, and that answer. Turns of an environment stand between the model's."""
+    """The messages before the last answer, and that answer. Turns of an environment are between the model's turns."""
     if completion.conversation is None or not completion.conversation.utterances:
         return list(task.messages), completion.text
     turns: list[Message] = [{"role": turn.role, "content": turn.text} for turn in completion.conversation.utterances]
@@ -157,7 +157,7 @@ def conversation_of(task: Task, completion: Completion) -> tuple[list[Message], 
 
 
 def _sharing_batch(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Ids]) -> TokenBatch:
-    """Sequences of one prompt are cut after what all of them start with, so that it is computed once."""
+    """Sequences of one prompt are split after their common prefix, which is computed once."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(row)
@@ -209,7 +209,7 @@ def _load(name: str, dtype: torch.dtype | None, device: torch.device, field: str
         with safe_open(Path(name) / "adapter_model.safetensors", "pt") as saved:
             dtype = saved.get_tensor(next(iter(saved.keys()))).dtype
     base = json.loads(adapters.read_text())["base_model_name_or_path"]
-    # The layer that scores is among what the adapters bring; the one that is drawn here is thrown away.
+    # The adapter files include the scoring layer, which replaces the one initialised here.
     model = load_reward_model(base, dtype, device, seed=0, pad_token_id=None, field=f"{field} (the model under {name})")
     # Not merged into the weights: the scores are then those that training and validation saw.
     adapted: nn.Module = PeftModel.from_pretrained(model, name, autocast_adapter_dtype=False)

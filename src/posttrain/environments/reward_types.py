@@ -5,9 +5,10 @@ a worker (the type's section as plain JSON values under their own keys, and `bas
 returns a function from a `ScoringItem` to a number or a dict of named numbers. It raises `BadSetup` when the setup cannot
 work, which ends a run before a model is loaded; for one completion, `Unscored`. It may not import torch.
 
-A reward that must live where the models live is `IN_PROCESS`: a function from `RewardSettings` to a `roles.Environment`.
+A reward that must run in the models' process is `IN_PROCESS`: a function from `RewardSettings` to a
+`roles.Environment`.
 
-Imported by every worker, so only names stand here.
+Imported by every worker, so this module has names only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ IN_PROCESS: dict[str, str] = {
 
 
 def worker_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
-    """The function from an item to what it is worth."""
+    """The function from an item to its reward."""
     scorer: Callable[[ScoringItem], object] = _named(WORKER_SCORERS[setup["type"]])(setup)
     return scorer
 

@@ -1,4 +1,4 @@
-"""The environments of a run behind one face: each task goes to the environment that it names."""
+"""Routes each task to the environment that it names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScoringRouter:
         return [scores[row] for row in range(len(tasks))]
 
     def interrupt(self) -> None:
-        """From any thread: a `score` that runs ends with StopRequested within half a second."""
+        """Callable from any thread: a running `score` ends with StopRequested within half a second."""
         for environment in self.environments.values():
             interrupt(environment)
 
@@ -66,6 +66,6 @@ class ScoringRouter:
         if task.environment in self.environments:
             return task.environment
         if not task.environment and len(self.environments) == 1:
-            return next(iter(self.environments))  # there is no other that it could mean
+            return next(iter(self.environments))  # the only one
         known = ", ".join(sorted(self.environments)) or "none"
         raise InputError(f"task {task.id!r} names environment {task.environment!r}; under env: there is {known}")

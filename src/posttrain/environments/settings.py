@@ -1,4 +1,4 @@
-"""The blocks under `env:` as checked, typed values. Knows nothing of processes; a wrong value is a `InputError`."""
+"""The blocks under `env:` as checked, typed values. Independent of processes; a wrong value is an `InputError`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from posttrain.redaction import name_credentials
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """One reward: its section of the config, and what its surroundings add to it."""
+    """One reward: its section of the config, and settings from its environment block."""
 
-    path: str  # where it stands, for messages: `env.math`, `env.gsm8k.rewards.format`
+    path: str  # config path, for messages: `env.math`, `env.gsm8k.rewards.format`
     config: RewardConfig
     num_workers: int | None  # None: the default of its type
     timeout_s: float  # of wall-clock time, for one completion
@@ -36,7 +36,7 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """What is scored for one environment: a single reward, or several by name that are added up with their weights."""
+    """The rewards of one environment: a single one, or a weighted sum of several by name."""
 
     name: str
     rewards: Mapping[str, RewardSettings]  # a single reward is under the empty name

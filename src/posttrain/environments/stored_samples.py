@@ -1,4 +1,4 @@
-"""Stored answers as something that an environment can score: any rows with a response, a run's rollouts, labelled traces.
+"""Reads stored answers for scoring: any rows with a response, a run's rollouts, labelled traces.
 
 Columns can be named; those that are not named are looked for under the usual names.
 """

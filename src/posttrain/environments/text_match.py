@@ -1,6 +1,6 @@
 """Rewards by the text of a completion alone: equal to the reference, or matched by a regular expression.
 
-Run inside a worker process, which is what ends a regular expression that backtracks without end.
+Runs in a worker process, whose time limit stops catastrophic backtracking of regular expressions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exact_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 
 
 def references(item: ScoringItem) -> list[str]:
-    """The reference as texts; a list of them means that any will do."""
+    """The reference as texts; a list means that any of them matches."""
     given = item.reference if isinstance(item.reference, list | tuple) else [item.reference]
     texts = [str(reference) for reference in given if reference is not None]
     if not texts:
@@ -39,7 +39,7 @@ def references(item: ScoringItem) -> list[str]:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the last match found: its first group that took part, or all of it if the pattern has none."""
+    """The last match: its first matched group, or the whole match if the pattern has no groups."""
     found = None
     for found in pattern.finditer(text):  # noqa: B007
         pass
@@ -51,7 +51,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def normalised_text(text: str, options: JsonMapping) -> str:
-    """The text as the options let it be compared."""
+    """The text normalised by the options."""
     if options["normalise_unicode"]:
         text = unicodedata.normalize("NFKC", text)
     if options["ignore_case"]:
@@ -66,7 +66,7 @@ def normalised_text(text: str, options: JsonMapping) -> str:
 
 
 def _without_punctuation(text: str) -> str:
-    """A sign before a number and the point in it are no punctuation: -1.5 is not 15."""
+    """Signs and decimal points of numbers are not punctuation: -1.5 is not 15."""
     kept = {match.start() for match in _PART_OF_A_NUMBER.finditer(text)}
     return "".join(c for place, c in enumerate(text) if place in kept or not _is_punctuation(c))
 

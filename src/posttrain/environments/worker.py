@@ -1,8 +1,9 @@
 """The main program of a worker process: reads completions from one pipe, judges them, writes the verdicts to another.
 
-It is run as a file, in a session of its own, with nothing of posttrain imported until the parent has sent its `sys.path`.
-It never imports torch. What it judges may do anything: raise, hang, print, exit. It is the parent that keeps the time and
-kills; here we only make sure that a verdict is always a short JSON object, and that this process ends when the parent does.
+It is run as a file, in a session of its own, with nothing of posttrain imported until the parent has sent its
+`sys.path`. It never imports torch. Scored code may do anything: raise, hang, print, exit. The parent enforces time
+limits and kills. This program only ensures that a reply is always a short JSON object, and that this process ends when
+the parent does.
 
 A frame on either pipe is a number (0 is the start, then one per completion), a length, and that many bytes.
 """
@@ -75,10 +76,10 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[ScoringItem], object
         number, payload = request
         verdict = judge(scorer, payload)
         if os.getpid() != process_id:
-            os._exit(0)  # the reward forked, and this is the child coming back: the verdict is its parent's to give
+            os._exit(0)  # the reward forked and this is the child: only the parent may reply
         write_frame(reply_fd, number, verdict)
         if verdict.get("out_of_memory"):
-            return  # what filled the memory may still be there; the parent starts a fresh process
+            return  # the memory may still be in use; the parent starts a new process
 
 
 def judge(scorer: Callable[[ScoringItem], object], payload: bytes) -> JsonObject:
@@ -180,7 +181,7 @@ def die_with_parent(lifeline_fd: int) -> None:
         return
     hung_up = select.poll()
     hung_up.register(lifeline_fd, select.POLLHUP)
-    if hung_up.poll(0):  # the parent was gone before the kernel knew that we care
+    if hung_up.poll(0):  # the parent was gone before the kernel was set up
         os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""One worker process as the parent sees it: start it, talk to it without ever blocking, find out why it died, kill it.
+"""The parent's side of one worker process: start, non-blocking communication, cause of death, kill.
 
-Knows nothing of rewards or of what to do next; that is the pool's business. No torch here.
+Independent of rewards and scheduling, which the pool handles. Does not import torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WorkerProcess:
                 stdout=output_fd,
                 stderr=output_fd,
                 pass_fds=theirs,
-                start_new_session=True,  # Ctrl-C in the terminal is ours, and a group can be killed as one
+                start_new_session=True,  # Ctrl-C goes to the parent only, and the whole group can be killed
                 env=_environment(),
             )
         except BaseException:
@@ -92,7 +92,7 @@ class WorkerProcess:
         return [(number, reply) for number, reply in replies if number != 0]
 
     def death(self) -> tuple[str, str | None]:
-        """Why a worker that is gone is gone, in one line, and what it printed last."""
+        """Why the worker died, in one line, and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_GRACE_S)
         self._drain_output()
@@ -109,7 +109,7 @@ class WorkerProcess:
         return f"the worker process was killed by signal {-code} ({name}){hint}", self._last_words()
 
     def stack(self) -> str | None:
-        """Where it is now, if it can still tell; else what it printed last."""
+        """Its current stack if available; else its last output."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, worker_program.DUMP_SIGNAL)
         give_up_at = time.monotonic() + _DUMP_GRACE_S
@@ -128,14 +128,14 @@ class WorkerProcess:
         return text
 
     def close_requests(self) -> None:
-        """Nothing more will be asked: an idle worker ends by itself, and what it registered to run at exit runs."""
+        """No more requests follow: an idle worker exits by itself and runs its atexit handlers."""
         if self.request_fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.request_fd)
         self.request_fd = -1
 
     def stop(self) -> None:
-        """Let it end by itself for a moment, then make sure."""
+        """Wait briefly for it to exit, then kill it."""
         self.close_requests()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_GRACE_S)
@@ -232,7 +232,7 @@ class WorkerProcess:
 
 
 def wait_for(workers: Sequence[WorkerProcess], limit_s: float) -> None:
-    """Sleep until one of the workers has something to say, can take more of what is being sent to it, or time is up."""
+    """Sleep until a worker is readable or writable, or until the timeout."""
     poll = select.poll()
     for worker in workers:
         for fd, event in worker.interests():

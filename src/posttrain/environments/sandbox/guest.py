@@ -1,9 +1,10 @@
-"""What runs inside the sandbox: it brings up the untrusted solution and puts it to the test. Never imported by posttrain.
+"""The program inside the sandbox: loads the untrusted solution and runs its tests. Never imported by posttrain.
 
-Its text is put into the sandbox's folder beside `solution.py` and `job.json`. It first reports that it has started; what happens
-from then on is caused by the solution. A passed test is reported with a token that is made anew for each run, so that a solution
-that ends the process, or prints what it takes for a verdict, passes nothing. Both live in one process, though: a solution
-that goes looking for the token in its caller's frames will find it. Standard library only, any Python 3.8 or later.
+Its text is put into the sandbox's folder beside `solution.py` and `job.json`. It first reports that it has started;
+what happens from then on is caused by the solution. A passed test is reported with a token that is made anew for each
+run, so that a solution that ends the process, or prints what it takes for a verdict, passes nothing. Both run in one
+process, though: a solution that searches its caller's frames can find the token. Standard library only, any Python 3.8
+or later.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     run = _call if job["kind"] == "calls" else _stepper(job["steps"])
     try:
         exec(_compiled(job["setup"], "setup.py"), values)
-    except BaseException as error:  # the task's fault, which only we may say
+    except BaseException as error:  # an error of the task, which only the guest may report
         os.write(REPORT_FD, f"{job['token']} setup {_line(error)}\n".encode("utf-8", "replace"))
         _end(1)
     try:
@@ -69,7 +70,7 @@ def main() -> None:
         except BaseException as error:  # a test that exits has not passed either
             _tell(number, error)
             if not step.get("counts", True):
-                break  # what the later tests stand on is missing
+                break  # later tests depend on it
         else:
             if text is not None:
                 os.write(REPORT_FD, f"{job['token']} {number} {text}\n".encode())
@@ -101,7 +102,7 @@ def _stepper(steps: list[TestStep]) -> Callable[[dict[str, Any], TestStep, TestJ
 def _call(values: dict[str, Any], step: TestStep, job: TestJob) -> str | None:
     name = job["function"]
     function = values[name] if name in values else getattr(values["Solution"](), name)
-    # What is expected never comes in here: the value goes out and is compared there.
+    # The expected value is not available here: the result is sent out and compared outside.
     return json.dumps(function(*step["arguments"]))
 
 
@@ -117,7 +118,7 @@ def _line(error: BaseException) -> str:
 
 
 def _end(code: int) -> None:
-    """At once: threads that the solution left running shall not keep us."""
+    """Exit immediately, without waiting for threads of the solution."""
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
 """The calls to the Linux kernel that the sandbox needs and Python's `os` lacks, through ctypes. Each raises `OSError`.
 
-Standard library only: this runs before anything of the untrusted program does, in an interpreter without site-packages.
+Standard library only: this runs before the untrusted program, in an interpreter without site-packages.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ def die_with_parent(signal_number: int, parent: int) -> None:
     """Be sent this signal when the process that started us ends. A change of user forgets it: call this afterwards."""
     _prctl("prctl(PR_SET_PDEATHSIG)", _PR_SET_PDEATHSIG, int(signal_number))
     if os.getppid() != parent:
-        os._exit(1)  # it had ended before the kernel knew that we care
+        os._exit(1)  # the parent had ended before the call
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents end become our children, so that none of them gets out of sight."""
+    """Become the subreaper: orphaned descendants become our children, so that none is lost."""
     _prctl("prctl(PR_SET_CHILD_SUBREAPER)", _PR_SET_CHILD_SUBREAPER, 1)
 
 
 def forget_capabilities() -> None:
-    """No privilege can be had again, by whatever program is executed from here on."""
+    """Drop privileges permanently, also for programs executed later."""
     for capability in range(_LAST_CAPABILITY + 1):
         with contextlib.suppress(OSError):  # a number this kernel does not know, or we may not, and then have none
             _prctl("prctl(PR_CAPBSET_DROP)", _PR_CAPBSET_DROP, capability)
@@ -121,7 +121,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def install_filter(program: bytes) -> None:
-    """Have the kernel judge every later system call of this process by a BPF program (8 bytes an instruction)."""
+    """Install a BPF program (8 bytes per instruction) as filter of all later system calls of this process."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = _FilterProgram(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     pointer = ctypes.cast(ctypes.pointer(header), ctypes.c_void_p)
@@ -142,7 +142,7 @@ def landlock_version() -> int:
 
 
 def landlock_restrict(handled: int, handled_network: int, scoped: int, version: int, rules: dict[str, int]) -> None:
-    """Forbid this process, and all that it starts, the `handled` accesses to files except what `rules` grant beneath paths."""
+    """Deny this process and its children the `handled` file accesses, except those that `rules` grant beneath paths."""
     attributes = struct.pack("=QQQ", handled, handled_network, scoped)[
         : 8 if version < 4 else 16 if version < 6 else 24
     ]

@@ -1,7 +1,7 @@
 """The main program of the process that puts an untrusted program into its sandbox and waits for it.
 
-Three processes: this one unshares the namespaces; its child is the first process of the new ones, so that all that they
-hold ends with it; the grandchild gives up what is left of its rights and becomes the untrusted program. Where there are no
+Three processes: this one unshares the namespaces; its child is the first process of the new ones, so that everything in
+them ends with it; the grandchild drops its remaining privileges and becomes the untrusted program. Where there are no
 namespaces the child is that program, and its descendants are found and killed. The outcome is one line of JSON on a
 pipe that the program cannot reach. Run as `launch(spec_fd, status_fd, report_fd)`; the spec is what `sandbox.py` wrote.
 Standard library only.
@@ -30,7 +30,7 @@ from posttrain.environments.sandbox.syscall_filter import syscall_filter
 
 REPORT_FD = 3  # where the untrusted program finds the pipe for its own report
 _INSIDE_ID = 1000
-_FIRST_OWN_USER = 2_000_000_000  # as root: each run gets a user of its own, which nothing else belongs to
+_FIRST_OWN_USER = 2_000_000_000  # as root: each run gets its own unused user id
 _NOBODY = 65534
 _SEPARATE_PROCESS_COUNTS = (5, 14)  # the kernel that counts RLIMIT_NPROC for each user namespace
 _NAMESPACES = (
@@ -64,7 +64,7 @@ def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
     # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, this is what the kernel shall end
+        file.write("1000")  # preferred victim of the OOM killer
     try:
         if spec["level"] == "namespaces":
             _launch_in_namespaces(spec, status_fd, report_fd)
@@ -103,7 +103,7 @@ def _unshare_user() -> None:
 
 
 def _own_ids() -> tuple[int, int]:
-    """As root: a user and group that nothing else belongs to. Some containers know no such high numbers."""
+    """As root: an unused user and group id. Some containers do not map such high ids."""
     own = _FIRST_OWN_USER + os.getpid()
     return tuple(own if _is_mapped(own, kind) else _NOBODY for kind in ("uid", "gid"))  # type: ignore[return-value]
 
@@ -117,7 +117,8 @@ def _is_mapped(number: int, kind: str) -> bool:
 def _first_process(
     spec: LaunchSpec, ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int
 ) -> NoReturn:
-    """Process 1 of the new namespaces: furnishes them, starts the program, and takes everything along when that ends.
+    """Process 1 of the new namespaces: sets them up, starts the program, and exits with it, which ends all processes in
+    them.
 
     `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user namespace.
     """
@@ -136,7 +137,7 @@ def _first_process(
         extra += spec["num_processes_of_user"]
     kernel.allow_no_new_privileges()
     kernel.hide_memory()
-    # The launcher is outside of our namespace, so its number reads as 0 to us, dead or alive: the pipe tells.
+    # The launcher is outside of our namespace, so its pid reads as 0, dead or alive: the pipe shows it instead.
     kernel.die_with_parent(signal.SIGKILL, 0)
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
@@ -169,7 +170,9 @@ def _launch_beside(spec: LaunchSpec, status_fd: int, report_fd: int) -> None:
 def _run_and_tell(
     spec: LaunchSpec, status_fd: int, report_fd: int, extra_processes: int, restrict: Callable[[], None]
 ) -> None:
-    """Start the program, say so, wait for it, say how it ended. A program that cannot be started is the sandbox's failure."""
+    """Start the program, report the start, wait for it, report its end. If it cannot be started, the sandbox has
+    failed.
+    """
     error_read, error_write = os.pipe()
     starter = os.getpid()
     program = os.fork()
@@ -183,7 +186,7 @@ def _run_and_tell(
             os._exit(127)
     os.close(error_write)
     os.close(report_fd)
-    for fd in (0, 1, 2):  # the pipes are the program's: they shall end when its last process has
+    for fd in (0, 1, 2):  # the program owns the pipes: they close when its last process ends
         os.close(fd)
     with os.fdopen(error_read, "rb") as file:
         reason = file.read().decode("utf-8", "replace")
@@ -228,7 +231,7 @@ def _become_program(spec: LaunchSpec, starter: int, extra_processes: int, restri
 def _arrange_descriptors(report_fd: int, error_fd: int, status_fd: int) -> int:
     """0 to 2 are the program's, 3 is its report, and no other pipe of ours is open in it once it runs.
 
-    Returns the new number of the pipe for errors, which closes by itself when the program takes over.
+    Returns the new number of the pipe for errors, which closes on exec.
     """
     above = 1 + max(REPORT_FD, report_fd, error_fd, status_fd)
     last = fcntl.fcntl(error_fd, fcntl.F_DUPFD_CLOEXEC, above)
@@ -257,7 +260,7 @@ def _limit(limits: dict[str, int], extra_processes: int) -> None:
 
 
 def _become(ids: tuple[int, int]) -> None:
-    """Stop being root, for good."""
+    """Drop root permanently."""
     os.setgroups([])
     os.setresgid(ids[1], ids[1], ids[1])
     os.setresuid(ids[0], ids[0], ids[0])
@@ -286,7 +289,7 @@ def _kill_on_request(kill: Callable[[], None]) -> None:
 
 
 def _kill_descendants() -> None:
-    """End all that descend from us. One that forks as fast as it is killed loses: it is stopped first."""
+    """Kill all descendants. They are stopped first, so that none can fork faster than it is killed."""
     give_up_at = time.monotonic() + _GIVE_UP_KILLING_S
     while time.monotonic() < give_up_at:
         found = descendants(os.getpid())

@@ -1,4 +1,4 @@
-"""How well a program can be locked in on this machine, found out by trying; and what to do when it is not well enough."""
+"""Detects, by trial, the isolation level that this machine supports, and suggests fixes if it is insufficient."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def find_interpreter(python: str | None = None) -> Interpreter:
 
 
 def open_sandbox(mode: Mode, interpreter: Interpreter, read_only_paths: Sequence[str] = ()) -> tuple[Sandbox, str]:
-    """The best sandbox that `mode` accepts, and what it does not protect (empty: nothing worth a word).
+    """The best sandbox that `mode` accepts, and what it does not protect (empty: full protection).
 
     Each level is tried by running a program in it. `strict` takes nothing but namespaces, `best_effort` the first that
     works, `none` has limits only. Raises `SandboxUnavailable` with what is missing.
@@ -131,7 +131,7 @@ def why_not(sandbox: Sandbox, interpreter: Interpreter) -> str | None:
 
 
 def remedies(level: Level, error: str, interpreter: Interpreter) -> list[str]:
-    """What the user can do about an error, as far as the machine shows what stands in the way."""
+    """What the user can do about an error, if the cause can be detected."""
     if "did not start" in error or "execve" in error or "No such file" in error or "Permission denied: '/" in error:
         return [
             f"the interpreter {interpreter.executable} needs something that the sandbox does not show it, or may not be "

@@ -1,7 +1,7 @@
 """A root folder that holds nothing but what a program needs to run: libraries read-only, and one folder to write to.
 
-Called in a fresh mount namespace. It is all in memory and belongs to that namespace, so nothing is left behind on the disk,
-whatever becomes of the process.
+Called in a fresh mount namespace. It is in memory and part of that namespace, so nothing remains on the disk when the
+process ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 from posttrain.environments.sandbox import kernel
 
-BOX = "/box"  # the writable folder, as the program sees it
+BOX = "/box"  # the writable folder, as a path inside the sandbox
 WRITABLE = (BOX, f"{BOX}/tmp", f"{BOX}/shm")
 _OLD = "/.old"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -46,7 +46,7 @@ def enter_private_root(read_only: list[str], box_bytes: int) -> None:
 
 
 def _places(read_only: list[str]) -> dict[str, str]:
-    """Where things appear -> what they really are. A path under one that is there already needs no mount of its own."""
+    """Path in the sandbox -> source path. A path under one that is there already needs no mount of its own."""
     places: dict[str, str] = {}
     wanted = {*read_only, *map(os.path.realpath, read_only)}
     for path in sorted(wanted, key=len):
@@ -62,7 +62,7 @@ def _beneath(path: str, folder: str) -> bool:
 
 def _show(source: str, place: str) -> None:
     _bind(_OLD + source, place)
-    # Mounts beneath it came along, and each of them has to be made read-only by itself.
+    # The bind mount includes submounts, each of which must be made read-only separately.
     for target in [place, *_mounts_beneath(place)]:
         flags = kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount(None, target, None, flags | _locked_flags(target))

@@ -1,4 +1,4 @@
-"""What is run in a sandbox, with which limits, and what came of it. Values only."""
+"""Types: a program to run in a sandbox, its limits, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ READY = b"ready\n"
 
 
 class SandboxFailure(Exception):
-    """The sandbox did not do its job, so there is no result for the program."""
+    """The sandbox failed, so there is no result for the program."""
 
 
 class SandboxUnavailable(Exception):
-    """This machine cannot give the protection that was asked for; the message names what is missing and how to get it."""
+    """This machine does not support the required protection; the message names what is missing and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Program:
     """A command with the files that are put into its folder.
 
     A program that `announces` itself first writes `READY` to descriptor 3, before any untrusted code runs. If it never
-    does, it is the sandbox that failed; after that, whatever happens is the program's own doing.
+    does, the sandbox failed; anything after that is attributed to the program.
     """
 
     command: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Runs untrusted programs, seen from the process that needs their result.
+"""Runs untrusted programs: the side of the caller.
 
 It starts `launch.py`, feeds it, reads every pipe without ever blocking, keeps the limits that the kernel does not keep by
 itself (time, output, the memory and the number of all processes together), and tells apart what is the program's fault, an
-`Outcome`, from what is the sandbox's, a `SandboxFailure`. What the program is for is none of its business.
+`Outcome`, from what is the sandbox's, a `SandboxFailure`. Independent of the program's purpose.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Run:
                 pass_fds=(inputs[0], theirs["status"], theirs["report"]),
                 env={},
                 cwd="/",
-                start_new_session=True,  # who kills our process group must not kill the one that clears up after us
+                start_new_session=True,  # a kill of our process group must not kill the launcher, which cleans up
             )
         except OSError as error:
             self._close()
@@ -131,10 +131,10 @@ class _Run:
                     os.close(fd)
                     del self._names[fd]
                 elif self.stopped is None:
-                    self.texts[self._names[fd]] += data  # a program that is being stopped has nothing more to say
+                    self.texts[self._names[fd]] += data  # output of a program that is being stopped is ignored
 
     def _look(self, started_at: float) -> None:
-        """Is it running yet, and is it still within its limits?"""
+        """Check that it has started and is within its limits."""
         now = time.monotonic()
         if self._stop_sent_at is not None:
             if now > self._stop_sent_at + _END_LIMIT_S:
@@ -158,7 +158,7 @@ class _Run:
         if len(self.texts["report"]) > _MAX_REPORT_BYTES:
             return "output"
         if b"exit_code" in self.texts["status"]:
-            return None  # it is over: only its last words are still on the way
+            return None  # it has ended: only remaining output is read
         if wall_s > self.limits.wall_s:
             return "wall time"
         running = descendants(self.process.pid)
@@ -224,7 +224,7 @@ class _Run:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """All that the program finds in its environment, whatever is in ours."""
+    """The program's environment variables, independent of ours."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": home,
@@ -259,7 +259,7 @@ def _seal(fd: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder in which the program may have locked every door, or hung signposts to other people's."""
+    """Remove a folder in which the program may have changed permissions or created links to other folders."""
     for place, inner, _ in os.walk(folder):
         for name in inner:
             path = os.path.join(place, name)

@@ -1,8 +1,8 @@
 """Which system calls the untrusted program may not make: a seccomp filter, as BPF, for x86-64 and 64-bit ARM.
 
-A list of what is forbidden, not of what is allowed: the private root, the namespaces and the lack of privileges carry the
-weight, and this takes away what would reach around them. No sockets (`socketpair`, which asyncio and multiprocessing use,
-stays), no namespaces or mounts of its own, no looking into other processes, no kernel interfaces with a history of holes.
+A deny list: the private root, the namespaces and the lack of privileges are the main protection, and this blocks calls
+that could bypass them. No sockets (`socketpair`, which asyncio and multiprocessing use, stays), no namespaces or mounts
+of its own, no access to other processes, no kernel interfaces with a history of vulnerabilities.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ _X32 = 0x40000000
 
 
 def syscall_filter(machine: str | None = None) -> bytes:
-    """The program for this machine. A forbidden call fails with EPERM, so that a program may go on without it."""
+    """The program for this machine. A forbidden call fails with EPERM, so that a program may continue without it."""
     machine = machine or platform.machine()
     column = {"x86_64": 0, "aarch64": 1}[machine]
     refuse = _instruction(_RETURN, 0, 0, _REFUSE | errno.EPERM)
-    # Calls of another architecture have other numbers: a process that makes one is up to no good.
+    # Calls of another architecture have other numbers: such a process is killed.
     program = [
         _instruction(_LOAD, 0, 0, _ARCHITECTURE),
         _instruction(_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
@@ -120,7 +120,7 @@ def syscall_filter(machine: str | None = None) -> bytes:
         number = numbers[column]
         if number is not None and number != 0xFFFF:
             program += [_instruction(_JUMP_EQUAL, 0, 1, number), refuse]
-    # What `clone3` asks for stands in memory, where a filter cannot look: libraries fall back to `clone`.
+    # The arguments of `clone3` are in memory, which a filter cannot read: libraries fall back to `clone`.
     missing = _instruction(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     program += [_instruction(_JUMP_EQUAL, 0, 1, _CLONE3[column]), missing]
     program += [
@@ -134,7 +134,7 @@ def syscall_filter(machine: str | None = None) -> bytes:
         _instruction(_JUMP_EQUAL, 0, 1, _TIOCSTI),
         refuse,
         _instruction(_RETURN, 0, 0, _ALLOW),
-        # Limits are for oneself: with another's, the process that waits for the program could be ended.
+        # Only own limits may be changed: with others', the process that waits for the program could be killed.
         _instruction(_JUMP_EQUAL, 0, 3, _PRLIMIT64[column]),
         _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),
         _instruction(_JUMP_EQUAL, 1, 0, 0),

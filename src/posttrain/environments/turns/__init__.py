@@ -1,4 +1,4 @@
-"""Environments that take turns with the model: the interface to implement, and two that come with posttrain.
+"""Multi-turn environments: the interface, and two built-in implementations.
 
 Everything here runs in worker processes, one call at a time, and imports no torch. `pool.py` is the driver's side of it.
 """

@@ -84,7 +84,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
         # As it was written, not as the nearest float: 0.1 is a tenth.
         written = ast.get_source_segment(text, node) or str(node.value)
         power_of_ten = re.search(r"e([+-]?\d+)$", written.lower().replace("_", ""))
-        if power_of_ten and abs(int(power_of_ten[1])) > _MAX_BITS:  # to write it out first would take for ever
+        if power_of_ten and abs(int(power_of_ten[1])) > _MAX_BITS:  # writing it out first would take too long
             raise ToolError("the number is too large")
         try:
             return _bounded(Fraction(written.replace("_", "")))

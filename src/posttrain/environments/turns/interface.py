@@ -1,11 +1,11 @@
-"""What an environment that takes turns with the model implements.
+"""The interface of multi-turn environments.
 
     reset(task)            -> state        once per task; all samples of the task start from this state
     step(state, response)  -> Turn         after each turn of the model
     end(state, reason)     -> reward       when the limit of turns or tokens ends what `step` would continue
 
-The state is a value: it is pickled after each call and may come back in another process. So whatever the next turn needs
-belongs into it, and nothing may be kept on the instance that a turn changes.
+The state is a value: it is pickled after each call and may come back in another process. So it must contain everything
+that the next turn needs, and turns must not change the instance.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TurnEnvironment(ABC):
     def step(self, state: Any, response: str) -> Turn: ...
 
     def end(self, state: Any, reason: EndReason) -> Reward:
-        """A conversation that has come to no end is worth nothing, unless the environment thinks otherwise."""
+        """A conversation without an end has reward 0, unless the environment overrides this."""
         return 0.0
 
 

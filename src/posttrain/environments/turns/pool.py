@@ -1,7 +1,7 @@
-"""The driver's side of environments that take turns: their worker processes, and what comes back from them.
+"""The driver's side of multi-turn environments: their worker processes and results.
 
 The workers are those of `environments/pool.py`: a call that fails, hangs or kills its worker comes back as a `Score` with
-the reason. Nothing of a conversation lives in a worker, so any of them can take any turn.
+the reason. Workers hold no conversation state, so any worker can serve any turn.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TurnRouter:
         return frozenset(self._pools)
 
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
-        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` with the reason why there is none."""
+        """The result of each call (environment, item): a `TurnOutcome`, or a `Score` with the error."""
         rows_of: dict[str, list[int]] = {}
         for row, (name, _) in enumerate(calls):
             rows_of.setdefault(name, []).append(row)
@@ -74,7 +74,7 @@ class TurnRouter:
         return outcome.tools
 
     def interrupt(self) -> None:
-        """From any thread: an `ask` that runs ends with StopRequested within half a second."""
+        """Callable from any thread: a running `ask` ends with StopRequested within half a second."""
         for pool in self._pools.values():
             pool.interrupt()
 

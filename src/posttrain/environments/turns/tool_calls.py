@@ -1,4 +1,4 @@
-"""The tool calls in what a model wrote.
+"""Parses the tool calls in a model's turn.
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
 

@@ -1,7 +1,7 @@
 """An environment of tools: the model calls them turn by turn; its first turn without a call is the answer.
 
-The answer goes to the judge of the block. A call that cannot be read, or that names no tool of this environment, gets an
-error to read and is counted; so does one that the tool itself refuses. Neither ends the conversation.
+The answer goes to the judge of the block. A call that cannot be read, or that names no tool of this environment, gets
+an error message and is counted; so does a call that the tool rejects. Neither ends the conversation.
 """
 
 from __future__ import annotations

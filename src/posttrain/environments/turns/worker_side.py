@@ -145,5 +145,5 @@ def _packed(state: object, method: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without halves of characters, which no tokenizer and no file could take."""
+    """Without lone surrogates, which tokenizers and files cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
