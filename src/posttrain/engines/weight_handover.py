@@ -91,9 +91,9 @@ class SentWeights:
     number: int
     places: tuple[PartOffset, ...]  # in the file
     on_one_machine: bool
-    handle: str = ""  # handle of the bucket; empty: no bucket
+    handle: str = ""  # empty: no bucket
     lots: tuple[tuple[PartOffset, ...], ...] = ()  # contents of the bucket, one batch after another
-    why_no_bucket: str = ""  # why there is no bucket, if one was expected
+    why_no_bucket: str = ""  # if one was expected
 
 
 class _Part(NamedTuple):

@@ -39,7 +39,7 @@ _STEPS_UNTIL_RETRY = 256
 
 class Payoff:
     """Whether drafts are faster, from counted tokens per step and measured step times. It affects the cost of a step,
-    never which token is the right one. But matrix products of other shapes round differently, so it is not used where
+    never the rule that draws a token. But matrix products of other shapes round differently, so it is not used where
     runs must be bitwise reproducible.
     """
 

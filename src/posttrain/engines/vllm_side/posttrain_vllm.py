@@ -153,7 +153,7 @@ class LeasedEngine:
 
     def generate(self, channel: Channel, requests: list[Any], sampling: dict[str, Any], asks: bool) -> list[Any]:
         """Answers to `requests` (prompt, seed, longest answer). With `asks`, the client decides after finished answers
-        whether to continue; otherwise unfinished answers are returned as they are.
+        whether to continue; if not, unfinished answers are returned as they are.
         """
         self._lease.take("sample")
         kinds = self._vllm.sampling_params.RequestOutputKind
