@@ -32,7 +32,7 @@ from posttrain.types import Group, Score
 SAME = 1e-9  # relative tolerance: smaller differences are rounding errors
 
 Rewards = Sequence[float | None]  # rewards of one group; None: unscored
-Scores = Sequence[Score]  # advantages of one group
+Scores = Sequence[Score]  # scores of one group
 
 
 class Estimator(Protocol):

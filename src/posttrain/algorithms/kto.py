@@ -33,7 +33,7 @@ class JudgedStream(Protocol):
 @dataclass(frozen=True)
 class Kto:
     num_answers_per_step: int
-    max_total_tokens: int  # prompts paired with another prompt's answer
+    max_total_tokens: int  # limit for a prompt with another prompt's answer
     objective: KtoLoss
     policy: Trainer
     answers: JudgedStream

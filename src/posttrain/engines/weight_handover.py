@@ -219,7 +219,7 @@ class WeightReceiver:
             if one.handle and one.handle not in self._opened:
                 try:
                     memory = open_handle(one.handle, torch.cuda.current_device() if torch.cuda.is_available() else 0)
-                    memory[:1].cpu()  # no peer access between the GPUs
+                    memory[:1].cpu()  # fails without peer access between the GPUs
                 except RuntimeError as error:
                     return (
                         f"the memory of a GPU that trains cannot be opened from one that samples ({_first_line(error)})"

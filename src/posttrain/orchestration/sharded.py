@@ -20,7 +20,7 @@ from posttrain.policy.parallel import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
-_CALLS_PER_PASS = 8  # a pass without gradients can stop between them
+_CALLS_PER_PASS = 8  # a pass without gradients can stop between calls
 # Equal on every rank, so not summed.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
 

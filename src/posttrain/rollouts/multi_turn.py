@@ -144,7 +144,7 @@ class MultiTurnRollouts(FreshRollouts):
 
         def generate(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
             label = self.label if turn == 1 else f"{self.label}, turn {turn}"
-            num_samples = len(requests[0].answers)  # total, since all conversations are at the same turn
+            num_samples = len(requests[0].answers)  # the same for all requests, as all are at the same turn
             return self._generate(label, [request.task for request in requests], num_samples, key)
 
         while not all(group.is_whole for group in groups):

@@ -38,7 +38,7 @@ class StepRows:
     slots: Tensor  # cache slots; rows that are not computed use the scratch page
     lengths: Tensor  # int32: positions visible to the row
     keys: Tensor
-    index: Tensor  # noise keys
+    index: Tensor  # token index of the noise
     num_rows: Tensor  # [samples]: number of valid rows of the sample
 
 

@@ -39,8 +39,8 @@ _STEPS_UNTIL_RETRY = 256
 
 class Payoff:
     """Whether drafts are faster, from counted tokens per step and measured step times. It affects the cost of a step,
-    never the rule that draws a token. But matrix products of other shapes round differently, so it is not used where
-    runs must be bitwise reproducible.
+    not how a token is drawn. But matrix products of other shapes round differently, so it is not used where runs must
+    be bitwise reproducible.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -21,7 +21,7 @@ NAME = "posttrain"
 
 @dataclasses.dataclass
 class Names(base.WeightTransferInitInfo):
-    shapes: dict[str, list[int]]  # names of all tensors of one version
+    shapes: dict[str, list[int]]  # all tensors of one version
 
 
 class Receiver(base.WeightTransferEngine):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-_TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # rows of a weight that a program transposes at a time
+_TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # part of a weight that a program transposes at a time
 
 
 class Fp8Rows(NamedTuple):
