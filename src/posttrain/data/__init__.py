@@ -1,1 +1,1 @@
-"""Rows become tasks, preference pairs and supervised examples, in tokens and in a seeded order."""
+"""Converts rows to tokenised tasks, preference pairs and supervised examples, in a seeded order."""

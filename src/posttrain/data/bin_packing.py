@@ -1,10 +1,10 @@
-"""Bin packing: which items share a bin. Knows sizes only, neither tokens nor batches.
+"""Bin packing: which items share a bin. Works on sizes only.
 
 `concatenative` is next fit: a bin is closed when the next item does not fit. The others keep every bin open and take the
 first one with room, over items in a seeded random order or from the largest down. `modified_first_fit_decreasing` is that of
 Johnson and Garey ("A 71/60 theorem for bin packing", 1985). All of them take O(n log n) steps.
 
-The bins are the ones that the plain definitions give, item for item; only the search for them is faster.
+The bins equal those of the plain definitions, item for item; only the search is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Bins = list[list[int]]
 def pack(sizes: Sequence[int], capacity: int, algorithm: PackingAlgorithm, seed: int = 0) -> Bins:
     """Indices of the items in each bin. An item larger than the capacity gets a bin of its own.
 
-    `seed` decides the order of `first_fit_shuffle`; the others have no use for it.
+    `seed` sets the order of `first_fit_shuffle`; others ignore it.
     """
     order = list(range(len(sizes)))
     if algorithm == "concatenative":
@@ -42,14 +42,14 @@ class PackingStatistics:
     dataset_max_seqlen: int  # the largest item
     max_samples_per_bin: int
     packing_factor: float  # items per bin, on average
-    packing_efficiency: float  # percent of the bins' room that is filled
+    packing_efficiency: float  # percentage of the bins' capacity that is filled
     pack_size: int
     min_packed_seqlen: int  # the load of the emptiest bin
 
     @classmethod
     def of(cls, loads: Sequence[int], counts: Sequence[int], largest: int, capacity: int) -> PackingStatistics:
         """`loads` and `counts` are the tokens and the items of each bin that is not empty."""
-        # A bin that holds one oversize item is full, not fuller than full.
+        # A bin with one oversize item counts as full.
         room = sum(max(capacity, load) for load in loads)
         return cls(
             dataset_max_seqlen=largest,
@@ -77,7 +77,7 @@ def _first_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Bin
     bins: Bins = []
     room = _RoomTree(len(order), capacity)
     for index in order:
-        # All bins that are not open yet have the whole capacity, so the leftmost with room is an open one or the next.
+        # Unopened bins have the full capacity, so the leftmost fitting bin is an open one or the next.
         place = room.leftmost(sizes[index]) if sizes[index] <= capacity else len(bins)
         if place == len(bins):
             bins.append([])
@@ -87,14 +87,14 @@ def _first_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Bin
 
 
 class _RoomTree:
-    """The room left in each of a number of bins: a tree whose nodes hold the most room of any bin under them."""
+    """The free space of bins: a tree whose nodes hold the maximum free space below them."""
 
     def __init__(self, num_bins: int, capacity: int) -> None:
         self._num_leaves = 1 << max(0, num_bins - 1).bit_length()
         self._most = [capacity] * (2 * self._num_leaves)
 
     def leftmost(self, size: int) -> int:
-        """The first bin with room for `size`; there must be one."""
+        """The first bin with space for `size`; there must be one."""
         most, node = self._most, 1
         while node < self._num_leaves:
             node *= 2
@@ -132,7 +132,7 @@ def _modified_first_fit(sizes: Sequence[int], order: Sequence[int], capacity: in
             with_medium.add(b)
     for b in reversed([b for b in range(len(bins)) if b not in with_medium]):
         if small.two_smallest() > free[b]:
-            break  # the bins that follow have less room still
+            break  # the following bins have even less space
         place(b, small.take_smallest())
         if (item := small.take_largest(free[b])) is not None:
             place(b, item)
@@ -159,7 +159,7 @@ class _Descending:
         return [item for item, taken in zip(self._items, self._taken, strict=True) if not taken]
 
     def two_smallest(self) -> float:
-        """The sizes of the two smallest together; more than any room when there are fewer."""
+        """The sizes of the two smallest together; larger than any bin if there are fewer."""
         self._settle_last()
         second = self._last - 1
         while second >= 0 and self._taken[second]:

@@ -1,7 +1,7 @@
-"""Conversations become tokens here, and nowhere else.
+"""Converts conversations to tokens. The only place that does.
 
 The text a model trains on must be the text it is sampled from: a prompt always ends with what the template prints before
-an assistant's turn, and a response always ends with what ends that turn. Knows nothing of datasets.
+an assistant's turn, and a response always ends with the end of that turn. Independent of datasets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ Ids = list[int]
 DEFAULT_TEMPLATE = "default"
 TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "extra_id.jinja"}
 
-# Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
+# Placeholder for a turn's content, to find where a template prints it. Letters and digits only: no template trims or
+# escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
-# What a template's own expressions raise: they call methods of strings and lists, and compute.
+# Errors raised by expressions in a template: they call methods of strings and lists, and compute.
 _ERRORS_IN_TEMPLATES = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
 
-# Texts whose tokens tell two tokenizers with one vocabulary apart: words, numbers, spaces, line breaks, accents, code.
+# Texts whose tokens distinguish two tokenizers with the same vocabulary: words, numbers, spaces, line breaks, accents,
+# code.
 _PROBES = (
     "The quick brown fox jumps over 12345 lazy dogs, doesn't it?",
     "  def f(x):\n\treturn x ** 2  # \u00e4\u00f6\u00fc \u4f60\u597d \U0001f642\r\n\n",
@@ -63,7 +65,7 @@ class ChatFormat:
     `chat_template`: "default" is the model's own template (contents one after another when it has none), None writes
     the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template, and
     "extra_id" is that of NeMo-Aligner.
-    `kwargs` are handed to the template, for instance `{"enable_thinking": False}`.
+    `kwargs` are passed to the template, for instance `{"enable_thinking": False}`.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ChatFormat:
 
     @property
     def end_of_turn(self) -> str:
-        """The text that closes an assistant's turn, such as "<|im_end|>"; empty when there is nothing to close it with."""
+        """The text that closes an assistant's turn, such as "<|im_end|>"; empty if the template has none."""
         return self._end_of_turn or self.tokenizer.eos_token or ""
 
     @property
@@ -102,7 +104,9 @@ class ChatFormat:
 
     @property
     def recorded_template(self) -> Any:
-        """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
+        """The template as it is saved with a model: with `kwargs` written into it, so that it needs no posttrain
+        settings.
+        """
         if self.template is None or not self.kwargs:
             return self.template
         # transformers itself defines `tools` and `documents`, as none where the caller gives none.
@@ -127,7 +131,7 @@ class ChatFormat:
         }
 
     def prompt(self, messages: Sequence[Message]) -> tuple[str, Ids]:
-        """The conversation as the model sees it before it answers, as text and as tokens."""
+        """The prompt of a conversation, as text and as tokens."""
         text = self.render(messages)
         return text, self._encode([text])[0]
 
@@ -149,7 +153,7 @@ class ChatFormat:
         whole = self._write([*prompt_messages, {"role": "assistant", "content": response}], opens_answer=False)
         if whole.startswith(before):
             return before, self._close(whole[len(before) :])
-        # Some templates write a finished turn in another way than an open one. What counts is what sampling will see.
+        # Some templates write a finished turn differently than an open one. Use the form that sampling sees.
         return before, response + self.end_of_turn
 
     def templated_turn(self, prompt: str, response: str) -> tuple[str, str]:
@@ -198,8 +202,8 @@ class ChatFormat:
     def split_turns(self, turns: Sequence[tuple[str, str]]) -> list[EncodedTurn]:
         """`encode_turns`, and where the tokenizer would have merged across the boundary.
 
-        Such an answer is tokenised on its own: a sampler that has read the prompt cannot go back and merge, so these are the
-        tokens that it would write. The prompt stays as it is, because the two answers of a pair share it.
+        Such an answer is tokenised separately: a sampler cannot merge tokens with the prompt, so these are the tokens
+        that it would produce. The prompt is unchanged, because the two answers of a pair share it.
         """
         distinct = list(dict.fromkeys(before for before, _ in turns))  # the two answers of a pair share one
         prompts = dict(zip(distinct, self._encode(distinct), strict=True))
@@ -235,19 +239,19 @@ class ChatFormat:
         return pieces[0], ids[len(pieces[0]) :], mask[len(pieces[0]) :]
 
     def _cut_whole(self, text: str, edges: Sequence[int]) -> list[Ids] | None:
-        """Tokenises once and cuts at the edges; None where a token lies across one."""
+        """Tokenises once and splits at the boundaries; None if a token crosses one."""
         if not self.tokenizer.is_fast:
             return None
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
         cuts = [*(bisect_left(starts, edge) for edge in edges[:-1]), len(starts)]
         pieces: list[Ids] = [encoded["input_ids"][cut:end] for cut, end in pairwise(cuts)]
-        # Offsets leave out a token's leading spaces, so they are a guess. Reading the pieces back is the proof.
+        # Offsets omit a token's leading spaces, so they are approximate. Decoding the pieces verifies them.
         written = self.tokenizer.batch_decode(pieces, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return pieces if written == [text[edge:end] for edge, end in pairwise(edges)] else None
 
     def _grow(self, text: str, edges: Sequence[int]) -> list[Ids]:
-        """Tokenises piece after piece, as a sampler would meet them."""
+        """Tokenises piece by piece, as in sampling."""
         pieces: list[Ids] = []
         for edge, end in pairwise(edges):
             before = [token for piece in pieces for token in piece]
@@ -287,7 +291,7 @@ class ChatFormat:
         return str(text)
 
     def _close(self, answer: str) -> str:
-        """`answer` up to and including its end of turn. What a template prints after that is never the sampler's."""
+        """`answer` up to and including its end of turn. Sampling never produces what a template prints after that."""
         if self._after_answer and answer.endswith(self._after_answer):
             answer = answer[: -len(self._after_answer)]
         return answer if answer.endswith(self.end_of_turn) else answer + self.end_of_turn
@@ -307,7 +311,7 @@ class ChatFormat:
         return after[: min(ends)] if ends else after.rstrip()
 
     def _encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Special tokens stand in the text already, so none are added."""
+        """The text already contains special tokens, so none are added."""
         if not texts:
             return []
         try:
@@ -318,7 +322,7 @@ class ChatFormat:
 
 
 def _explained(error: TypeError, texts: Sequence[str]) -> Exception:
-    """JSON can spell half of a surrogate pair, which is no text; tokenizers call that a wrong type."""
+    """JSON can contain lone surrogates, which are invalid text; tokenizers raise a TypeError for them."""
     for text in texts:
         try:
             text.encode()
@@ -329,7 +333,9 @@ def _explained(error: TypeError, texts: Sequence[str]) -> Exception:
 
 
 def is_answer(message: Message) -> bool:
-    """Whether a turn is to be learnt. An assistant's turn without text (a bare tool call) would teach to say nothing."""
+    """Whether a turn is to be learnt. An assistant's turn without text (a bare tool call) would train on an empty
+    answer.
+    """
     return message["role"] == "assistant" and bool(message["content"].strip())
 
 

@@ -1,4 +1,6 @@
-"""Whether a run can train on the datasets that its config names. Looks at names only; `posttrain config check` asks this too."""
+"""Whether a run can train on the datasets that its config names. Checks names only; also used by `posttrain config
+check`.
+"""
 
 from __future__ import annotations
 

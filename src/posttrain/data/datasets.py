@@ -1,4 +1,4 @@
-"""Datasets in tokens: tasks to answer, pairs to compare, answers to judge, examples to imitate; and how they are loaded."""
+"""Tokenised datasets and their loading: tasks, preference pairs, labelled answers, supervised examples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
 
 
 class TaskDataset(RowDataset[Task]):
-    """Prompts with what is needed to judge an answer."""
+    """Prompts with the data needed to score an answer."""
 
 
 class PairDataset(RowDataset[Pair]):
@@ -56,7 +56,7 @@ class JudgedDataset(RowDataset[Judged]):
 
 
 class ExampleDataset(RowDataset[Example]):
-    """Answers to imitate."""
+    """Answers for supervised training."""
 
 
 class Reader(Protocol[Item]):
@@ -120,7 +120,7 @@ def load_pair_dataset(
 def load_judged_dataset(
     entries: Entries, defaults: Section | None, chat: ChatFormat, *, max_total_tokens: int, seed: int
 ) -> JudgedDataset:
-    """Answers that are wanted or not: labelled ones, both answers of each pair, or traces by their rewards."""
+    """Desirable and undesirable answers: labelled ones, both answers of each pair, or traces by their rewards."""
     loading: _Loading[Judged] = _Loading(seed)
     for entry in read_entries(entries, defaults):
         known = preference_spec(entry)
@@ -227,7 +227,7 @@ def _outcomes(name: str, rows: Iterable[Row], reader: Reader[Item]) -> Iterator[
 
 
 def _label(entry: Entry, known: ResponseSpec | PreferenceSpec | None) -> str:
-    """A short name for people: the one it was given, the dataset's, or that of its file."""
+    """A short display name: the configured one, the dataset's, or that of its file."""
     if entry.name:
         return entry.name
     if known and known.hub:

@@ -1,7 +1,7 @@
 """OpenAssistant's conversation trees: one conversation of each tree, along the replies that people ranked best.
 
 Rows are single messages that name their parent, as on the hub, or whole trees, as in the `.trees.jsonl.gz` files. Deleted
-messages, and what replies to them, are left out. What other conversations a tree holds is not used.
+messages, and what replies to them, are left out. Other conversations of a tree are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
     roots: list[Row] = []
     for row in rows:
         if row.get("messages") is not None:
-            yield row  # conversations that were made of it before
+            yield row  # conversations already assembled
         elif row.get("prompt") is not None:
             yield from _conversation(_message(row.field("prompt"), row), _replies_inside)
         elif row.get("parent_id") is None:

@@ -1,7 +1,7 @@
 """A file of preference pairs in tokens, sorted into packs: Parquet with one row per pair, and a JSON header in its metadata.
 
-`posttrain data pack` writes it and `dataset_name: PackedPairs` reads it. Tokens mean something only to the tokenizer and the
-chat template they were made with, so the header carries a fingerprint of both, and another one is refused.
+`posttrain data pack` writes it and `dataset_name: PackedPairs` reads it. Tokens are valid only for the tokenizer and
+chat template that produced them, so the header has a fingerprint of both, and a mismatch is rejected.
 
 Columns: `pack` (packs are numbered from 0 and stand one after another), `id`, `prompt_ids`, `chosen_ids`, `rejected_ids`,
 `chosen_reward`, `rejected_reward`. A pair costs its prompt once and both answers.
@@ -84,7 +84,7 @@ class Packing:
 
 
 class Pairs(Protocol):
-    """A sequence of pairs that may put each together when it is asked for."""
+    """A sequence of pairs, which may be built on access."""
 
     def __len__(self) -> int: ...
 
@@ -194,7 +194,7 @@ class PackedFile:
         import pyarrow
         from pyarrow import parquet
 
-        # What was left out when the file was made is not in it; the run still reports how many there were.
+        # Pairs skipped when the file was written are not in it; the run still reports their number.
         for reason, count in self.header.dropped.items():
             yield from [reason] * count
         row, pack = 0, 0

@@ -1,6 +1,6 @@
-"""Cuts an optimizer batch into micro-batches and deals them to ranks.
+"""Splits an optimizer batch into micro-batches and assigns them to ranks.
 
-Knows token counts only: no model, no device. Because losses are sums with global denominators (see `TokenBatch`), every
+Works on token counts only. Because losses are sums with global denominators (see `TokenBatch`), every
 choice made here changes speed and memory, never the loss.
 
 The unit is a *bundle*: one prompt with some of its responses, which costs the prompt once. A group that does not fit the
@@ -146,7 +146,9 @@ def _precomputed(batch: TokenBatch, max_tokens: int) -> list[Bundle]:
 
 
 def _deal(batch: TokenBatch, bins: list[tuple[int, ...]], num_ranks: int) -> list[list[tuple[int, ...]]]:
-    """Heaviest first to the lightest rank. Equal counts, because every rank takes part in every collective."""
+    """Assigns the heaviest first, to the lightest rank. Equal counts, because every rank takes part in every
+    collective.
+    """
     per_rank = max(1, -(-len(bins) // num_ranks))
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks

@@ -1,7 +1,7 @@
 """The shapes in which rows say that one answer is better than another, or that an answer is good or bad.
 
-A shape is recognised by its columns; `docs/preference-data.md` lists them. Knows no tokens and no templates: what comes out
-is text and messages.
+A shape is recognised by its columns; `docs/preference-data.md` lists them. Independent of tokens and templates: the
+output is text and messages.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """An answer on its own, and whether it is wanted."""
+    """A single answer, and whether it is desirable."""
 
     prompt: str | list[Message]
     response: str

@@ -1,4 +1,4 @@
-"""The files that put a question into words: a prompt template with one `{}`, and a system prompt."""
+"""Prompt files: a prompt template with one `{}`, and a system prompt."""
 
 from __future__ import annotations
 

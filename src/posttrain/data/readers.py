@@ -1,7 +1,7 @@
 """Rows to items in tokens: tasks and supervised examples. One reader per kind, each over a chunk of rows.
 
 A row that cannot be used is either dropped, with a reason that is counted (too long, empty), or an error (a key is
-missing). Nothing is ever cut to fit. Preferences are read in `preference_readers.py`.
+missing). Rows are never truncated. Preferences are read in `preference_readers.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Read(Generic[Item]):
 
     item: Item
     tokens: Mapping[str, Sequence[int]]
-    notes: tuple[str, ...] = ()  # what is worth knowing of a row that is used all the same; counted like dropped rows
+    notes: tuple[str, ...] = ()  # remark on a row that is used; counted like dropped rows
 
 
 Outcome = Read[Item] | str  # a text is the reason why the row was dropped
@@ -44,7 +44,7 @@ class TaskReader:
     def __init__(self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_prompt_tokens: int | None) -> None:
         self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_prompt_tokens
         self._prompts = entry.prompts
-        # The other columns go along, for reward functions that want them; the answer too, under its own name.
+        # Other columns are passed to reward functions; the answer too, under its own name.
         self._spoken_for = {*spec.question, *spec.solution, entry.input_key}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
@@ -153,7 +153,7 @@ def system_text(row: Row, entry: Entry, spec: ResponseSpec) -> str:
 
 
 def reference(row: Row, entry: Entry, spec: ResponseSpec) -> Any:
-    """What an answer is judged by. `output_key: ""`: there is none and the environment needs none."""
+    """The reference of an answer. `output_key: ""`: no reference, and the environment needs none."""
     if entry.output_key == "":
         return None
     if entry.output_key is None and callable(spec.answer):
@@ -178,7 +178,7 @@ def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:
 
 
 def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
-    """Puts the row's place before what the chat template has to say."""
+    """Adds the row's location to errors of the chat template."""
     try:
         return render(*arguments)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Labelled traces as tasks that come with their answers: what GRPO from recorded groups learns from.
+"""Labelled traces as tasks with recorded answers, for GRPO from recorded groups.
 
 A group becomes one task. Its traces become rollouts whose reward is known and whose sampler is not: the log-probabilities
 stay empty. A trace of several turns keeps them all, and only what the model wrote is marked as trained.
@@ -50,7 +50,7 @@ class RecordedReader:
             )
         self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal
         self._prompts = entry.prompts
-        # One object for each token: a million answers of objects of their own would take four times the memory.
+        # Share one object per token value: separate objects would take four times the memory.
         self._number: dict[int, int] = {}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:

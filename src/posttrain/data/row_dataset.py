@@ -1,6 +1,6 @@
-"""A sequence of items in tokens: kept as flat integer arrays, put together when an item is asked for.
+"""A sequence of items in tokens: stored as flat integer arrays, assembled on access.
 
-A million prompts as Python integers would not fit in memory. Knows nothing of files.
+A million prompts as Python integers would not fit in memory. Independent of files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.types import Judged, Pair, Task
 def keyed_order(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of `length` things that (seed, epoch) decides.
 
-    Only the raw words of Philox are used: numpy promises those for ever, and does not promise `Generator.permutation`.
+    Only the raw words of Philox are used: numpy guarantees their stability, but not that of `Generator.permutation`.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     words = np.random.Philox(key=key).random_raw(length)
@@ -76,7 +76,7 @@ class Table(Generic[Item]):
         return replace(self.items[row], draw=draw, **fields)
 
     def digest(self, row: int) -> bytes:
-        """Of what the model and the judge see: the same content gives the same digest, whatever file it is in."""
+        """Digest of the content seen by model and judge, independent of the file."""
         summary = hashlib.sha256()
         for name, column in sorted(self.columns.items()):
             part = column.bytes_of(row)
@@ -163,8 +163,8 @@ class RowDataset(Generic[Item]):
     def split(self, validation_size: float, seed: int) -> tuple[Self, Self]:
         """Training rows and validation rows: a share of them below 1, otherwise a number.
 
-        Equal rows stay together, and so do the judgements of one prompt, which may make it a few rows more: a model that has
-        been trained on one answer to a prompt is no judge of its own progress on another.
+        Equal rows stay together, and so do the judgements of one prompt, which may make it a few rows more: validation
+        on a prompt that was trained on would be biased.
         """
         training, validation = self._divide(range(len(self)), validation_size, seed)
         return self._part(training, self.dropped, self.noted), self._part(validation)

@@ -1,4 +1,4 @@
-"""The endless, seeded order in which a run sees its data. Its position is part of a checkpoint."""
+"""The endless, seeded data order of a run. Its position is part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.json_files import JsonMapping, JsonObject
 
 
 class Stream(Generic[Item]):
-    """Goes through a dataset again and again, each epoch in an order of its own, decided by (seed, epoch)."""
+    """Iterates over a dataset endlessly; (seed, epoch) determines the order of each epoch."""
 
     def __init__(self, dataset: RowDataset[Item], seed: int, shuffle: bool = True) -> None:
         if len(dataset) == 0:
@@ -46,7 +46,7 @@ class Stream(Generic[Item]):
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Goes on where `state` was taken. The order would be another one with other data, seed or shuffling: refused."""
+        """Continues from `state`. Rejects a state of other data, seed or shuffling, whose order would differ."""
         missing = {"position", *self._identity()} - set(state)
         if missing:
             raise DataError(f"the saved data position is incomplete: it lacks {', '.join(sorted(missing))}")

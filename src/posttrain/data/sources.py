@@ -1,7 +1,7 @@
-"""Rows out of files and hubs: jsonl, json, csv and parquet (local or wherever fsspec reaches), and Hugging Face datasets.
+"""Reads rows from files and hubs: jsonl, json, csv and parquet (local or wherever fsspec reaches), and Hugging Face
+datasets.
 
-A row carries where it came from, so that every complaint about it can name the file and the line. What the fields mean is
-not known here.
+A row has its origin, so that errors can name the file and the line. Independent of the meaning of fields.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def is_elsewhere(path: str) -> bool:
 
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """What goes wrong with another host than this one becomes an error that names the path, whatever library raised it."""
+    """Converts errors of remote storage, from any library, to an error that names the path."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -227,7 +227,7 @@ def explained(path: str) -> Iterator[None]:
 
 
 def require_regular(filesystem: AbstractFileSystem, location: str, shown: str) -> None:
-    """A pipe would be waited for, and a device has no end. What cannot be found is left to the caller."""
+    """Rejects pipes, which block, and devices, which have no end. The caller handles missing files."""
     if isinstance(filesystem, LocalFileSystem) and os.path.exists(location) and not os.path.isfile(location):
         raise DataError(f"{shown}: not a regular file; a pipe or a device cannot be read as data")
 
@@ -244,7 +244,7 @@ def filesystem_of(path: str) -> tuple[AbstractFileSystem, str]:
 
 
 def not_found(path: str) -> str:
-    """A message that shows what lies beside the missing file."""
+    """An error message that lists files next to the missing one."""
     message = f"file or folder not found: {path}"
     if "://" in path:
         return message
@@ -305,7 +305,7 @@ def _json_lines(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _lines(stream: Any, file: str) -> Iterator[Any]:
-    """Bytes or text by lines, none of them longer than the limit: a packed file may unpack to one without end."""
+    """Bytes or text by lines, none of them longer than the limit: a compressed file may expand to an endless line."""
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1

@@ -1,6 +1,6 @@
 """Limits for chat templates, which come with models: a template that loops or builds giant strings ends with an error.
 
-Transformers renders templates in Jinja's sandbox, which keeps them from reaching Python but not from running for ever.
+Transformers renders templates in Jinja's sandbox, which prevents access to Python but not endless loops.
 `limited_templates` makes transformers compile them in a sandbox that counts: the steps of loops and calls of one rendering, and
 the length of strings that operators build.
 """
@@ -81,7 +81,7 @@ def _call(name: str, *arguments: nodes.Node) -> nodes.Call:
 
 
 class _Counted:
-    """What a loop goes through; each round is a step."""
+    """The items of a loop; each iteration counts as a step."""
 
     def __init__(self, items: Any) -> None:
         self._items = items

@@ -1,7 +1,6 @@
 """Labelled traces as preference rows (`dataset_name: TracePairs`): pairs for DPO, good and bad answers for KTO.
 
-How traces are read, filtered and matched is the business of `posttrain.data.traces`; here its rows meet the keys of a
-dataset entry.
+`posttrain.data.traces` reads, filters and matches traces; this module connects it to the keys of a dataset entry.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TraceRows:
         self._filters = _value(TraceFilters, entry.trace_filters)
         self._rules = _value(PairRules, entry.pair_rules)
         self._read, self._paired = ReadReport(), PairReport()
-        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is a user's message
+        self._is_templated = bool(entry.prompt_is_templated)  # otherwise the text of a trace is a user's message
         self._of_several_turns = 0
 
     def left_out(self) -> Mapping[str, int]:
@@ -76,7 +75,7 @@ class TracePairRows(TraceRows):
 
 
 class JudgedTraceRows(TraceRows):
-    """One row per trace. `judge` calls it wanted or not by its reward, with the thresholds of `pair_rules`."""
+    """One row per trace. `judge` labels it desirable or not by its reward, with the thresholds of `pair_rules`."""
 
     def rows(self) -> Iterator[Row]:
         from posttrain.data.traces import iter_trace_groups

@@ -2,7 +2,7 @@
 
 A language model is trained up to the end of its turn, because sampling stops there. A reward model reads finished
 conversations, and its users (`transformers`, TRL, vLLM) pass it `apply_chat_template` of all messages, which
-often prints something after the last turn. The score is read at the last token, so that something must be there.
+often prints something after the last turn. The score is read at the last token, so this suffix must be present.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.types import Message
 class WholeChatFormat(ChatFormat):
     """A `ChatFormat` whose turns, prompt and response together, are the tokens of the finished conversation.
 
-    Where the prompt ends means nothing here: it is what answers to the same prompt share, so that it is computed once.
+    The end of the prompt has no meaning here: it is the prefix shared by answers to the same prompt, computed once.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Blocks of rows, whatever their shape, as one kind of Arrow table; and such a table back as `Trace` values.
+"""Converts blocks of rows of any shape to one Arrow schema, and such tables to `Trace` values.
 
 In the table, prompts and responses are texts (chat_text.py); `*_is_chat` marks those that are the JSON of a conversation. Rows
 that cannot be used are counted and left out.
@@ -57,7 +57,7 @@ SCHEMA = pa.schema(
 
 @dataclass
 class Draft:
-    """The columns of some rows on their way to a table. `problem` is the reason that a row cannot be used, or ""."""
+    """The columns of some rows before conversion to a table. `problem` is the reason that a row cannot be used, or ""."""
 
     rows: NDArray[np.int64]
     prompt: pa.Array

@@ -33,7 +33,7 @@ def encode_response(value: object) -> tuple[str, bool]:
     if not isinstance(value, list) or not value:
         return _plain(value, reasons.NO_RESPONSE), False
     turns = [_message(turn) for turn in value]
-    while turns and turns[-1]["role"] != "assistant":  # what others say after it is no part of the answer
+    while turns and turns[-1]["role"] != "assistant":  # later turns of others are not part of the answer
         turns.pop()
     if not turns:
         raise Unusable(reasons.NO_RESPONSE)
@@ -116,7 +116,7 @@ def _written(turns: Sequence[Message]) -> str:
 
 
 def _checked(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no file can hold."""
+    """JSON can contain lone surrogates, which files cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -103,7 +103,7 @@ def _locate(path: str) -> list[TraceFile]:
 
 
 def _explained(path: str, error: Exception) -> Exception:
-    """What a store answers, as an error of the user's data; anything else as it is."""
+    """Converts errors of a remote store to data errors; others are unchanged."""
     if isinstance(error, DataError) or not (is_elsewhere(path) or isinstance(error, OSError)):
         return error
     line = reason_of(error)
@@ -160,7 +160,7 @@ def read_blocks(
 
 
 class _BrokenFile(Exception):
-    """A file that ends early or does not have the format of its name. Rows that came before the break stand."""
+    """A file that ends early or does not have the format of its name. Rows before the damage are kept."""
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _line_blocks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
             if size > MAX_LINE_BYTES:
                 raise _BrokenFile(f"a line of more than {MAX_LINE_BYTES >> 20} MiB, the most that is read")
     except _BrokenFile:
-        whole, newline, _ = b"".join(held).rpartition(b"\n")  # the line that was cut in two is gone
+        whole, newline, _ = b"".join(held).rpartition(b"\n")  # the split line is lost
         if newline:
             yield whole + newline, file.size
         raise
@@ -256,7 +256,7 @@ def _line_blocks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
 
 
 def _chunks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a file, unpacked. What a cut-off gzip file still holds comes before the complaint."""
+    """The bytes of a file, unpacked. The readable part of a truncated gzip file is returned before the error."""
     try:
         with file.filesystem.open(file.location, "rb") as stream:
             if not file.location.endswith(".gz"):
@@ -294,7 +294,7 @@ def _parse_columns(data: bytes, file: str, first_line: int, types: Mapping[str, 
 
     lines = data.count(b"\n") + (not data.endswith(b"\n"))
     try:
-        data.decode()  # Arrow does not look
+        data.decode()  # Arrow does not check this
         table = arrow_json.read_json(
             pa.BufferReader(data),
             read_options=arrow_json.ReadOptions(use_threads=False, block_size=len(data) + 16),

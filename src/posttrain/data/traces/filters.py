@@ -1,4 +1,4 @@
-"""`TraceFilters` at work on one block. Duplicates are not found here: they need the whole group (duplicates.py)."""
+"""Applies `TraceFilters` to one block. Duplicates are not found here: they need the whole group (duplicates.py)."""
 
 from __future__ import annotations
 

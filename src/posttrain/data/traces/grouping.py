@@ -1,4 +1,4 @@
-"""Bringing the traces of a group together without holding the files in memory.
+"""Groups traces without holding the files in memory.
 
 Tables are collected; once they pass a limit they are written to temporary files, cut by the hash of the group, so that a group
 lies in one file whole. A file that is still too large is cut again by other bits of the hash. Then one file after another is
@@ -25,7 +25,7 @@ DEEPEST_CUT = 64 // BITS_PER_CUT
 
 
 class GroupParts:
-    """Takes tables in, gives them out again in parts that hold whole groups."""
+    """Collects tables and returns them in parts that hold complete groups."""
 
     def __init__(self, scratch: Path, memory_bytes: int = MEMORY_BYTES) -> None:
         self._scratch, self._limit = scratch, memory_bytes
@@ -53,7 +53,7 @@ class GroupParts:
         return self._cut is not None
 
     def parts(self) -> Iterator[pa.Table]:
-        """The parts, each with whole groups. Each is forgotten once the next one is asked for."""
+        """The parts, each with whole groups. Each is freed when the next one is requested."""
         if self._cut is None:
             held, self._held = self._held, []
             yield pa.concat_tables(held) if held else SCHEMA.empty_table()
@@ -116,7 +116,8 @@ class _Cut:
 
 @dataclass(frozen=True)
 class GroupedPart:
-    """A part in the order of its units. Rows are spoken of by their place in that order; the table itself is not sorted.
+    """A part in the order of its units. Rows are addressed by their position in that order; the table itself is not
+    sorted.
 
     A *unit* is the traces with the same group and the same prompt; with `split_prompts` off, all of a group. Within a unit
     rows keep the order of the input.

@@ -1,4 +1,4 @@
-"""Which columns of a file are the prompt, the response, the reward: `TraceColumns` held against what a file has."""
+"""Which columns of a file are the prompt, the response, the reward: `TraceColumns` matched with the columns of a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rewards to preference pairs: which two answers to a prompt are compared. Knows rewards, not texts or files."""
+"""From rewards to preference pairs: which two answers to a prompt are compared. Works on rewards only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME_TEXT = "the two answers are the same text"
 TOO_CLOSE = "no two rewards differ by min_margin"
 
 
-# Rewards are decimals that binary numbers only come near: 0.7 - 0.4 is a little less than 0.3, and still a margin of 0.3.
+# Tolerance for binary floating point: 0.7 - 0.4 is slightly less than 0.3, but counts as a margin of 0.3.
 ROUNDING = 1e-9
 
 
@@ -105,7 +105,7 @@ def _candidates(
 
 
 def _next_rejected(place: int, good: int, rejected: Sequence[int], identities: Sequence[int]) -> int:
-    """The rejected ones take turns; one that is the same text as the preferred one passes its turn on."""
+    """Rejected answers are used round-robin; one with the same text as the preferred answer is skipped."""
     turns = (rejected[(place + step) % len(rejected)] for step in range(len(rejected)))
     return next((bad for bad in turns if identities[bad] != identities[good]), rejected[place % len(rejected)])
 

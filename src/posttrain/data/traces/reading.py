@@ -1,8 +1,7 @@
 """From files to groups and pairs: the functions that training and the command line call.
 
-The story of `_ordered_records`: read blocks, make them one kind of table, filter, bring groups together (on disk, if they do
-not fit), leave duplicates out, turn each unit into records, and give the records out in the order in which their prompts
-first appeared.
+Steps of `_ordered_records`: read blocks, convert them to one schema, filter, group (on disk if needed), remove
+duplicates, convert each unit to records, and return records in the order in which their prompts first appeared.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def ordered_records(
     split_prompts: bool = True,
     columns: Sequence[str] = SCHEMA.names,
 ) -> Iterator[bytes]:
-    """What `records` makes of each part, in the order of its numbers over all parts."""
+    """The output of `records` for all parts, sorted by record number."""
     with tempfile.TemporaryDirectory(prefix="posttrain-traces-", dir=reading.scratch) as folder:
         parts = GroupParts(Path(folder), reading.memory_bytes)
         runs = OrderedRuns(Path(folder))

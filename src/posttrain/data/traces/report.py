@@ -1,6 +1,7 @@
-"""What became of the rows: counted by reason, with the first places of each. Holds places and numbers, never text of a trace.
+"""Row counts by outcome and reason, with the first locations of each. Contains locations and numbers, never text of a
+trace.
 
-The law that holds at the end: rows = kept + problems + filtered.
+Invariant at the end: rows = kept + problems + filtered.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ReadReport:
 
 @dataclass
 class PairReport:
-    """What became of the prompts."""
+    """Prompt counts by outcome."""
 
     prompts: int = 0
     prompts_with_pairs: int = 0

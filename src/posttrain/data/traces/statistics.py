@@ -1,4 +1,4 @@
-"""What a set of traces looks like, in numbers: no text of a prompt or a response is kept in them."""
+"""Statistics of a set of traces. They contain no text of prompts or responses."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def collect_statistics(
 
 
 class _FirstPass:
-    """What is seen while the rows go by for the first time."""
+    """Statistics collected in the first pass over the rows."""
 
     def __init__(self) -> None:
         self.low, self.high = np.inf, -np.inf
@@ -238,7 +238,7 @@ def histogram_edges(low: float, high: float) -> NDArray[np.float64]:
 
 
 class _Sample:
-    """The rows whose numbers, well mixed, are smallest: a fair sample that is the same whenever the same files are read."""
+    """The rows with the smallest hashed numbers: an unbiased sample that is the same for the same files."""
 
     def __init__(self, size: int) -> None:
         self._size = size

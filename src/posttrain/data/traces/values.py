@@ -1,4 +1,4 @@
-"""What a labelled trace is, and the settings for reading traces: columns, filters, rules for pairs. Values only.
+"""Types: labelled traces, and the settings for reading them: columns, filters, rules for pairs.
 
 A *trace* is one answer that some model gave to a prompt, with a reward. The traces of one prompt are a *group*. Nothing here
 reads a file, and nothing here needs torch.
@@ -56,7 +56,7 @@ class TraceGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ. A group whose rewards are all equal teaches nothing."""
+        """Whether the rewards differ. A group with equal rewards has no learning signal."""
         return len(set(self.rewards)) > 1
 
 
