@@ -1,1 +1,1 @@
-"""Measuring a model on problems with known answers. `results.py` is the format on disk that everything else reads."""
+"""Evaluates a model on problems with known answers. `results.py` defines the format on disk."""

@@ -47,7 +47,7 @@ def math_answer(text: str) -> str | None:
 
 
 def _first_value(statement: str) -> str:
-    """Of "$18 per day." the 18: a sentence goes on behind its answer."""
+    """The 18 of "$18 per day.": a sentence may continue after its answer."""
     if formula := _FORMULA.search(statement):
         return formula[1]
     number = _NUMBER.search(statement)

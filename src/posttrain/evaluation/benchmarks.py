@@ -1,7 +1,7 @@
 """The benchmarks of `posttrain eval` by name: where their data is, and what each field means. Tables and small readers.
 
-Names are NeMo RL's; case, dashes and underscores do not matter. What the mathematics sets have in common with training is
-taken from `data/named_datasets.py`; the split here is the one to be tested on.
+Names are NeMo RL's; case, dashes and underscores do not matter. Settings that the mathematics sets share with training
+are in `data/named_datasets.py`; the split here is the test split.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Benchmark:
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""
-    is_gated: bool = False  # the hub gives it only to those who have accepted its terms
+    is_gated: bool = False  # gated on the hub: its terms must be accepted
 
 
 def boxed_in_solution(row: Row) -> str:
@@ -66,7 +66,7 @@ def all_final_answers(row: Row) -> str:
 
 
 def listed_choices(row: Row, seed: int, key: str | None = None, answer: str = "answer") -> Choices:
-    """MMLU and its like: a list of choices, or one column for each letter; the answer as a letter or a number from 0."""
+    """MMLU and similar: a list of choices, or one column for each letter; the answer as a letter or a number from 0."""
     names = (key,) if key else ("choices", "options")
     listed = next((row.get(name) for name in names if row.get(name) is not None), None)
     if listed is None and key is None and row.get("A") is not None:

@@ -1,4 +1,4 @@
-"""An evaluation from its config: problems, engine, environment, and the folder of the results.
+"""Builds an evaluation from its config: problems, engine, environment, and the folder of the results.
 
 Errors in the config and the data are found before a model is loaded. A finished evaluation loads none.
 """
@@ -67,7 +67,7 @@ class EvaluationBuild:
 
     @cached_property
     def reference(self) -> ResolvedModel | None:
-        """The model, unless a server has it."""
+        """The model, unless it is on a server."""
         return (
             None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
         )
@@ -111,7 +111,7 @@ class EvaluationBuild:
 
     @cached_property
     def server(self) -> OpenAiServer | None:
-        """The server, if the model is one. It is asked for the name of its model, unless the config has it."""
+        """The server, if the model is one. The name of its model is requested from it, unless the config has it."""
         url = self.config.server_url
         return None if url is None else OpenAiServer(url, self.config.generation.openai_cfg)
 
@@ -122,7 +122,7 @@ class EvaluationBuild:
             raise ModelReferenceError(f"generation.model_name: {reason}")
 
     def check_problems_and_judge(self) -> None:
-        """InputError if problems cannot be read, or their environment is incomplete. The model may be missing still."""
+        """InputError if problems cannot be read, or their environment is incomplete. The model may still be missing."""
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
 
     def identity(self) -> dict[str, object]:
@@ -169,7 +169,7 @@ class EvaluationBuild:
 
     @property
     def problems_per_step(self) -> int:
-        """Of one engine: another number of engines is no other evaluation."""
+        """Settings of one engine: the number of engines does not change the identity of an evaluation."""
         given = self.config.generation.num_prompts_per_step
         picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
         return given if given > 0 else picked
@@ -294,7 +294,9 @@ class EvaluationBuild:
         return self.config.generation.vllm_cfg.max_model_len or 1 << 30
 
     def _tasks(self, chat: ChatFormat | None) -> list[Task]:
-        """The problems as the model sees them. One that does not fit is an error: without it the benchmark is another."""
+        """The problems in the model's format. A problem that does not fit is an error: skipping it would change the
+        benchmark.
+        """
         judge, problems = self.config.judge, self.problem_set.problems
         if chat is None:
             return [replace(task, prompt=task.messages[-1]["content"], environment=judge) for task in problems]

@@ -1,8 +1,8 @@
 """Whether two evaluations can be compared. Shared by `posttrain eval compare` and the gate.
 
-Scores of two judges are two quantities, and so are pass rates under two thresholds: their difference means nothing, so
-they are refused. Other settings that change answers are reported. Files are compared by their content, which
-`identity.json` holds; in a folder without it, only settings can be compared.
+Scores of different judges, or pass rates under different thresholds, are not comparable and are rejected. Other
+settings that change answers are reported. Files are compared by their content, which `identity.json` holds; in a folder
+without it, only settings can be compared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
 def why_incomparable(
     first: Evaluation, second: Evaluation, names: tuple[str, str], *, uses_threshold: bool
 ) -> str | None:
-    """Why a difference of their scores means nothing; None if it does. `names` are those of the two in messages."""
+    """Why their scores are not comparable; None if they are. `names` are those of the two in messages."""
     if judges := [difference for difference in _judge_differences(first, second) if not _is_address(difference[0])]:
         shown = "; ".join(describe_difference(difference, names) for difference in judges[:3])
         return f"{names[0]} and {names[1]} were scored by different judges: {shown}"
@@ -68,7 +68,7 @@ def different_settings(first: Evaluation, second: Evaluation) -> list[Difference
     one, other = _identity(first), _identity(second)
     if one.get("prompts_hash") is not None and one.get("prompts_hash") == other.get("prompts_hash"):
         found = [difference for difference in found if not difference[0].startswith(_DECIDES_WHAT_IS_ASKED)]
-    # Files of the same name may have other content.
+    # Files of the same name may differ in content.
     for key, setting in (("prompts_hash", _DECIDES_WHAT_IS_ASKED), ("chat_template", ("tokenizer.chat_template",))):
         is_seen = any(difference[0].startswith(setting) for difference in found)
         if key in one and key in other and one[key] != other[key] and not is_seen:

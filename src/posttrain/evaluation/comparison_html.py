@@ -1,4 +1,4 @@
-"""A comparison on one page that needs nothing but itself, in the style of a run's report."""
+"""A comparison as one self-contained HTML page, in the style of a run's report."""
 
 from __future__ import annotations
 

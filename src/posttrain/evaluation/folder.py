@@ -1,4 +1,4 @@
-"""Writing an evaluation so that `kill -9` at any moment costs at most the problems that were under way.
+"""Writes an evaluation such that `kill -9` at any time loses at most the problems in progress.
 
 Finished problems are appended and fsynced in batches. A restart cuts off a torn last line, compares the identity of the
 evaluation, and reads which problems are finished. The format is in `results.py`.
@@ -31,7 +31,7 @@ from posttrain.json_files import read_json
 from posttrain.locks import LockHeld, locked
 from posttrain.redaction import redact_values, without_credentials
 
-TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: what it took, over all attempts
+TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: time and tokens, over all attempts
 LOCK_FILE = ".lock"
 
 
@@ -82,7 +82,7 @@ class EvaluationFolder:
         differing = what_differs(read_json(file, EvaluationError), self.identity)
         if not differing:
             return
-        if not self._holds_problems():  # an attempt that failed before it had finished any
+        if not self._holds_problems():  # an attempt that failed before it finished any problem
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
         raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")

@@ -33,12 +33,12 @@ Judge = Mapping[str, object]  # by dotted key of its settings: a value, or the c
 
 
 def prompts_hash(problems: Sequence[Task]) -> str:
-    """Of what the model is asked, and in which order."""
+    """Digest of the prompts and their order."""
     return digest([[dict(message) for message in problem.messages] for problem in problems])
 
 
 def files_digest(values: object) -> dict[str, str]:
-    """SHA-256 of every file that settings name: a judge is the content of its file, not the name of it."""
+    """SHA-256 of every file that settings name: a judge is identified by the content of its file, not by its name."""
     files = files_named_in(values)
     return {str(file): found for file, found in zip(files, hash_files(files), strict=True)}
 

@@ -59,7 +59,7 @@ def bootstrap_means(values: Sequence[float | None], *, seed: int, resamples: int
     for start in range(0, resamples, at_once):
         count = min(at_once, resamples - start)
         drawn = words.random_raw(count * len(measured)).reshape(count, -1)
-        # 53 bits are a fair share of [0, 1): the bias of a modulus would be as small, but this cannot reach the end.
+        # 53 bits, uniform in [0, 1): the bias is as small as that of a modulus, and 1 is never reached.
         places = ((drawn >> np.uint64(11)) * (2.0**-53) * len(measured)).astype(np.int64)
         means.append(measured[np.minimum(places, len(measured) - 1)].mean(axis=1))
     return np.concatenate(means)

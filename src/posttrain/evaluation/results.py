@@ -1,8 +1,8 @@
 """An evaluation on disk, and reading it back strictly.
 
     problems.jsonl   one row per problem, appended and fsynced as soon as all of its samples are scored
-    summary.json     what it comes to; written last and atomically, so that its presence means "finished"
-    identity.json    what is being measured, written first: going on after an interruption has to match it
+    summary.json     the results; written last and atomically, so that its presence means "finished"
+    identity.json    what is measured; written first: a resumed evaluation must match it
     config.yaml      every setting in effect
 
 Rows of `problems.jsonl` are in the order in which problems finished; `index` is the problem's place in its dataset, and
@@ -124,7 +124,7 @@ class Evaluation:
     problems: tuple[ProblemResult, ...]
 
     def __repr__(self) -> str:
-        """One line: what a notebook shows. All answers would be megabytes."""
+        """One line, for notebooks: all answers would be megabytes."""
         score = "nothing scored" if self.summary.score is None else f"{self.summary.metric} {self.summary.score:.4f}"
         return f"<Evaluation {self.folder}: {score}, {len(self.problems):,} problems of {self.summary.dataset}>"
 

@@ -1,7 +1,8 @@
-"""The files of a screening: kept rows in NAME.jsonl, all rewards in NAME.screen.jsonl, what made them in NAME.screen.json.
+"""The files of a screening: kept rows in NAME.jsonl, all rewards in NAME.screen.jsonl, their settings in
+NAME.screen.json.
 
 Rewards are appended batch by batch and reach the disk before the next batch begins. The first line of their file is what
-determines them. So a screening that was interrupted goes on, and another range of rewards needs no new samples.
+determines them. So an interrupted screening can continue, and another range of rewards needs no new samples.
 """
 
 from __future__ import annotations

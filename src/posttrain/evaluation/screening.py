@@ -2,7 +2,7 @@
 
 A prompt is kept if its mean reward is within a range and its rewards differ, as GRPO learns from differences within a group. An
 unscored answer is ignored, not counted as wrong. Prompts are measured in a seeded order, so any part of them is a random sample;
-sampling noise is keyed by prompt and answer, and is other noise than that of training, which begins with step 1.
+sampling noise is keyed by prompt and answer, and differs from that of training, which begins with step 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Task
 
 Verdict = Literal["kept", "too hard", "too easy", "no difference", "unscored"]
-# That one engine may sample in one batch: enough to keep the device busy, few enough to lose little when interrupted.
+# Samples per engine in one batch: enough to keep the device busy, few enough to lose little when interrupted.
 _TOKENS_PER_BATCH = {"cuda": 1 << 20, "cpu": 1 << 13}
 _MAX_VALUES = 17  # means of 16 answers that are right or wrong
 

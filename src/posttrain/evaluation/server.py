@@ -122,7 +122,7 @@ class OpenAiServer:
         return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
     def release(self) -> None:
-        """The memory is the server's own."""
+        """No-op: the server manages its memory."""
 
     def close(self) -> None:
         self._client.close()
