@@ -122,7 +122,7 @@ def compare(
     error = noise * max(abs(candidate.mean), abs(scale * production.mean))
     common = [key for key in candidate.values if key in production.values]
     larger = max(len(candidate.values), len(production.values))
-    # A value that one side has is possible for the other.
+    # Values observed on one side are possible on the other.
     ends = [end for side in (candidate, production) for end in side.value_range]
     own, scaled = (min(ends), max(ends)), _scaled((min(ends), max(ends)), scale)
     if 2 * len(common) >= larger:

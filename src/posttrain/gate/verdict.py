@@ -188,7 +188,7 @@ def _unscored_rules(
 
 
 def _doctor_rules(config: GateConfig, candidate: Evaluations) -> Iterator[BoundResult]:
-    """Errors in the training of the candidate, where its run is at hand."""
+    """Errors in the training of the candidate, if its run is available."""
     if config.gate.on_doctor_error != "reject":
         return
     for name, problems in _doctor_errors(candidate).items():
