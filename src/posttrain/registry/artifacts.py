@@ -219,9 +219,9 @@ def _content_problem(path: Path, name: str, record: FileRecord) -> str | None:
 class PartialFolder:
     """An empty folder below `root`. The caller renames it, or files in it; `remove` deletes the rest.
 
-    It has a hidden name and is locked as long as its writer runs. The operating system releases the locks of a killed process,
-    so the next writer can tell what was left behind from what is being written. On a network file system the locks are only as
-    good as its `flock`; without locks, what was left behind is kept.
+    It has a hidden name and is locked as long as its writer runs. The operating system releases the locks of a killed
+    process, so the next writer can distinguish leftovers from files being written. On a network file system this
+    depends on its `flock`; without locks, leftovers are kept.
     """
 
     def __init__(self, root: Path) -> None:

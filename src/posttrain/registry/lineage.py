@@ -180,7 +180,7 @@ def _read_conversion(path: Path) -> JsonObject:
 
 
 def _check_kinds(path: Path, content: JsonMapping, kinds: Mapping[str, type]) -> None:
-    """Refuses a file that was edited by hand into something else."""
+    """Rejects a file that was edited into another format."""
     for key, kind in kinds.items():
         if not isinstance(content.get(key), kind | None):
             raise RegistryError(f"{path}: {key} is {content[key]!r:.80}; a {kind.__name__} is needed")
