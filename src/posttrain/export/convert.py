@@ -339,7 +339,7 @@ class PeriodicExport:
             restore_rng(rng)
 
     def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
-        """The same in another process: training goes on, and its random numbers are its own."""
+        """The same in another process: training continues, with separate random numbers."""
         from posttrain.export.copy_process import convert_beside
 
         convert_beside(checkpoint, self.warn, is_given_up, merge_lora=self.merge_lora)
