@@ -19,7 +19,7 @@ from posttrain.serve.models import ServedAdapter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OWN = "default"  # peft's name of an adapter that belongs to the main model
+_OWN = "default"  # peft's name of the main model's own adapter
 _MOST_NAMED = 5  # of the tokens that the base model does not have
 
 

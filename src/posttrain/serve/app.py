@@ -137,8 +137,8 @@ def _authorise(service: Service, request: Request) -> None:
 def _refuse_foreign_pages(service: Service, request: Request) -> None:
     """Without a key, a web page could use the server through the browser of somebody who can reach it.
 
-    Browsers say with `Origin` which page asks. A page whose name was made to point here (DNS rebinding) has the `Host` that it
-    claims, so a server for this machine answers to the names of this machine only.
+    Browsers send the requesting page in `Origin`. With DNS rebinding the `Host` is that of the attacking page, so a
+    local server accepts only the names of this machine.
     """
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
@@ -301,7 +301,7 @@ def _model(service: Service, name: str) -> JsonObject:
 
 
 def _public(source: str) -> str:
-    """Clients get the name of a folder, not where it is on this machine."""
+    """Clients get the name of a folder, not its path."""
     return Path(source).name if Path(source).is_absolute() else source
 
 

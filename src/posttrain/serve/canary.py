@@ -86,7 +86,9 @@ class Canary:
         return place_of(key) < self.share
 
     def answered(self, version: str, *, ok: bool) -> None:
-        """An answer was finished, or failed by our own fault. Refused requests and clients that went away do not count."""
+        """An answer was finished, or failed due to a server error. Rejected requests and disconnected clients do not
+        count.
+        """
         if version != CANARY or self.rollback_reason is not None:
             return
         self._outcomes.append(ok)
@@ -121,7 +123,7 @@ class Canary:
 
 
 class AnswerLog:
-    """Which version gave which answer, for as many as fit: the oldest are forgotten first."""
+    """Which version gave which answer, up to a limit: the oldest are dropped first."""
 
     def __init__(self, limit: int = _MOST_REMEMBERED_ANSWERS) -> None:
         self._limit = limit

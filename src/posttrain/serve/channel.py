@@ -22,7 +22,7 @@ def frame(value: object) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """The next value. `asyncio.IncompleteReadError` or `ConnectionError` if the other end has gone."""
+    """The next value. `asyncio.IncompleteReadError` or `ConnectionError` if the other end is closed."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
 
@@ -40,7 +40,7 @@ class EngineChannel:
         self._flush()
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """The values that have arrived, at least one if `wait`. `ConnectionError` if the other end has gone."""
+        """The values that have arrived, at least one if `wait`. `ConnectionError` if the other end is closed."""
         while True:
             writing = [self._socket] if self._outgoing else []
             readable, writable, _ = select.select([self._socket], writing, [], None if wait else 0)

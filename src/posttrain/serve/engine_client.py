@@ -39,7 +39,7 @@ class ServedSession:
 class EngineClient:
     def __init__(self, host: EngineHost, limits: Sequence[SessionLimits]) -> None:
         self.sessions = [ServedSession(*numbered) for numbered in enumerate(limits)]
-        self.ending: str | None = None  # how the engine has ended, if not by `stop`
+        self.ending: str | None = None  # how the engine ended, if not by `stop`
         self.host = host
         self._sinks: dict[str, Sink] = {}  # by request
         self._broken: set[tuple[int, str | None]] = set()

@@ -1,7 +1,7 @@
-"""Where the engine's loop runs: in a process of its own, or in a thread of the server (`--processes`).
+"""Runs the engine's loop: in a separate process, or in a thread of the server (`--processes`).
 
-The process is started before the models are known, so that its imports run beside the server's. It ends with the server,
-however that ends: by a message, its socket closes, or the kernel kills it.
+The process is started before the models are known, so that its imports run in parallel with the server's. It ends with
+the server in all cases: by a message, when its socket closes, or by a kernel signal.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class EngineHost(Protocol):
         """Load the models; the limits of their sessions. Raises what loading raises."""
 
     def start(self) -> None:
-        """From here on the loop handles messages."""
+        """Start handling messages in the loop."""
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for the loop to end; then end it. The server has sent `StopEngine`, or gives up."""
+        """Wait for the loop to end, then stop it. The server has sent `StopEngine`, or has timed out."""
 
     def ending(self) -> str:
-        """How it has ended, for people."""
+        """How it ended, human-readable."""
 
 
 class EngineThread:
@@ -145,13 +145,13 @@ def main(arguments: Sequence[str]) -> int:
         channel.send(("ready", [session.limits for session in sessions]))
     except ConnectionError:
         return 1  # the server has ended
-    gc.freeze()  # what is loaded stays: collections would look through it again and again
+    gc.freeze()  # loaded objects stay: garbage collections would scan them repeatedly
     EngineLoop(sessions, channel).run()
     return 0
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one with its text where it cannot be pickled. What no user has caused is logged with its traceback."""
+    """The error, or one with its text where it cannot be pickled. Internal errors are logged with their traceback."""
     if not isinstance(error, InputError):
         log.error("the models could not be loaded", exc_info=error)
     try:

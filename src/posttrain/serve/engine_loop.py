@@ -23,7 +23,7 @@ log = logging.getLogger("posttrain.serve")
 
 
 class AddRequests(NamedTuple):
-    """Requests of one client: in one message, so that their prompts are computed together whatever else happens."""
+    """Requests of one client: in one message, so that their prompts are always computed together."""
 
     session: int
     requests: tuple[SessionRequest, ...]
@@ -41,7 +41,9 @@ class StopEngine(NamedTuple):
 
 
 class EngineReport(NamedTuple):
-    """What a step has brought. Tokens are bare tuples of `TokenEvent`: a step has hundreds, and pickle is ten times as fast."""
+    """The results of a step. Tokens are plain tuples of `TokenEvent`: a step has hundreds, and pickle is ten times as
+    fast.
+    """
 
     tokens: Sequence[tuple[object, ...]]
     failures: list[tuple[str, str]]  # request, message
@@ -61,7 +63,7 @@ class EngineLoop:
         self._running = True
 
     def run(self) -> None:
-        """Until `StopEngine`, or until the other end has gone."""
+        """Run until `StopEngine`, or until the other end is closed."""
         try:
             while self._running:
                 self._handle_messages()

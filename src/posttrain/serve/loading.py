@@ -29,7 +29,7 @@ log = logging.getLogger("posttrain.serve")
 
 def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     processes = options.processes or (2 if resolve_device(options.engine.device).type == "cuda" else 1)
-    host = EngineThread() if processes == 1 else EngineProcess()  # its imports run beside what follows
+    host = EngineThread() if processes == 1 else EngineProcess()  # its imports run in parallel
     try:
         return _service(host, options, say)
     except BaseException:

@@ -61,7 +61,7 @@ def name_of(model: ResolvedModel) -> str:
 def load_engine(
     model: ResolvedModel, options: EngineOptions, adapt: Callable[[nn.Module], nn.Module] | None = None
 ) -> NativeEngine:
-    """`adapt` puts adapters on the model before the engine sees it."""
+    """`adapt` adds adapters to the model before the engine is built."""
     native = NativeConfig(
         max_batch_size=options.max_batch_size,
         max_prefill_tokens=options.max_prefill_tokens,

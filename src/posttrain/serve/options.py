@@ -23,7 +23,7 @@ class EngineOptions:
     max_prefill_tokens: int = 4096
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
-    prefix_cache: bool = True  # prompts are computed from where an earlier sequence differs
+    prefix_cache: bool = True  # reuse cached prefixes of earlier sequences
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
-    # 2: the engine in a process of its own; 1: in a thread of the server; None: 2 on a GPU, else 1
+    # 2: the engine in a separate process; 1: in a thread of the server; None: 2 on a GPU, else 1
     processes: int | None = None
 
 

@@ -29,7 +29,7 @@ _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten 
 
 
 class _Protocol(H11Protocol):
-    """What is no HTTP gets an error like all others."""
+    """Requests that are not HTTP get an error in the same format."""
 
     def send_400_response(self, msg: str) -> None:
         body = json.dumps(ApiError(400, msg).body).encode()
@@ -126,7 +126,7 @@ def _is_silent(connection: Any) -> bool:
 
 def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
     """Serve until a signal; the exit code: 0, or 1 if requests were cut off or the engine has ended."""
-    gc.freeze()  # what is loaded stays: collections would look through it again and again
+    gc.freeze()  # loaded objects stay: garbage collections would scan them repeatedly
     with listen(host, port) as listener:
         ready = f"ready: {url_of(listener)}v1  models: {', '.join(service.models)}"
         server = DrainingServer(service, host, listener.getsockname()[1], drain_timeout_s, lambda: say(ready))

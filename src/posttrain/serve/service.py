@@ -204,7 +204,7 @@ class Service:
             self.answers.remember(job.id, job.version.name)
         if self._ending and outcome != "ok":
             self.num_cut += job.num_samples
-        self._inside[job.version.session] -= job.num_samples  # last: a reader that sees it gone finds it counted
+        self._inside[job.version.session] -= job.num_samples  # last: once it is removed, it has been counted
         if self.canary is not None and outcome in ("ok", "error", "timeout"):
             self.canary.answered(job.version.name, ok=outcome == "ok")
 

@@ -1,4 +1,6 @@
-"""Loads the models of a server, with their adapters, and shares the memory among their KV caches. Runs beside the engine."""
+"""Loads the models of a server, with their adapters, and shares the memory among their KV caches. Runs on the engine's
+side.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class ModelsToLoad:
 
 
 def load_sessions(models: ModelsToLoad, say: Say) -> list[GenerationSession]:
-    """One session for the main model with its adapters, and one for a canary with weights of its own."""
+    """One session for the main model with its adapters, and one for a canary with separate weights."""
     say(f"loading {models.main.text}")
     switch = AdapterSwitch(models.adapters)
     engines = [load_engine(models.main, models.options, switch.add_to)]
