@@ -1,4 +1,4 @@
-"""What a run costs at a price for an hour of one GPU. In the currency of the price; nothing but the GPUs is counted."""
+"""What a run costs at a price for an hour of one GPU. In the currency of the price; only GPUs are counted."""
 
 from __future__ import annotations
 

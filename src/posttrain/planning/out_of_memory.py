@@ -1,4 +1,6 @@
-"""What the planner says of a run that ran out of GPU memory: its count, and the settings that free memory where it failed."""
+"""The planner's advice for a run that ran out of GPU memory: its estimate, and settings that free memory in the failed
+phase.
+"""
 
 from __future__ import annotations
 

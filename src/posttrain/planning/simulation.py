@@ -1,7 +1,7 @@
 """A discrete-event model of the steps of GRPO: rounds of sampling on engines, and training after them or beside them.
 
 A round ends at a quota of groups (types.Quota), so its seconds follow from the lengths of answers and from the speed of an
-engine, not from the training beside it. What a step waits for follows from the rounds. Configs and GPUs are not known here.
+engine, not from the training beside it. What a step waits for follows from the rounds. Independent of configs and GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EngineSpeed:
     prompt_tokens: int
     decode_s: Callable[[int, float], float]  # one token for so many rows, which have written so many on average
     prefill_s: Callable[[int], float]  # of so many tokens
-    round_s: float = 0.0  # what every round takes beside that
+    round_s: float = 0.0  # fixed cost of every round
 
 
 @dataclass

@@ -18,7 +18,7 @@ _ASSUMED_PROMPT_SHARE = 0.25  # of the longest sequence, where a config leaves p
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """Mean tokens of prompts and answers, and who says so."""
+    """Mean tokens of prompts and answers, and their source."""
 
     prompt: float
     answer: float
@@ -36,7 +36,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """One prompt with `size` of its answers; where it is one, they are a sequence of their own."""
+    """One prompt with `size` of its answers; with size 1 they are one sequence."""
 
     prompt: float
     answer: float
@@ -58,7 +58,7 @@ class SharedPrompt:
         return self.prompt + self.size * (self.prompt + self.answer - 1) if self.size > 1 else 0.0
 
     def pairs(self, window: int | None) -> float:
-        """Pairs of a token and one that it sees."""
+        """Number of (token, attended token) pairs."""
         p, a = self.prompt, max(self.answer - 1, 0)
         seen = p * (p + 1) / 2 + self.size * (a * p + a * (a + 1) / 2)
         return seen if window is None else min(seen, self.fed * window)
@@ -138,7 +138,7 @@ class Workload:
             bundle = self.bundle(micro, longest=True)
             return bundle.in_one_pass(max(1, micro.num_responses // bundle.size), window)
         bundle = self.bundle(micro)
-        together = self.group_size if micro.keeps_groups_whole else 1  # answers that no budget parts
+        together = self.group_size if micro.keeps_groups_whole else 1  # answers that are never split
         longest = self.lengths.prompt + together * (self.max_total_tokens - self.lengths.prompt)
         whole = max(micro.max_tokens, bundle.cost, longest)
         if self.fixed_length:
@@ -162,7 +162,7 @@ def workload_of(
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
 ) -> Workload:
-    """The step that a config asks for. `lengths` are measured ones; the two numbers are the user's, and win."""
+    """The step of a config. `lengths` are measured; the two numbers are the user's and take precedence."""
     policy = config.policy
     step = config.step_sizes()
     ranks = config.num_ranks
