@@ -1,5 +1,6 @@
-"""What a training takes and costs, before it starts: by the planner on the machines of a cluster profile, or by the measured
-steps of a run before it. Recorded with the training, to stand beside what it took."""
+"""Predicts time and cost of a training: from the planner on the machines of a cluster profile, or from the measured
+steps of an earlier run. Recorded with the training, for comparison with the actual values.
+"""
 
 from __future__ import annotations
 

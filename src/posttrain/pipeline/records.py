@@ -141,13 +141,13 @@ class Iteration:
         return replace(self, stages={**self.stages, stage: mark})
 
     def running_stage(self, stage: StageName) -> Iteration:
-        """`stage` is about to run: what it and the stages after it have made counts no more."""
+        """`stage` is about to run: its outcome and those of later stages become outdated."""
         later = STAGES[STAGES.index(stage) :]
         stages = {name: replace(mark, outdated=mark.outdated or name in later) for name, mark in self.stages.items()}
         return replace(self, running=stage, finished=False, stages=stages)
 
     def record(self, stage: str, *, outdated: bool = False) -> StageRecord | None:
-        """Of a stage that is finished in this iteration; with `outdated`, also if its outcome counts no more."""
+        """Of a stage that is finished in this iteration; with `outdated`, also if its outcome is outdated."""
         mark = self.stages.get(stage)
         if mark is None or mark.folder is None or (mark.outdated and not outdated):
             return None
