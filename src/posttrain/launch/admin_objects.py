@@ -49,7 +49,7 @@ def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
             "subnetSelectorTerms": discovered,
             "securityGroupSelectorTerms": discovered,
             "instanceStorePolicy": "RAID0",  # the root volume alone leaves 17Gi for images
-            "metadataOptions": {"httpTokens": "required", "httpPutResponseHopLimit": 2},  # pods ask for Spot notices
+            "metadataOptions": {"httpTokens": "required", "httpPutResponseHopLimit": 2},  # pods poll for Spot notices
         },
     }
     capacity = nodes.capacity.replace("_", "-")

@@ -115,7 +115,9 @@ def _examine_permissions(objects: Sequence[Object], namespace: str, may: May) ->
 
 
 def _examine_machines(spec: Object, get: Get) -> Check:
-    """Machines that exist must have what pods ask for. That there are none is right where they are bought on demand."""
+    """Existing machines must have the resources that pods request. No machines are fine if they are provisioned on
+    demand.
+    """
     what = "machines"
     limits = spec["containers"][0].get("resources", {}).get("limits", {})
     selector = spec.get("nodeSelector", {})

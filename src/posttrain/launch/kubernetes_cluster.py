@@ -233,7 +233,7 @@ class KubernetesCluster:
                     self._found("DELETE", f"{place}/{body['metadata']['name']}")
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
-        """The Eviction API: what a drain does. The metadata service of a cloud cannot be made to tell of it."""
+        """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         grace_s = int(min(notice_s, pod["spec"].get("terminationGracePeriodSeconds", 30)))
         eviction: Object = {

@@ -154,7 +154,7 @@ class RayJobs:
     def create(self, objects: Sequence[Object]) -> None:
         package, job = objects
         path = f"/api/packages/gcs/{package['metadata']['name']}"
-        # Asking keeps one that is there from being removed for a while, as Ray removes those without a job.
+        # A request keeps an existing package from being removed for a while: Ray removes those without a job.
         if self._call("GET", path) is None:
             self._call("PUT", path, package["content"])
         self._submit(job["spec"])

@@ -159,7 +159,7 @@ def _jobset(request: LaunchRequest) -> list[Object]:
 
 
 def _volcano(request: LaunchRequest) -> list[Object]:
-    """Rank 0 is a task of its own: its end is the end of the run."""
+    """Rank 0 is a separate task: its end is the end of the run."""
     head_host = f"{request.name}-head-0.{request.name}"
     ends = [{"exitCode": code, "action": "AbortJob"} for code in (BAD_INPUT, NO_PROGRESS)]
     restarts = [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")]
@@ -191,7 +191,7 @@ def ray_cluster_spec(request: LaunchRequest) -> Object:
     """Head and workers are machines of the same type; the head is rank 0."""
 
     def template(role: str) -> Object:
-        made = pod_template(request, head_host=None, role=role)  # KubeRay tells it to workers, in FQ_RAY_IP
+        made = pod_template(request, head_host=None, role=role)  # KubeRay passes it to workers in FQ_RAY_IP
         made["metadata"].setdefault("annotations", {})[OVERWRITE_COMMAND] = "true"
         container = made["spec"]["containers"][0]
         if role == "head":
@@ -227,7 +227,7 @@ def _rayjob(request: LaunchRequest) -> list[Object]:
     spec: Object = {
         **_suspended(request),
         "entrypoint": " ".join([*NODE_COMMAND, "driver"]),
-        "submissionMode": "HTTPMode",  # no pod of its own for submitting
+        "submissionMode": "HTTPMode",  # no separate pod for submission
         "backoffLimit": MAX_RESTARTS,
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 600,

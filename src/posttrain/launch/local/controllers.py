@@ -190,7 +190,9 @@ def conditions_of(ending: Ending | None) -> list[Object]:
 
 @dataclass
 class JobSetController:
-    """Jobs that are started, and started anew, together. No pod of the next attempt begins while one of this is alive."""
+    """Jobs that are started and restarted together. No pod of the next attempt starts while one of the current is
+    alive.
+    """
 
     name: str
     spec: Object

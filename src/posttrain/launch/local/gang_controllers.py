@@ -163,7 +163,7 @@ class RayJobController:
             self._replace_workers(now)
 
     def _replace_workers(self, now: float) -> None:
-        """KubeRay creates a worker anew that has ended, whatever the job does."""
+        """KubeRay recreates a worker that has ended, independent of the job."""
         for place, pod in enumerate(self.workers):
             if not pod.is_over:
                 continue

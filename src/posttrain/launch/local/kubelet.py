@@ -76,7 +76,7 @@ class Kubelet:
             "link set br0 up\n"
             "route add unreachable default\n"
         )
-        with suppress(OSError):  # so that a connection to elsewhere fails at once; else it times out
+        with suppress(OSError):  # so that connections to other hosts fail immediately instead of timing out
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
     def _call_ip(self, batch: str) -> None:
@@ -218,7 +218,7 @@ class Kubelet:
         self._terminate(pod, pod.grace_s if grace_s is None else min(grace_s, pod.grace_s))
 
     def lose(self, pod: Pod) -> None:
-        """The machine is gone: no signal that could be handled."""
+        """The machine is lost: processes get no signal that they could handle."""
         pod.is_disrupted = True
         self.note("MachineLost", f"pod {pod.name}")
         self._signal(pod, signal.SIGKILL)

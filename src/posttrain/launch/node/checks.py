@@ -15,7 +15,7 @@ from posttrain.launch.node.contract import NodeSettings
 
 _GIB = 2**30
 _SMI_LIMIT_S = 60.0
-_SHM_SHARE = 0.95  # a file system has a little less than it was asked for
+_SHM_SHARE = 0.95  # a file system has slightly less than requested
 _GPU = re.compile(r"nvidia\d+")
 
 

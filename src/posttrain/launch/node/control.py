@@ -25,7 +25,7 @@ Message = Mapping[str, object]
 
 
 class Link:
-    """One connection. `receive` and `closed` are called in a thread of its own."""
+    """One connection. `receive` and `closed` are called in a separate thread."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ MARGIN_S = 2.0  # of the time that is left: for the gang to end after the driver
 _CLOSE_S = 1.0  # for members to close their connections
 _RAY_START_S = 120.0
 MAX_FRUITLESS = 3  # attempts in a row without a new checkpoint, after which a run is not started again
-_GIVEN_UP = "given_up.json"  # the last attempt that was reported; a run that is launched anew has new ones
+_GIVEN_UP = "given_up.json"  # the last reported attempt; a relaunched run has new ones
 _POLL_S = 0.2
 # Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a signal
 # with nothing to save.
@@ -80,7 +80,7 @@ class HeadMember(Member):
     def on_message(self, link: Link, message: Message) -> None:
         kind = message["type"]
         if kind == "join":
-            if message["run"] != self.settings.run and message["rank"] != DRIVER:  # jobs have names of their own
+            if message["run"] != self.settings.run and message["rank"] != DRIVER:  # jobs have separate names
                 link.close()
                 return
             self._joined(link, message["rank"])
@@ -213,7 +213,7 @@ class HeadMember(Member):
             self.end(INTERRUPTED, f"rank {rank} is gone")
 
     def end(self, code: int, why: str) -> None:
-        """Tell all members, and end once they have gone, or shortly after."""
+        """Notify all members, and end once they have disconnected or after a short timeout."""
         if self._ending is not None:
             return
         self._ending = code

@@ -194,7 +194,7 @@ class Member:
             self.end(INTERRUPTED, "nothing had begun")
 
     def on_end(self, name: str, code: int) -> None:
-        """Rank 0 decides what becomes of the gang."""
+        """Rank 0 decides whether the gang continues."""
         assert self._link is not None
         self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"})
 
