@@ -48,7 +48,7 @@ def grad_spike(run: History) -> Sighting | None:
 
 def grad_dead(run: History) -> Sighting | None:
     if run.now("train/groups_with_signal") == 0 or not run.all_below(NORM, DEAD_NORM, 5):
-        return None  # without signal there is no gradient: that has a rule of its own
+        return None  # without signal there is no gradient: a separate rule covers that
     norm = run.now(NORM)
     text = f"the gradient norm is {norm:.2g}: nothing is learnt"
     return Sighting("error", NORM, norm, text, ("check that the data has something to learn and weights are trained",))

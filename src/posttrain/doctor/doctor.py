@@ -1,4 +1,4 @@
-"""Applies the rules to a run, row by row. Live and after the fact are the same: findings are a function of the rows."""
+"""Applies the rules to a run, row by row. Findings are a function of the rows, so live and later results are equal."""
 
 from __future__ import annotations
 

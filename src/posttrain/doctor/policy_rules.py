@@ -205,7 +205,7 @@ def truncated(run: History) -> Sighting | None:
         run.fix("grpo.overlong_filtering", "true"),
     )
     start, lowest = run.values(TRUNCATION)[0], sorted(run.values(TRUNCATION))[PERSISTENCE - 1]
-    if start < TRUNCATION_WARNING or lowest < TRUNCATION_WARNING / 2:  # the policy has learnt to go on
+    if start < TRUNCATION_WARNING or lowest < TRUNCATION_WARNING / 2:  # the policy has learnt to continue
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))
         text = f"{percent(lowest)} of the answers were cut off before, now {percent(now)}: the policy does not stop"
     severity: Severity = "error" if is_error else "warning"
