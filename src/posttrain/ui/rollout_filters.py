@@ -64,7 +64,7 @@ class Filters:
         return words in line.decode("utf-8", "replace").lower()
 
     def matching(self, group: JsonObject) -> list[int] | None:
-        """The answers that are asked for; None if the group is not shown."""
+        """The requested answers; None if the group is not shown."""
         if self.task and group.get("id") != self.task:
             return None
         answers = group.get("completions") or []

@@ -1,6 +1,6 @@
 """The rollouts of a run: every group of every step, read one step at a time.
 
-A step's file is unpacked when it is asked for. The newest unpacked ones are kept, up to a number of bytes. Searching a whole
+A step's file is unpacked on request. The newest unpacked ones are kept, up to a number of bytes. Searching a whole
 run is done in slices of a fraction of a second, each with a cursor for the next, so that no request takes long and nothing has
 to be indexed or written.
 """
@@ -39,7 +39,7 @@ MAX_HITS = 40
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a search goes on: the group `index` of `step`, then older steps."""
+    """Where a search continues: the group `index` of `step`, then older steps."""
 
     step: int
     index: int
@@ -139,7 +139,7 @@ class RolloutStore:
         return lines.group(index) if lines is not None else None
 
     def listing(self, kind: Kind, step: int, filters: Filters) -> tuple[list[JsonObject], int]:
-        """The groups of a step that are asked for, and how many it has."""
+        """The requested groups of a step, and their total number."""
         lines = self.lines(kind, step)
         if lines is None:
             return [], 0
