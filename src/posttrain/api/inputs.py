@@ -1,4 +1,5 @@
-"""What a Python program hands over as objects, as files: rows of data and reward functions, in `inputs/` of the run folder.
+"""Stores objects passed by a Python program as files: rows of data and reward functions, in `inputs/` of the run
+folder.
 
 The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained with,
 another one counts as another setting, and the command line can resume the run from its config.

@@ -1,4 +1,4 @@
-"""A run in a notebook: its main curve, its state and the doctor's findings, drawn anew while the run goes on.
+"""A run in a notebook: its main curve, its state and the doctor's findings, redrawn while the run continues.
 
 The drawing is one SVG image without scripts, so it stays in the saved notebook.
 """
@@ -25,7 +25,7 @@ def in_notebook() -> bool:
 
 
 class LiveChart:
-    """While it is entered, the cell shows the run in `folder`, drawn anew when a step is added."""
+    """While it is entered, the cell shows the run in `folder`, redrawn when a step is added."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
 """A run folder in Python: its metrics, answers and findings, and its newest checkpoint to evaluate and talk with.
 
-Everything is read from the folder when it is asked for, so a run that another process is writing can be watched too.
+Everything is read from the folder on access, so a run that another process is writing can be watched too.
 """
 
 from __future__ import annotations
