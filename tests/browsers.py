@@ -34,7 +34,7 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Skips the test, with the command that brings one, where there is none."""
+    """Skips the test if there is no browser, with the command that installs one."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     path = find_chromium()
     if path is None:

@@ -37,7 +37,7 @@ def completion(text: str, *, num_tokens: int = 1) -> Completion:
 
 
 class ScriptedTasks:
-    """A stream of tasks with a position, as a checkpoint sees it."""
+    """A stream of tasks with a position, as stored in a checkpoint."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.position = list(tasks), 0

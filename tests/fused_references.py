@@ -32,7 +32,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Whatever is allocated without being filled is not a number: a place that nobody writes shows."""
+    """Uninitialised memory is filled with NaN, so that unwritten elements are detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -134,7 +134,7 @@ PAGES = {
 
 
 def refreshed(page: str) -> str:
-    """The text of the page with its table made anew."""
+    """The text of the page with its table regenerated."""
     text = (DOCS / page).read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)

@@ -112,7 +112,7 @@ class RayNodes:
                 if str(self.folder).encode() in path.read_bytes():
                     found.append(int(path.parent.name))
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # it has already ended
         return found
 
 

@@ -88,7 +88,7 @@ def near_path(path: Path) -> str:
     return f" (did you mean {printable(str(meant))!r}?)" if os.path.exists(meant) else ""
 
 
-# What storage answers when it is full, gone or out of order, whatever the call.
+# Error codes of storage that is full, unavailable or defective, for any call.
 STORAGE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 

@@ -61,6 +61,6 @@ def _request(kind: str, name: str, patience_s: float) -> HubAnswer:
     try:
         hf_raise_for_status(response)
     except HfHubHTTPError as error:
-        # What is gated exists, and a busy hub is worth a retry: loading deals with both.
+        # Gated repositories exist, and a busy hub may succeed on retry: loading handles both.
         return HubAnswer(isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError))
     return HubAnswer()

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt as the model sees it, and what the environment needs to judge an answer.
+    """A prompt in the model's format, and the data that the environment needs to score an answer.
 
     `draw` is the position of this task in the run's stream of tasks. It is unique within a run, so it, and never the text,
     is what groups are formed by and what sampling noise is keyed by.

@@ -268,7 +268,7 @@ class ClusterProfile(Section):
         }
         given = {name: values.get(name) or {} for name in usual}
         if isinstance(given["nodes"], dict) and "instance_type" in given["nodes"]:
-            del usual["nodes"]  # it is refused, in words of its own
+            del usual["nodes"]  # rejected with a separate message
         return {**values, **{name: {**usual[name], **own} for name in usual if isinstance(own := given[name], dict)}}
 
     @field_validator("secrets", mode="before")

@@ -114,7 +114,7 @@ def _parse(text: str | bytes) -> tuple[yaml.Node | None, Any]:
 
 
 def _check_size(text: str | bytes) -> None:
-    """Before nodes are built from it: the C library recurses, and has no limit of its own."""
+    """Before nodes are built from it: the C library recurses, and has no limit."""
     depth = count = 0
     for event in yaml.parse(text, Loader=_Loader):
         count += isinstance(event, yaml.NodeEvent)

@@ -3,7 +3,7 @@
     {"step": 7, "time": 1763290000.1, "phase": "Training policy"}            a phase begins
     {"step": 7, "time": 1763290004.9, "phase": "step done", "ranks": [...]}  with host, process, device and memory of each rank
 
-The file is no record: a run goes on if it cannot be written.
+The file is not a record: a run continues if it cannot be written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerRows:
         self.step = 0  # the one that has begun
 
     def phase(self, phase: str) -> None:
-        """A phase begins, or goes on: one that comes several times in a row, such as updates, is written once."""
+        """A phase begins or continues: a repeated phase, such as updates, is written once."""
         if phase != self._phase and not self._steps_are_short:
             self._append({"step": self.step, "time": self._clock(), "phase": phase})
         self._phase = phase

@@ -19,7 +19,7 @@ RECORD_ID = "record_id"  # in run.json: what trackers know a run by
 
 
 def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> RecordedRun:
-    """The run in a folder. `settings`: those of its config, where they are at hand."""
+    """The run in a folder. `settings`: those of its config, if available."""
     info = read_info(folder)
     known_by = info.get(RECORD_ID) or hashlib.sha256(str(info.get("started_at", folder)).encode()).hexdigest()[:12]
     return RecordedRun(folder, str(known_by), str(info.get("title") or folder.name), settings or settings_of(folder))

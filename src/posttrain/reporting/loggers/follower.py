@@ -122,7 +122,7 @@ class Follower:
                 self._last = steps[-1].step
                 self.num_sent += len(steps)
             self._tell_findings(sink)
-        except (Exception, SystemExit) as error:  # whatever a client of a tracker does, the run goes on
+        except (Exception, SystemExit) as error:  # errors of a tracker's client must not stop the run
             self._note_problem(error)
             self._drop()
             return False
@@ -135,7 +135,7 @@ class Follower:
             sink = self._make_sink()
             self._last = sink.open(self._run)
             self._sink, self._offset, self._last_keys = sink, 0, frozenset()
-            # A tracker that has no step is filled anew, with all findings.
+            # A tracker without steps is filled from the start, with all findings.
             self._reported = [] if self._last is None else _reported(self._reported_file, self._run.id)
         return self._sink
 
