@@ -1,6 +1,7 @@
 """What an administrator creates once for a cluster profile: machines, queues, storage. Rendered by `launch setup`.
 
-Karpenter buys AWS machines. Node pools of GKE are no Kubernetes objects: `gke_node_pool` has the settings of the command.
+Karpenter buys AWS machines. Node pools of GKE are not Kubernetes objects: `gke_node_pool` has the settings of the
+command.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def gke_node_pool(profile: ClusterProfile) -> str | None:
         f"--node-locations={nodes.zone or 'ZONE'}",
         "--num-nodes=0 --enable-autoscaling --min-nodes=0",
         f"--max-nodes={nodes.max_nodes}",
-        "--no-enable-autorepair",  # a repair ends the machine under a run
+        "--no-enable-autorepair",  # a repair would end the machine during a run
     ]
     if nodes.capacity == "spot":
         settings.append("--spot")
@@ -196,7 +197,9 @@ def _volcano(profile: ClusterProfile, instance: Instance) -> list[Object]:
 
 
 def _storage(profile: ClusterProfile) -> list[Object]:
-    """A claim on a new file system, or on an existing one. Elsewhere than on EKS and GKE the claim is the administrator's."""
+    """A claim on a new file system, or on an existing one. On other platforms than EKS and GKE the administrator
+    creates the claim.
+    """
     if profile.cluster.kind not in ("eks", "gke"):
         return []
     storage, on_aws = profile.storage, profile.cluster.kind == "eks"

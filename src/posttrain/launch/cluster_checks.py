@@ -1,5 +1,5 @@
 """What a run needs of a cluster before it is created: namespace, claim, operators, queues, secrets, permissions. Reads
-only. What this user has no permission for is reported as unknown, never as missing."""
+only. Objects that this user may not read are reported as unknown, never as missing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def _examine_queues(workload: Object, namespace: str, needs: Callable[[str, str,
 
 
 def _deadlock(get: Get) -> Check:
-    """Volcano creates no pods for a gang that exceeds the machines there are, and Karpenter buys machines for pods only."""
+    """Volcano creates no pods for a gang that exceeds the existing machines, and Karpenter adds machines only for
+    existing pods.
+    """
     what = "Volcano under Karpenter"
     try:
         if get("/apis/karpenter.sh/v1") is None:

@@ -1,8 +1,8 @@
 """What a run costs: hours × machines × price, start-up, storage, and what interruptions of Spot machines waste.
 
-With M the mean time between interruptions of the gang (that of one machine over their number), C the seconds that training
-stands still for a save, τ the time between saves, q the share of interruptions before which a notice lets the run save, and R
-the seconds from an interruption to the next step, the share of time that is wasted is, to first order,
+With M the mean time between interruptions of the gang (that of one machine over their number), C the seconds that a
+save blocks training, τ the time between saves, q the share of interruptions before which a notice lets the run save,
+and R the seconds from an interruption to the next step, the share of time that is wasted is, to first order,
 
     C / τ + ((1 − q) · τ / 2 + R) / M,   least at   τ* = √(2 · C · M / (1 − q))
 

@@ -50,7 +50,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a pod needs so that NCCL uses the machine's network; nothing of it is needed on one machine."""
+    """What a pod needs so that NCCL uses the machine's network; not needed on one machine."""
 
     env: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,9 @@ class Fabric:
 
 
 def _gke_memory_mib(gib: int) -> int:
-    """What GKE leaves of a machine's memory: 25 % of the first 4 GiB are reserved, 20 % of the next 4, and so on, and 100 MiB."""
+    """Allocatable memory of a machine on GKE: 25 % of the first 4 GiB are reserved, 20 % of the next 4, and so on, and
+    100 MiB.
+    """
     reserved, rest = 0.0, float(gib)
     for size, share in ((4, 0.25), (4, 0.20), (8, 0.10), (112, 0.06), (float("inf"), 0.02)):
         part = min(rest, size)

@@ -1,5 +1,6 @@
 """A cluster of Kubernetes, through its API server. The only file that imports the package `kubernetes`, which finds the
-server and proves who asks; objects stay the plain ones that were rendered."""
+server and authenticates; objects are the plain ones that were rendered.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from posttrain.launch.runs import NOT_STARTING, WORKLOADS, Check, ClusterUnreach
 _CONNECT_S, _READ_S = 10.0, 60.0
 _SMALL_POD_LIMIT_S = 600.0
 _ONLY_METADATA = (
-    "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # of a Secret: its values stay where they are
+    "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # of a Secret: its values stay in the cluster
 )
 
 
@@ -60,7 +61,7 @@ class KubernetesCluster:
         query: Mapping[str, str] | None = None,
         stream: bool = False,
     ) -> Any:
-        """The answer as JSON; the open response with `stream`. ApiException as the server says it."""
+        """The answer as JSON; the open response with `stream`. Raises the server's ApiException."""
         try:
             response = self._api.call_api(
                 path,
@@ -89,7 +90,7 @@ class KubernetesCluster:
         return response if stream else json.loads(response.data or b"{}")
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """None: there is no such thing. ApiException 403: this user may not know."""
+        """None: it does not exist. ApiException 403: not permitted for this user."""
         try:
             return self.request("GET", path, query=query)
         except ApiException as error:
@@ -216,7 +217,7 @@ class KubernetesCluster:
             response = self.request("GET", place, query=query, stream=True)
         except ApiException as error:
             raise InputError(f"no log of pod {pod['metadata']['name']}: {_message_of(error)}") from error
-        with response, suppress(urllib3.exceptions.HTTPError):  # a connection that breaks ends what is read
+        with response, suppress(urllib3.exceptions.HTTPError):  # a broken connection ends the stream
             decode = codecs.getincrementaldecoder("utf-8")("replace").decode
             for piece in response.stream(amt=1 << 14):
                 yield decode(piece)
@@ -249,8 +250,9 @@ class KubernetesCluster:
         return f"evicted: SIGTERM now, SIGKILL {'after its grace period' if evict else f'in {grace_s} s'}"
 
     def checkpoints(self, workload: Object) -> list[JsonObject]:
-        """Read by a small pod with the run's image and claim: on the machine of rank 0 while the run lives, so that no machine
-        is started for it, else on any."""
+        """Read by a small pod with the run's image and claim: on the machine of rank 0 while the run is active, so that
+        no machine is started for it, else on any.
+        """
         name = name_of(workload)
         try:
             config_map = self._found("GET", f"{self._in_namespace(workload, 'configmaps')}/{name}-config")
@@ -326,7 +328,7 @@ def path_of(body: Object) -> str:
 
 
 def _message_of(error: ApiException) -> str:
-    """The server's own sentence."""
+    """The server's error message."""
     with suppress(ValueError, TypeError, AttributeError):
         return str(json.loads(error.body)["message"])
     return f"{error.status} {error.reason}".strip()

@@ -1,8 +1,8 @@
-"""A run's config and a cluster profile, checked against each other: all that manifests are made from.
+"""A run's config and a cluster profile, checked against each other: the input of all manifests.
 
-Code is the image. The config travels as a ConfigMap: resolved YAML, and the small local files that it names, under
-`/etc/posttrain`. Larger files belong on the shared file system. Nothing secret travels: a credential that stands in the
-config is refused.
+The image contains the code. The config is stored in a ConfigMap: resolved YAML, and the small local files that it
+names, under `/etc/posttrain`. Larger files must be on the shared file system. No secrets are sent: a credential in the
+config is rejected.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LaunchRequest:
 
     @property
     def grace_s(self) -> int:
-        """Seconds between SIGTERM and SIGKILL: what the provider leaves of its notice, or enough for a step and a save."""
+        """Seconds between SIGTERM and SIGKILL: the provider's notice period, or enough for a step and a save."""
         if self.profile.nodes.grace_s is not None:
             return self.profile.nodes.grace_s
         if self.profile.nodes.capacity == "on_demand":
@@ -129,7 +129,7 @@ def _config_and_files(
     loaded: LoadedConfig[Any], profile: ClusterProfile, config_folder: str
 ) -> tuple[str, dict[str, bytes]]:
     text, found = loaded.to_yaml_and_credentials()
-    if credentials := [name for name in found if name in text]:  # not those that stand there as a reference
+    if credentials := [name for name in found if name in text]:  # not references to secrets
         raise InputError(
             f"the config contains {len(credentials)} credential{'s' if len(credentials) > 1 else ''}, which would be readable in "
             "the cluster: put each into a Secret, name it in the profile (secrets: {NAME: {secret: …, key: …}}), and write "
@@ -169,7 +169,7 @@ def _local_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> list[Nam
                     f"{named.key} = {named.text!r}: the module is a file here, {named.files[0]}, and not in the image; write it "
                     f"as {os.path.relpath(named.files[0])}:{named.part}, then it travels with the config"
                 )
-            continue  # an installed package: the image has it, or the run says what is missing
+            continue  # an installed package: in the image, or the run reports that it is missing
         found.append(named)
     return found
 

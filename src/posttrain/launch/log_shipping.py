@@ -1,4 +1,6 @@
-"""A Fluent Bit container beside each Ray container of a RayCluster, which ships Ray's logs to the provider's log service."""
+"""Adds a Fluent Bit sidecar to each Ray container of a RayCluster, which ships Ray's logs to the provider's log
+service.
+"""
 
 from __future__ import annotations
 

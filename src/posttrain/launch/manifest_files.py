@@ -47,7 +47,7 @@ class Manifest:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a map, as the API server does with strict decoding."""
+    """Rejects duplicate keys in a map, as the API server does with strict decoding."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -1,7 +1,7 @@
 """A run as a job of a long-lived Ray cluster: Ray's Jobs API, which the dashboard serves over HTTP.
 
-A job is shown as a workload with one pod, its driver, so the commands of every cluster serve it too. Config and files are its
-working directory, which Ray unpacks on every machine. Nothing starts a job again. Ray itself is not imported.
+A job is shown as a workload with one pod, its driver, so all cluster commands work for it. Config and files are its
+working directory, which Ray unpacks on every machine. Jobs are not restarted. Ray itself is not imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MEANINGS = {
 
 
 def render_job(request: LaunchRequest) -> list[Object]:
-    """The package that travels, and the job. The request's files are named relative to the working directory."""
+    """The uploaded package, and the job. The request's files are named relative to the working directory."""
     package = _package({"config.yaml": request.config_text.encode(), **request.files})
     name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
     checkpoints, logs = run_folders(request.config_text)
@@ -65,7 +65,7 @@ def render_job(request: LaunchRequest) -> list[Object]:
         _GRACE: str(request.grace_s),
     }
     job = {
-        # Never used twice: Ray may hand a name to the actor of the job that had it before, which is about to end.
+        # Unique: Ray may assign a reused name to the ending actor of the previous job.
         "submission_id": f"{request.name}-{secrets.token_hex(3)}",
         "entrypoint": f"exec {shlex.join([*NODE_COMMAND, 'driver'])}",  # signals reach it, not a shell
         "runtime_env": {"working_dir": f"gcs://{name}", "env_vars": variables},
@@ -78,7 +78,7 @@ def render_job(request: LaunchRequest) -> list[Object]:
 
 
 def _package(files: Mapping[str, bytes]) -> bytes:
-    """The same files make the same bytes."""
+    """Deterministic: the same files give the same bytes."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in sorted(files.items()):
@@ -98,7 +98,7 @@ class RayJobs:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
-        """The answer as JSON. None: there is no such thing. `body` is JSON, or bytes."""
+        """The answer as JSON. None: it does not exist. `body` is JSON, or bytes."""
         place, token = urlsplit(self._address), _token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         if body is not None and not isinstance(body, bytes):
@@ -184,7 +184,7 @@ class RayJobs:
 
     def log(self, pod: Object, follow: bool) -> Iterator[str]:
         path, known = f"/api/jobs/{pod['metadata']['name']}", 0
-        job = self._call("GET", path)  # before the log: what a job wrote last is not missed
+        job = self._call("GET", path)  # before the log, so that the last output is not missed
         while True:
             text = str((self._call("GET", f"{path}/logs") or {}).get("logs") or "")
             yield text[known:]
@@ -232,7 +232,7 @@ class RayJobs:
         problem, text = self._run_small_job(name_of(workload), listing_command(about[_CHECKPOINTS], about[_LOGS]))
         if problem:
             raise InputError(f"the checkpoints could not be read in the cluster: {problem}")
-        for line in reversed(text.splitlines()):  # around it are lines of Ray
+        for line in reversed(text.splitlines()):  # surrounded by lines of Ray
             with suppress(ValueError):
                 if isinstance(rows := parse_json(line), list):
                     return rows

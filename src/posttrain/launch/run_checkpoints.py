@@ -1,4 +1,4 @@
-"""The checkpoints of a run: steps, sizes and metrics, from its folders. Where these are, the run's own objects say."""
+"""The checkpoints of a run: steps, sizes and metrics, from its folders. The run's objects name the folders."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NOT_STARTING = (  # reasons for waiting that do not end by themselves
 
 
 class ClusterUnreachable(InputError):
-    """No answer from the cluster, or no way to it."""
+    """The cluster does not answer or is not reachable."""
 
     exit_code = 69
 
@@ -40,7 +40,7 @@ class Check:
 
     what: str
     problem: str = ""  # with its remedy; empty: it is there
-    unknown: str = ""  # why it could not be asked
+    unknown: str = ""  # why it could not be checked
 
 
 class Cluster(Protocol):
@@ -50,13 +50,13 @@ class Cluster(Protocol):
     poll_s: float  # seconds between requests
 
     def examine(self, objects: Sequence[Object]) -> list[Check]:
-        """What these objects need, and whether the cluster has it. Creates nothing."""
+        """Requirements of these objects, and whether the cluster meets them. Creates nothing."""
 
     def try_image(self, objects: Sequence[Object]) -> Check:
         """Whether posttrain starts in the image of these objects."""
 
     def create(self, objects: Sequence[Object]) -> None:
-        """All of them, or none."""
+        """Create all objects, or none."""
 
     def workloads(self, name: str | None = None) -> list[Object]: ...
 
@@ -69,7 +69,7 @@ class Cluster(Protocol):
     def delete(self, workload: Object) -> None: ...
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
-        """Take a pod's machine away. Returns what will happen."""
+        """Remove a pod's machine. Returns a description of the effect."""
 
     def checkpoints(self, workload: Object) -> list[JsonObject]: ...
 
@@ -109,7 +109,7 @@ class RunPod:
 
     @property
     def waits_for(self) -> str:
-        """Why it does not run, in the words of the machine or the scheduler."""
+        """Why it does not run, as reported by the machine or the scheduler."""
         waiting = _container_state(self.body).get("waiting", {})
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return ": ".join(text for text in (waiting["reason"], waiting.get("message", "")) if text)

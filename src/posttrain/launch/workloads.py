@@ -33,7 +33,7 @@ MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` en
 MAX_COUNTED_EVICTIONS = 1000  # Volcano counts evictions
 KEEP_FINISHED_S = 7 * 24 * 3600
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
-OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # else KubeRay puts a shell around the command
+OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # otherwise KubeRay wraps the command in a shell
 REPLICATED_JOB = "node"
 
 
@@ -50,7 +50,7 @@ def _metadata(request: LaunchRequest) -> Object:
 
 
 def _suspended(request: LaunchRequest) -> Object:
-    """Kueue admits what is suspended, and starts it."""
+    """Kueue admits suspended objects and starts them."""
     return {"suspend": True} if request.profile.scheduler.kueue_queue is not None else {}
 
 

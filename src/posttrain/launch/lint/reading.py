@@ -45,7 +45,7 @@ def number(value: object, default: int) -> int:
 
 
 def quantity(value: object) -> float | None:
-    """`8`, "500m", "1.5Gi" as a number; None if it is none."""
+    """`8`, "500m", "1.5Gi" as a number; None if it is not a number."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):

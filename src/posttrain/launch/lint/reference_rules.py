@@ -1,7 +1,7 @@
 """Names of other objects, looked up in the same files.
 
-A name that is missing is an error where the files contain objects of that kind, or where a run brings the object itself
-(Service, ConfigMap). Otherwise the cluster may have it: `launch doctor` asks.
+A name that is missing is an error where the files contain objects of that kind, or where a run creates the object
+itself (Service, ConfigMap). Otherwise the cluster may have it: `launch doctor` checks.
 """
 
 from __future__ import annotations

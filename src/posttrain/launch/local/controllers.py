@@ -1,7 +1,8 @@
-"""What controllers of Kubernetes do with pods, as small state machines: Indexed Job and JobSet.
+"""Kubernetes controllers as small state machines: Indexed Job and JobSet.
 
-`reconcile` looks at the pods and asks for the next thing; it is called again and again, and never waits. They implement what
-posttrain's manifests use. Deviations: delays between restarts are scaled, and no pod waits for resources.
+`reconcile` reads the state of the pods and requests the next action; it is called repeatedly and never blocks. Only
+features that posttrain's manifests use are implemented. Deviations: delays between restarts are scaled, and no pod
+waits for resources.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Controller(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and so have its pods."""
+        """The workload and its pods have ended."""
 
     def reconcile(self, now: float) -> None: ...
 

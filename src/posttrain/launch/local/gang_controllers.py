@@ -1,4 +1,4 @@
-"""What the controllers of Volcano and KubeRay do with pods, as small state machines (see controllers.py)."""
+"""The controllers of Volcano and KubeRay as small state machines (see controllers.py)."""
 
 from __future__ import annotations
 

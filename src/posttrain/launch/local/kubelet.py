@@ -1,8 +1,8 @@
 """Runs pods of a manifest on this machine, in namespaces on a private network. Runs inside those of the local cluster.
 
-What a pod has of its manifest: command, environment, ConfigMaps, the claim, memory-backed and other empty volumes, host
-name, DNS names, grace period, user 1000. Limits of CPU and memory are not enforced, and there are no GPUs. The image is this
-machine: its file system, and this Python's `posttrain`.
+Supported parts of a manifest: command, environment, ConfigMaps, the claim, memory-backed and other empty volumes, host
+name, DNS names, grace period, user 1000. Limits of CPU and memory are not enforced, and there are no GPUs. The image is
+replaced by this machine's file system and this Python's `posttrain`.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Kubelet:
             self._terminate(pod, pod.grace_s)
 
     def evict(self, pod: Pod, grace_s: float | None = None) -> None:
-        """SIGTERM to a pod that its machine must do without."""
+        """SIGTERM to a pod that is removed from its machine."""
         pod.is_disrupted = True
         self.note("Evicted", f"pod {pod.name}")
         self._terminate(pod, pod.grace_s if grace_s is None else min(grace_s, pod.grace_s))
@@ -235,7 +235,7 @@ class Kubelet:
                 signal.pidfd_send_signal(process.handle, number)
 
     def poll(self) -> None:
-        """Record pods that began and ended, and kill those whose grace period is over."""
+        """Record pods that started or ended, and kill those whose grace period is over."""
         for pod in self.pods:
             if (process := self._processes.get(pod.uid)) is None:
                 continue

@@ -1,7 +1,7 @@
 """This machine as a cluster: runs in folders, each with a process that executes its manifests (process.py).
 
 FOLDER/runs/NAME/    manifests, state, logs of every pod and attempt; removed by `launch stop`
-FOLDER/claims/NAME/  what pods see at the mount of a claim: checkpoints are there, and stay
+FOLDER/claims/NAME/  mounted as a claim in pods: contains checkpoints, and is kept
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class LocalCluster:
     # -- what is asked for -----------------------------------------------------------------------------------------------
 
     def delete(self, workload: Object) -> None:
-        """Pods are told to end, and have their grace period; then nothing is left but the claim."""
+        """Stops pods with their grace period; then removes everything except the claim."""
         name = workload["metadata"]["name"]
         folder = self._runs / name
         if self._is_alive(name):
@@ -215,7 +215,7 @@ class LocalCluster:
 
 
 def _write_shim(folder: Path) -> None:
-    """`posttrain` of a pod is the one of this Python, also where it is not installed."""
+    """Pods use the `posttrain` of this Python, even if it is not installed."""
     folder.mkdir()
     path = folder / "posttrain"
     path.write_text(_SHIM.format(python=sys.executable))

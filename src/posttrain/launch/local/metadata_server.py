@@ -1,7 +1,7 @@
 """The metadata service of a cloud's machine, for pods of the local cluster: IMDSv2 of EC2 and that of Compute Engine.
 
-It answers at the address of the real ones, inside the private network, and identifies the pod by its IP. It has the
-paths of interruptions only.
+It answers at the address of the real ones, inside the private network, and identifies the pod by its IP. It serves only
+the paths of interruptions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Notices:
 def metadata_server(notices: Notices, address: str, port: int = 80) -> Iterator[ThreadingHTTPServer]:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
-            """Pods ask every few seconds."""
+            """No request log: pods poll every few seconds."""
 
         def do_PUT(self) -> None:
             if self.path == "/latest/api/token" and "X-aws-ec2-metadata-token-ttl-seconds" in self.headers:

@@ -1,4 +1,4 @@
-"""A pod without a container engine: a process in namespaces of its own, made by an ordinary user. Linux only.
+"""A pod without a container engine: a process in its own namespaces, created by an unprivileged user. Linux only.
 
     namespaces.py probe                 what this kernel forbids; nothing if pods can be made
     namespaces.py pod DESCRIPTOR        a pod: its PID goes to the descriptor, which is closed when the command begins; its
@@ -90,8 +90,10 @@ def become_user(inside: int) -> None:
 
 
 def enter_cluster() -> int:
-    """Namespaces in which an ordinary user may make networks and pods. Goes on in a child, PID 1 of the new ones, and returns
-    0 there; the parent waits for it and returns its PID. If either ends, everything in the namespaces ends."""
+    """Namespaces in which an ordinary user may make networks and pods. Continues in a child, PID 1 of the new
+    namespaces, and returns 0 there; the parent waits for it and returns its PID. If either ends, everything in the
+    namespaces ends.
+    """
     become_user(0)
     unshare(NEW_NET | NEW_NS | NEW_PID)
     child = os.fork()

@@ -72,12 +72,12 @@ class Pod:
 
 
 class Machine(Protocol):
-    """What a controller asks for. `Pod` objects change as things happen; no call waits."""
+    """The operations of a controller. `Pod` objects are updated asynchronously; no call blocks."""
 
     def start(self, pod: Pod) -> None: ...
 
     def end(self, pod: Pod) -> None:
-        """SIGTERM; SIGKILL when the grace period is over. Once is enough."""
+        """SIGTERM; SIGKILL when the grace period is over. Idempotent."""
 
     def begin_command(self, pod: Pod, command: str) -> Command:
         """A further process in a pod."""

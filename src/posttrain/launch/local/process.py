@@ -1,7 +1,8 @@
 """The process of a local cluster, one for each run: `python -m posttrain.launch.local.process FOLDER`.
 
-It is detached from the command that started it, holds the lock of the folder while it runs, and writes what happens to
-`state.json`. Commands reach it through files in `requests/`. Values of secrets come in its environment and are written nowhere.
+It is detached from the command that started it, holds the lock of the folder while it runs, and writes its state to
+`state.json`. Commands reach it through files in `requests/`. Values of secrets are passed in its environment and never
+written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`posttrain node`, the first process of every pod: a member of the gang that a run is.
+"""`posttrain node`, the first process of every pod: a member of the run's gang.
 
 | file | what |
 |---|---|

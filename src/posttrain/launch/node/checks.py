@@ -1,4 +1,4 @@
-"""What a machine must have before anything is started on it: a missing GPU costs less now than after the model was loaded."""
+"""Checks of a machine before anything is started on it: a missing GPU is cheaper to detect before the model is loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Processes of a member: started, reaped with their orphans, and ended.
 
-The first process of a container gets the orphans of all others, and must collect them. Where `posttrain node` is not the
-first one, it asks the kernel for the same (PR_SET_CHILD_SUBREAPER), so that nothing outlives it.
+PID 1 of a container inherits all orphans and must reap them. If `posttrain node` is not PID 1, it becomes a subreaper
+(PR_SET_CHILD_SUBREAPER), so that no process outlives it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Children:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
-        """OSError if the command does not exist. A session of its own: a signal for this process is not for it as well.
+        """OSError if the command does not exist. It gets its own session, so that it does not receive signals for this
+        process.
 
-        `log` gets what it prints; None: the output of the pod."""
+        `log` gets its output; None: the output of the pod."""
         with open(log, "wb") if log is not None else nullcontext() as file:
             process = subprocess.Popen(
                 command,
@@ -53,7 +54,7 @@ class Children:
                 os.kill(self._processes[name].pid, number)
 
     def reap(self) -> list[tuple[str, int]]:
-        """Collect what has ended. Of the processes that were started here: name and exit code, 128 + N after signal N."""
+        """Reap ended processes. Of the processes that were started here: name and exit code, 128 + N after signal N."""
         ended: list[tuple[str, int]] = []
         while True:
             try:
@@ -68,7 +69,7 @@ class Children:
                 ended.append((name, code if code >= 0 else 128 - code))
 
     def kill_all(self, limit_s: float = 2.0) -> None:
-        """Everything below this process. One that hangs in the kernel is left to the end of the container."""
+        """Everything below this process. A process that hangs in the kernel ends with the container."""
         end = time.monotonic() + limit_s
         while (below := psutil.Process().children(recursive=True)) and time.monotonic() < end:
             for process in below:

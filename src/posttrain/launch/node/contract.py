@@ -1,4 +1,4 @@
-"""What a pod finds in its environment (decision 40), read strictly, and which rank it is."""
+"""A pod's environment variables (decision 40), read strictly, and its rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _rank(read: _Variables, scheduler: str) -> int | None:
 
 
 def _config(path: Path) -> object:
-    """The config is checked by the driver; here it is looked at for the device and the folder."""
+    """Reads device and folder from the config; the driver validates it."""
     try:
         return yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
 """The connections of a gang: every member has one to rank 0, over which one line of JSON is one message.
 
-When a process ends, its machine closes the connection, and the other side reads the end of file at once. A machine that
-vanishes closes nothing: then pings stop, and after `SILENCE_S` the connection counts as closed.
+When a process ends, its machine closes the connection, and the other side reads the end of file immediately. A machine
+that fails does not close connections: then pings stop, and after `SILENCE_S` the connection counts as closed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`posttrain node driver`: the entrypoint of a RayJob, and of a job of a RayCluster. Ray starts it in the head's pod; it runs the
-driver, does what the head's `posttrain node` says, and ends with the driver's exit code, or with 85 after an interruption."""
+"""`posttrain node driver`: the entrypoint of a RayJob, and of a job of a RayCluster. Ray starts it in the head's pod;
+it runs the driver, follows the head's `posttrain node`, and ends with the driver's exit code, or with 85 after an
+interruption.
+"""
 
 from __future__ import annotations
 

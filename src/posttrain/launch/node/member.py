@@ -1,10 +1,10 @@
 """A member of the gang: what the first process of every pod does. Rank 0 does more (`head.py`).
 
-Everything that happens becomes a call in one queue: signals, ended processes, messages, notices, deadlines. One thread works
-through it, so no state is shared.
+Everything that happens becomes a call in one queue: signals, ended processes, messages, notices, deadlines. One thread
+processes it, so no state is shared.
 
-A worker joins rank 0, starts Ray when rank 0 says so, reports interruptions, and ends with the code that rank 0 gives. When
-the connection is lost, rank 0 is gone, and the worker ends with 85: the gang is started again as a whole.
+A worker joins rank 0, starts Ray on request of rank 0, reports interruptions, and ends with the code that rank 0 gives.
+When the connection is lost, the worker ends with 85: the gang is started again as a whole.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
 | gce | `instance/preempted` | the machine is ending: stop |
 | | `instance/maintenance-event` | its host is being maintained: save, and go on; live migrations need nothing |
 
-The last of each pair stay set for long, also for the pods that come next, so a run that stopped for them would stop again and
-again. `AWS_EC2_METADATA_SERVICE_ENDPOINT` and `GCE_METADATA_HOST` give other addresses, as in the clouds' own clients.
+The last of each pair stay set for long, also for the pods that come next, so a run that stopped for them would stop
+repeatedly. `AWS_EC2_METADATA_SERVICE_ENDPOINT` and `GCE_METADATA_HOST` give other addresses, as in the clouds' own
+clients.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _GCE = "metadata.google.internal"
 
 @dataclass(frozen=True)
 class Notice:
-    """Something ends this machine. `seconds` are left; None: not known, or a warning only."""
+    """A notice that this machine will end, in `seconds`; None: unknown, or a warning only."""
 
     source: str
     seconds: float | None
-    is_final: bool  # False: save, and go on
+    is_final: bool  # False: save, and continue
 
 
 class MetadataService(Protocol):
@@ -124,7 +125,7 @@ def watch(
     say: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> None:
-    """Ask until `wait(seconds)` returns True, and report each kind of notice once."""
+    """Poll until `wait(seconds)` returns True, and report each kind of notice once."""
     seen: set[str] = set()
     has_complained = False
     while True:
