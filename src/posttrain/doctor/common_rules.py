@@ -55,7 +55,7 @@ def grad_dead(run: History) -> Sighting | None:
 
 
 def loss_diverges(run: History) -> Sighting | None:
-    """Not of GRPO, whose loss is no measure of progress."""
+    """Not for GRPO, whose loss does not measure progress."""
     start, now = run.start(LOSS), run.recent(LOSS)
     if start is None or now is None or start <= 0:
         return None

@@ -38,7 +38,7 @@ class Doctor:
         """What a row of metrics.jsonl adds: rules that report for the first time, or something worse than before."""
         self.history.append(row)
         if not any(key.startswith("train/") for key in row):
-            return []  # a validation before or beside the steps: the next step looks at it
+            return []  # a validation row: the next step evaluates it
         return self._apply(rule for rule in self._rules if not rule.at_end)
 
     def replay(self, rows: Sequence[JsonMapping]) -> None:

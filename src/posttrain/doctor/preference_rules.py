@@ -60,7 +60,7 @@ def memorised(run: History) -> Sighting | None:
 
 
 def equal_pairs(run: History) -> Sighting | None:
-    """Both answers of a pair are the same text: they stay tied however long one trains."""
+    """Both answers of a pair are the same text: they stay tied regardless of training."""
     ties = run.tail("train/tie_rate", 5)
     if run.num_steps < 6 or not ties or min(ties) <= 0.05:  # in the first step every pair is tied
         return None

@@ -1,4 +1,4 @@
-"""Rules about sampling: whether trainer and sampler are one policy, how far an update goes, how fast sampling is."""
+"""Rules about sampling: agreement of trainer and sampler, size of updates, speed of sampling."""
 
 from __future__ import annotations
 
