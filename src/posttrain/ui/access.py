@@ -1,7 +1,7 @@
 """Access to the dashboard: the guard in front of the pages, and headers that keep a page from loading or sending anything.
 
-Without a token, only names of this machine are accepted as Host, so that a page elsewhere cannot read runs by pointing a name
-of its own at this machine. With a token, every request for data needs it, as a cookie or as `Authorization: Bearer`.
+Without a token, only names of this machine are accepted as Host, so that another page cannot read runs by DNS
+rebinding. With a token, every request for data needs it, as a cookie or as `Authorization: Bearer`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """What a browser keeps instead of the token itself."""
+        """The cookie value, stored by a browser instead of the token."""
         return hashlib.sha256(f"posttrain watch {self._token}".encode()).hexdigest()
 
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
@@ -56,7 +56,7 @@ class Access:
             name = urlsplit(f"//{headers.get('host', '')}").hostname
             return None if name in self._names else (421, f"this server does not answer for the host {name!r}")
         if not path.startswith("/api/") or path == "/api/login":
-            return None  # the program itself is no secret
+            return None  # the program itself is public
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self.is_token(given.strip()):
             return None

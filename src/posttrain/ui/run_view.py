@@ -1,4 +1,4 @@
-"""One run as the dashboard shows it, from its folder alone: state, figures, charts, findings, config, workers."""
+"""One run for the dashboard, from its folder only: state, figures, charts, findings, config, workers."""
 
 from __future__ import annotations
 
