@@ -28,7 +28,7 @@ class PickledFunction:
     name: str
     digest: str
     content: bytes
-    source: str  # for people; empty where there is none
+    source: str  # human-readable; empty if there is none
 
     @property
     def stem(self) -> str:
