@@ -17,7 +17,7 @@ from posttrain.data.sources import Row
 
 
 def first_listed_answer(row: Row) -> str:
-    """The first of SQuAD's annotated answers."""
+    """SQuAD lists what several people answered; the first of them."""
     texts = row.field("answers.text")
     if not texts:
         raise DataError(f"{row.where}: 'answers.text' is empty")
@@ -25,7 +25,7 @@ def first_listed_answer(row: Row) -> str:
 
 
 def after_hashes(row: Row) -> str:
-    """GSM8K's final answer: the text after `####`, without thousands separators."""
+    """GSM8K's final answer: what stands after `####`, without the commas of large numbers."""
     final = row.get("final_answer")
     if final is not None:
         return as_text(final, row, "final_answer")
