@@ -29,6 +29,7 @@ class PipelinedRollouts:
     weights: WeightSync
     limit_s: float  # for one round
     thread: ThreadPoolExecutor
+    _is_first: bool = True  # step of this process
     _running: Future[float] | None = None
     _timings_s: dict[str, float] = field(default_factory=dict)  # of the round that ended last
 
@@ -41,6 +42,9 @@ class PipelinedRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
+        if self._is_first:  # before a round samples beside the step: from then on ranks are busy, and change their weights
+            self.weights.publish(step - 1)
+            self._is_first = False
         if not self.rounds.is_sampled(num_groups, step):  # the first step of a run
             self.rounds.sample(num_groups, step, version=step - 1, clock=clock)
         taken = self.rounds.hand_out(num_groups, step, clock)
