@@ -62,6 +62,7 @@ _STAGES = {
     "write_save": "saving",
     "load": "loading a checkpoint",
     "send_weights": "handing over weights",
+    "fill_bucket": "handing over weights",
     "receive_weights": "handing over weights",
 }
 
