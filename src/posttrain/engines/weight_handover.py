@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +52,10 @@ class Handover:
         """In memory where all processes are on one machine that has room for the `num_bytes` of all ranks."""
         name = f"posttrain-weights-{self.run}"
         if self.on_one_machine and MEMORY_FOLDER.is_dir():
-            held = sum(file.stat().st_size for file in MEMORY_FOLDER.glob(f"{name}-*"))
+            held = 0
+            for file in MEMORY_FOLDER.glob(f"{name}-*"):
+                with suppress(FileNotFoundError):  # another rank replaces its own
+                    held += file.stat().st_size
             if shutil.disk_usage(MEMORY_FOLDER).free + held > num_bytes:
                 return MEMORY_FOLDER / f"{name}-{rank}"
         return self.shared_folder / f"weights-{self.run}-{rank}"
@@ -354,6 +358,9 @@ def _create(file: Path, num_bytes: int) -> Tensor:
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        file.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
         os.close(descriptor)
     return host_memory.map_file(file, num_bytes)
