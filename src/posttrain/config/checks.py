@@ -11,7 +11,7 @@ from posttrain.config.aliases import REWARD
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
-from posttrain.config.generation import NativeConfig
+from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE, NativeConfig
 from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
@@ -273,6 +273,13 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
             "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a stop "
             "string that two rounds share; use stop_token_ids, or backend native"
         )
+    has_adapters, format_ = config.policy.dtensor_cfg.lora_cfg.enabled, section.load_format
+    if format_ is not None and (format_ == "dummy") == has_adapters:
+        why = "the weights under the adapters are read from files" if has_adapters else "all weights are pushed, no file has them"
+        yield f"policy.generation.vllm_cfg.load_format = {format_}: in this run {why}; set it to null"
+    for key in sorted(ARGUMENTS_OF_VLLM_IN_USE & generation.vllm_kwargs.keys()):
+        instead = f"use policy.generation.vllm_cfg.{key}" if key in type(section).model_fields else "remove it"
+        yield f"policy.generation.vllm_kwargs.{key}: posttrain sets this argument of vLLM itself; {instead}"
     if size > 1 and config.policy.device != "cpu":
         yield (
             f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM has the one GPU of its rank; set it to 1"

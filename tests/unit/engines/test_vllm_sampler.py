@@ -15,6 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, LlamaForCausalLM
 
 from posttrain.config import PolicyConfig, load_config
+from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE
+from posttrain.engines.vllm import vllm_options
 from posttrain.engines.vllm_process import VllmError
 from posttrain.engines.vllm_sampler import VllmSampler
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, Unfinished
@@ -92,6 +94,16 @@ def test_what_vllm_starts_from_is_written_on_every_rank(sampler: VllmSampler, tm
         dist.destroy_process_group()
     assert AutoConfig.from_pretrained(tmp_path).architectures == ["LlamaForCausalLM"]
     assert (tmp_path / "tokenizer_config.json").is_file()
+
+
+def test_arguments_that_posttrain_sets_are_those_that_the_config_refuses(sampler: VllmSampler, home: Path) -> None:
+    settings = policy(str(home / "python"))
+    generation = settings.generation.model_copy(update={"vllm_kwargs": {"disable_log_stats": False, "max_num_seqs": 4}})
+    options = sampler._options(settings, generation)
+    assert (options["disable_log_stats"], options["max_num_seqs"]) == (False, 4), "passed on as they are"
+    plain = vllm_options(generation.vllm_cfg, {}, "float32")
+    changed = {name for name, value in options.items() if plain.get(name) != value}
+    assert changed - {"disable_log_stats", "max_num_seqs", "enforce_eager"} <= ARGUMENTS_OF_VLLM_IN_USE
 
 
 def test_seeds_follow_from_seed_step_draw_and_sample(sampler: VllmSampler) -> None:
