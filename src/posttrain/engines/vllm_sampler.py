@@ -72,6 +72,7 @@ class VllmSampler:
                 self._options(policy, policy.generation) | {"model": folder},
                 _environment(policy, policy.generation, device),
                 Deadlines(vllm.start_timeout_s, vllm.timeout_s),
+                self._folder,
             )
         self.release()
 

@@ -1,7 +1,8 @@
-"""vLLM as a run's sampler, with the stand-in in its own process: weights, answers, rounds, faults. One process for all tests."""
+"""vLLM as a run's sampler, with the stand-in in its own process: weights, answers, rounds, faults. Most tests share one process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,17 @@ def test_nothing_is_sampled_after_a_push_that_failed(sampler: VllmSampler, home:
     (home / "fault").unlink()
     with pytest.raises(AssertionError, match="pushed before"):
         sampler.generate(TASKS, 1, SAMPLING, KEY)
+
+
+def test_weights_in_shared_memory_go_when_the_trainer_is_killed(model: nn.Module, tmp_path: Path) -> None:
+    """A rank under Ray is killed at the end of a run, and closes nothing."""
+    sampler = VllmSampler(model, TOKENIZER, policy(vllm_pythons.stand_in(tmp_path / "env")), torch.device("cpu"))
+    process = sampler.process
+    process._end.detach()
+    process._socket.close()
+    os.close(process._lifeline)
+    process._process.wait(60)
+    assert not sampler._folder.exists()
 
 
 def test_a_vllm_that_dies_while_sampling_is_named(sampler: VllmSampler, home: Path) -> None:
