@@ -13,6 +13,7 @@ from test_multi_turn import rollouts as multi_turn
 from test_multi_turn import tasks as talks
 
 from posttrain.environments.turns.interface import TurnItem
+from posttrain.errors import InputError
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
@@ -161,6 +162,16 @@ def test_a_run_that_began_without_rounds_has_no_open_group() -> None:
     source.position.load_state_dict(plain.state_dict())
     assert source.position.open == []
     assert 8 in draws(source.take(4, 3))
+
+
+def test_a_resumed_run_with_a_lower_limit_than_its_unfinished_answers_names_the_field() -> None:
+    whole, resumed = rounds(max_age=2), rounds(max_age=2)
+    whole.take(4, 1)
+    begun = max(len(answer.token_ids) for group in whole.position.open for answer in group.answers)
+    resumed.position.load_state_dict(whole.position.state_dict())
+    resumed.fresh.sampling = Sampling(max_new_tokens=begun)
+    with pytest.raises(InputError, match=rf"max_new_tokens = {begun}: .* unfinished answer of {begun} tokens; set it to"):
+        resumed.take(4, 2)
 
 
 def conversations(environment: Echo, num_steps: int) -> RoundRollouts:
