@@ -243,17 +243,14 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    # A vLLM has whole layers, one on every rank.
-    parts = 1 if config.policy.generation.uses_vllm else config.policy.dtensor_cfg.tensor_parallel_size
-    num_samplers = config.num_engines or config.num_ranks // parts
-    if config.grpo.num_prompts_per_step % max(num_samplers, 1):
+    if config.grpo.num_prompts_per_step % max(config.num_samplers, 1):
         samplers = "ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size)"
         if config.num_engines:
             samplers = "engines (policy.generation.colocated.resources)"
             samplers += f", each of {config.gpus_per_engine} GPUs" if config.gpus_per_engine > 1 else ""
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
-            f"{num_samplers} {samplers}, which have equal shares of a round"
+            f"{config.num_samplers} {samplers}, which have equal shares of a round"
         )
 
 
