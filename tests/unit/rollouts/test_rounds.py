@@ -164,6 +164,20 @@ def test_a_run_that_began_without_rounds_has_no_open_group() -> None:
     assert 8 in draws(source.take(4, 3))
 
 
+def test_a_lower_bound_on_the_age_holds_for_groups_that_begin_after_the_resume() -> None:
+    before, max_steps = rounds(max_age=3, max_steps=30), 30
+    trained = [draw for step in range(1, 4) for draw in draws(before.take(PROMPTS, step))]
+    resumed = rounds(max_age=1, max_steps=max_steps)
+    resumed.position.load_state_dict(before.position.state_dict())
+    carried = {group.task.draw for group in resumed.position.open}
+    for step in range(4, max_steps + 1):
+        born = {group.task.draw: group.born for group in resumed.position.open}
+        taken = draws(resumed.take(PROMPTS, step))
+        assert all(step - born.get(draw, step) <= 1 for draw in taken if draw not in carried)
+        trained += taken
+    assert sorted(trained) == list(range(PROMPTS * max_steps))
+
+
 def test_a_resumed_run_with_a_lower_limit_than_its_unfinished_answers_names_the_field() -> None:
     whole, resumed = rounds(max_age=2), rounds(max_age=2)
     whole.take(4, 1)
