@@ -272,7 +272,11 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
         )
     has_adapters, format_ = config.policy.dtensor_cfg.lora_cfg.enabled, section.load_format
     if format_ is not None and (format_ == "dummy") == has_adapters:
-        why = "the weights under the adapters are read from files" if has_adapters else "all weights are pushed, no file has them"
+        why = (
+            "the weights under the adapters are read from files"
+            if has_adapters
+            else "all weights are pushed, no file has them"
+        )
         yield f"policy.generation.vllm_cfg.load_format = {format_}: in this run {why}; set it to null"
     for key in sorted(ARGUMENTS_OF_VLLM_IN_USE & generation.vllm_kwargs.keys()):
         instead = f"use policy.generation.vllm_cfg.{key}" if key in type(section).model_fields else "remove it"

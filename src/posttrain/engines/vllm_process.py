@@ -101,7 +101,9 @@ class VllmProcess:
         except VllmError as error:
             if "No module named 'vllm" not in str(error):
                 raise
-            raise InputError(f"policy.generation.vllm_cfg.python = {python}: has no vLLM 0.25 or newer. {error}") from error
+            raise InputError(
+                f"policy.generation.vllm_cfg.python = {python}: has no vLLM 0.25 or newer. {error}"
+            ) from error
 
     @property
     def pid(self) -> int:

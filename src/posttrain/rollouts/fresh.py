@@ -122,10 +122,12 @@ class FreshRollouts:
 
     def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
         """Sample until `quota` is met, with the engine's weights, which are those of `version`."""
-        begun = max((len(a.token_ids) for group in groups for a in group.answers if isinstance(a, Unfinished)), default=0)
+        begun = max(
+            (len(a.token_ids) for group in groups for a in group.answers if isinstance(a, Unfinished)), default=0
+        )
         if begun >= self.sampling.max_new_tokens:
             raise InputError(
-                f"policy.generation.max_new_tokens = {self.sampling.max_new_tokens}: the checkpoint holds an unfinished answer of "
+                f"policy.generation.max_new_tokens = {self.sampling.max_new_tokens}: the checkpoint has an unfinished answer of "
                 f"{begun} tokens; set it to more than that"
             )
         total = quota.num_groups * self.num_samples

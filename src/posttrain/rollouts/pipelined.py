@@ -42,7 +42,9 @@ class PipelinedRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
-        if self._is_first:  # before a round samples beside the step: from then on ranks are busy, and change their weights
+        if (
+            self._is_first
+        ):  # before a round samples beside the step: from then on ranks are busy, and change their weights
             self.weights.publish(step - 1)
             self._is_first = False
         if not self.rounds.is_sampled(num_groups, step):  # the first step of a run

@@ -1,4 +1,4 @@
-"""vLLM as a run's sampler, with the stand-in in its own process: weights, answers, rounds, faults. Most tests share one process."""
+"""vLLM as a run's sampler, with the stand-in in a process: weights, answers, rounds, faults. Most tests share a process."""
 
 from __future__ import annotations
 

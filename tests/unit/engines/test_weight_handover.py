@@ -106,7 +106,7 @@ def test_a_disk_without_room_is_named_with_the_file(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(weight_handover.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left on device.*weights-run-0"):
+    with pytest.raises(OSError, match=r"No space left on device.*weights-run-0"):
         WeightSender(tiny_model()).send(Handover("run", tmp_path, on_one_machine=False))
     assert not list(tmp_path.iterdir())
 

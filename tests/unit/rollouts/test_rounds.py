@@ -184,7 +184,9 @@ def test_a_resumed_run_with_a_lower_limit_than_its_unfinished_answers_names_the_
     begun = max(len(answer.token_ids) for group in whole.position.open for answer in group.answers)
     resumed.position.load_state_dict(whole.position.state_dict())
     resumed.fresh.sampling = Sampling(max_new_tokens=begun)
-    with pytest.raises(InputError, match=rf"max_new_tokens = {begun}: .* unfinished answer of {begun} tokens; set it to"):
+    with pytest.raises(
+        InputError, match=rf"max_new_tokens = {begun}: .* unfinished answer of {begun} tokens; set it to"
+    ):
         resumed.take(4, 2)
 
 
