@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +29,7 @@ class PipelinedRollouts:
     weights: WeightSync
     limit_s: float  # for one round
     thread: ThreadPoolExecutor
+    _is_first: bool = True  # step of this process
     _running: Future[float] | None = None
     _timings_s: dict[str, float] = field(default_factory=dict)  # of the round that ended last
 
@@ -41,6 +42,11 @@ class PipelinedRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
+        if (
+            self._is_first
+        ):  # before a round samples beside the step: from then on ranks are busy, and change their weights
+            self.weights.publish(step - 1)
+            self._is_first = False
         if not self.rounds.is_sampled(num_groups, step):  # the first step of a run
             self.rounds.sample(num_groups, step, version=step - 1, clock=clock)
         taken = self.rounds.hand_out(num_groups, step, clock)
@@ -58,16 +64,14 @@ class PipelinedRollouts:
     def publish(self, version: int) -> None:
         if self._running is not None:
             start = time.perf_counter()
-            try:
-                round_s = self._running.result(timeout=self.limit_s)
-            except TimeoutError as error:
-                if self._running.done():
-                    raise  # of the round itself
+            ended, _ = wait([self._running], timeout=self.limit_s)
+            if not ended:
                 raise RankLostError(
-                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s. The same command continues "
-                    "from what was saved"
-                ) from error
-            self._running = None
+                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s: an engine or an environment "
+                    "hangs. The run folder's logs/engine_N.log end with what the engines were doing. If they are only slow, set "
+                    "POSTTRAIN_WORKER_DEADLINE_S to more seconds. The same command continues from what was saved"
+                )
+            round_s, self._running = self._running.result(timeout=0), None
             self._timings_s = {"generation_ahead": round_s, "generation_ahead_wait": time.perf_counter() - start}
         self.weights.publish(version)
 

@@ -76,7 +76,24 @@ def test_each_round_is_begun_before_the_step_trains_and_ends_before_weights_chan
 
     source.rounds = replace(source.rounds, engine=Logged())
     train(source, 1, 3)
-    assert log == ["round 1", "round 2", "version 1", "round 3", "version 2", "round 4", "version 3"]
+    assert log == ["version 0", "round 1", "round 2", "version 1", "round 3", "version 2", "round 4", "version 3"]
+
+
+def test_weights_are_published_before_the_first_round_samples_beside_training(cleanup: ExitStack) -> None:
+    """A resumed run has sampled this step's round already: the thread of the next one must not ask busy ranks for weights."""
+    stopped, resumed = pipelined(cleanup, 2, 6), pipelined(cleanup, 2, 6)
+    train(stopped, 1, 3)
+    resumed.rounds.position.load_state_dict(stopped.rounds.position.state_dict())
+    published_before: list[list[str]] = []
+
+    class Watched(TokenByToken):
+        def sample_round(self, *args: object, **kwargs: object) -> list[OpenGroup]:
+            published_before.append(list(resumed.weights.log))
+            return super().sample_round(*args, **kwargs)  # type: ignore[arg-type]
+
+    resumed.rounds = replace(resumed.rounds, engine=Watched())
+    train(resumed, 4, 5)
+    assert published_before == [["version 3"], ["version 3", "version 4"]]
 
 
 @pytest.mark.parametrize("last", [1, 2, 7])
