@@ -42,10 +42,8 @@ class PipelinedRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
-        if (
-            self._is_first
-        ):  # before a round samples beside the step: from then on ranks are busy, and change their weights
-            self.weights.publish(step - 1)
+        if self._is_first:
+            self.weights.publish(step - 1)  # before a round runs beside the step, in which ranks change their weights
             self._is_first = False
         if not self.rounds.is_sampled(num_groups, step):  # the first step of a run
             self.rounds.sample(num_groups, step, version=step - 1, clock=clock)
