@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from test_rounds import PROMPTS, TokenByToken, draws, rounds
 from posttrain.errors import HardwareError
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
-from posttrain.types import OpenGroup, TakenGroups
+from posttrain.types import NoiseKey, OpenGroup, Sampling, TakenGroups, Task
 
 MAX_STEPS = 20
 
@@ -172,3 +172,16 @@ def test_conversations_that_are_sampled_ahead_resume_exactly(cleanup: ExitStack)
     assert [taken.groups for taken in found] == [taken.groups for taken in whole]
     assert sorted(draw for taken in found for draw in draws(taken)) == list(range(2 * num_steps))
     assert any(r.completion.conversation.num_turns > 1 for t in found for g in t.groups for r in g.rollouts)
+
+
+def test_the_engine_is_compared_in_every_step_while_no_round_runs(cleanup: ExitStack) -> None:
+    compared: list[tuple[int, int, bool]] = []
+
+    def compare(tasks: Sequence[Task], sampling: Sampling, key: NoiseKey) -> None:
+        is_idle = source._running is None and threading.current_thread() is threading.main_thread()
+        compared.append((key.step, len(tasks), is_idle))
+
+    source = pipelined(cleanup, max_age=1, num_in_flight=4)
+    source.compare = compare
+    train(source, 1, 3)
+    assert compared == [(step, PROMPTS, True) for step in (1, 2, 3)]
