@@ -1,6 +1,6 @@
 """The program of vLLM's process: owns a `vllm.LLM` and serves posttrain's requests over a socket, one at a time.
 
-    python posttrain_vllm.py SOCKET_FD LIFELINE_FD
+    python posttrain_vllm.py SOCKET_FD LIFELINE_FD WEIGHTS_FOLDER
 
 A frame is a length of 4 bytes and JSON. The first frame has the arguments of `vllm.LLM`. Every request gets one last frame with
 `done` or `error`; sampling sends others before it: finished answers as they arrive, and a heartbeat every second.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -215,13 +216,15 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with(lifeline: int) -> None:
-    """Kill this process and its children when the trainer exits."""
+def _end_with(lifeline: int, weights: str) -> None:
+    """Kill this process and its children when the trainer exits, and remove weights in shared memory."""
     os.read(lifeline, 1)
+    shutil.rmtree(weights, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer is done
         serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
