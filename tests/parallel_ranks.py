@@ -92,7 +92,7 @@ def setup(case: str, folder: Path) -> RankSetup:
 
 
 def batch_for(objective: str) -> TokenBatch:
-    """Groups of answers to one prompt, of many lengths."""
+    """Groups of answers to one prompt, of many lengths. In rows of the longest prompt, a rank of cp2 has no response token."""
     random = torch.Generator().manual_seed(1)
     lengths = [5, 9, 1, 7, 4, 6, 3, 8]
     prompt_of = [0, 0, 0, 0, 1, 1, 2, 2] if objective == "grpo" else [0, 0, 1, 1, 2, 2, 3, 3]
@@ -105,7 +105,7 @@ def batch_for(objective: str) -> TokenBatch:
     advantages = torch.randn(len(lengths), generator=random).repeat_interleave(torch.tensor(lengths))
     noise = torch.randn(sum(lengths), generator=random) * 0.3
     return TokenBatch.build(
-        [ids(2 + 3 * number) for number in range(max(prompt_of) + 1)],
+        [ids(length) for length in (2, 5, 30, 11)[: max(prompt_of) + 1]],
         [ids(length) for length in lengths],
         prompt_of,
         {"mask": mask, "advantages": advantages, "noise": noise},

@@ -111,6 +111,10 @@ class Unfinished:
     versions: tuple[tuple[int, int], ...] = ()  # as in `Completion`
     is_finished: ClassVar[bool] = False
 
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids)
+
 
 class OpenAnswer(Protocol):
     """A `Completion`, an `Unfinished` one, or a conversation."""
@@ -120,6 +124,11 @@ class OpenAnswer(Protocol):
 
     @property
     def versions(self) -> Sequence[tuple[int, int]]: ...
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model wrote."""
+        ...
 
     @property
     def is_finished(self) -> bool: ...

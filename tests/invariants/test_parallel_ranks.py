@@ -33,7 +33,7 @@ SLOW = [
         "qwen3/dpo/float64/dp1",
         "qwen3/dpo/float64/dp2-tp2",
         "qwen3/dpo/float64/dp4-re2",
-        "qwen3/dpo/float64/cp2",  # of some rows a rank has no response token
+        "qwen3/dpo/float64/cp2",
         "qwen3/dpo/float64/dp4",
         "qwen3/dpo/float64/dp1+dp2-tp2",
         "qwen3/dpo/float64/dp4+dp2-tp2",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from posttrain.checkpointing.stopping import StopAtOnce
 from posttrain.errors import OutOfGpuMemoryError, RankLostError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def start_run(
         try:
             return _train(kind, prepared, prepare, quiet=quiet, verbose=verbose), prepared.loaded
         except RankLostError as error:
-            if num_restarts == limit:
+            if num_restarts == limit or StopAtOnce.is_asked():
                 raise
             num_restarts += 1
             print(f"{error}\nrestart {num_restarts} of {limit} (cluster.max_restarts)", file=sys.stderr, flush=True)

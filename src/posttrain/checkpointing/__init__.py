@@ -1,6 +1,6 @@
 """Checkpoints: folders that are either complete or not there, and what a run needs to resume from one.
 
-Importing this package does not import torch; `state` and `saver` do.
+Importing this package does not import torch; `state` and `save_and_resume` do.
 """
 
 from posttrain.checkpointing.background import CHECKPOINT_THREAD, BackgroundWrite

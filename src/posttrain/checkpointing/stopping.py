@@ -61,6 +61,11 @@ class StopAtOnce:
         if (current := cls._current) is not None and threading.current_thread() is threading.main_thread():
             _install(set(current._previous), current._receive)
 
+    @classmethod
+    def is_asked(cls) -> bool:
+        """Whether a signal has come, also to an `Interruption` inside that was left."""
+        return cls._current is not None and cls._current.signal is not None
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             _die_of(number)

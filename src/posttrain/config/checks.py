@@ -11,7 +11,7 @@ from posttrain.config.aliases import REWARD
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
-from posttrain.config.generation import NativeConfig
+from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE, NativeConfig
 from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
@@ -243,17 +243,14 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    # A vLLM has whole layers, one on every rank.
-    parts = 1 if config.policy.generation.uses_vllm else config.policy.dtensor_cfg.tensor_parallel_size
-    num_samplers = config.num_engines or config.num_ranks // parts
-    if config.grpo.num_prompts_per_step % max(num_samplers, 1):
+    if config.grpo.num_prompts_per_step % max(config.num_samplers, 1):
         samplers = "ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size)"
         if config.num_engines:
             samplers = "engines (policy.generation.colocated.resources)"
             samplers += f", each of {config.gpus_per_engine} GPUs" if config.gpus_per_engine > 1 else ""
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
-            f"{num_samplers} {samplers}, which have equal shares of a round"
+            f"{config.num_samplers} {samplers}, which have equal shares of a round"
         )
 
 
@@ -273,6 +270,17 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
             "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a stop "
             "string that two rounds share; use stop_token_ids, or backend native"
         )
+    has_adapters, format_ = config.policy.dtensor_cfg.lora_cfg.enabled, section.load_format
+    if format_ is not None and (format_ == "dummy") == has_adapters:
+        why = (
+            "the weights under the adapters are read from files"
+            if has_adapters
+            else "all weights are pushed, no file has them"
+        )
+        yield f"policy.generation.vllm_cfg.load_format = {format_}: in this run {why}; set it to null"
+    for key in sorted(ARGUMENTS_OF_VLLM_IN_USE & generation.vllm_kwargs.keys()):
+        instead = f"use policy.generation.vllm_cfg.{key}" if key in type(section).model_fields else "remove it"
+        yield f"policy.generation.vllm_kwargs.{key}: posttrain sets this argument of vLLM itself; {instead}"
     if size > 1 and config.policy.device != "cpu":
         yield (
             f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM has the one GPU of its rank; set it to 1"

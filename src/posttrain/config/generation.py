@@ -17,6 +17,15 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0)]
 
 
+# Arguments of `vllm.LLM` that a training run decides on, or reads from vllm_cfg: not to be given in vllm_kwargs.
+ARGUMENTS_OF_VLLM_IN_USE = frozenset(
+    {
+        "model", "tokenizer", "load_format", "max_model_len", "logprobs_mode", "weight_transfer_config",
+        "worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras", "tensor_parallel_size",
+    }
+)  # fmt: skip
+
+
 class NativeConfig(Section):
     precision: Literal["auto", "fp8"] = Field(
         default="auto",
@@ -72,11 +81,10 @@ class VllmConfig(Section):
     )
     enforce_eager: bool = Field(default=False, description="Does without CUDA graphs.")
     load_format: str | None = Field(
-        default=None, description="How vLLM loads weights; null is dummy in training, auto otherwise."
+        default=None,
+        description="How vLLM loads weights; null is auto, and dummy where all of them are pushed in training.",
     )
-    enable_prefix_caching: bool | None = Field(
-        default=None, description="Reuses cached prompts; null lets vLLM decide."
-    )
+    enable_prefix_caching: bool | None = Field(default=None, description="Reuses cached prompts; null is true.")
 
 
 class TrainingVllmConfig(VllmConfig):

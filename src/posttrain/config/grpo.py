@@ -231,6 +231,18 @@ class GrpoRunConfig(RunConfig):
         return int(multiple * self.grpo.num_prompts_per_step)
 
     @property
+    def gpus_per_sampler(self) -> int:
+        """That share the layers of what samples. A vLLM has whole layers, one on every rank."""
+        if self.num_engines or self.policy.generation.uses_vllm:
+            return self.gpus_per_engine
+        return self.policy.dtensor_cfg.tensor_parallel_size
+
+    @property
+    def num_samplers(self) -> int:
+        """Which have equal shares of a round."""
+        return self.num_engines or self.num_ranks // self.gpus_per_sampler
+
+    @property
     def needs_reference(self) -> bool:
         """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting policy
         stands in for it."""

@@ -121,6 +121,7 @@ def vllm_options(config: VllmConfig, extra: Mapping[str, object], precision: str
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "logprobs_mode": config.logprobs_mode,
         "load_format": config.load_format or "auto",
         "enable_prefix_caching": True if config.enable_prefix_caching is None else config.enable_prefix_caching,
     }

@@ -59,28 +59,33 @@ class VllmProcess:
         options: Mapping[str, object],
         environment: Mapping[str, str],
         limits: Deadlines,
+        weights: Path,
         program: Path = SIDE / "posttrain_vllm.py",
     ) -> None:
+        """`weights` is a folder in memory that the process removes when it ends: a trainer that is killed cannot."""
         self._limits = limits
         self._has_failed = False
         self._incoming = bytearray()
         self.log = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) / "vllm.log"
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
-        handed_over = (theirs.fileno(), lifeline)
+        inherited = (theirs.fileno(), lifeline)
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [python, "-u", str(program), *map(str, handed_over)],
+                    [python, "-u", str(program), *map(str, inherited), str(weights)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=handed_over,
+                    pass_fds=inherited,
                     start_new_session=True,  # Ctrl-C in the terminal is ours, and a group can be ended as one
                     env=_environment(environment),
                 )
         except OSError as error:
             os.close(self._lifeline)
+            ours.close()
+            for folder in (weights, self.log.parent):
+                shutil.rmtree(folder, ignore_errors=True)
             raise InputError(
                 f"policy.generation.vllm_cfg.python = {python}: cannot be started ({error.strerror}); it must be the Python of "
                 "an environment that has vLLM"
@@ -91,7 +96,14 @@ class VllmProcess:
         self._socket = ours
         self._end = weakref.finalize(self, _end, self._process, ours, self._lifeline)
         self._send(options=dict(options))
-        self.version: str = self._answer("start", limits.start_s)["done"]["version"]
+        try:
+            self.version: str = self._answer("start", limits.start_s)["done"]["version"]
+        except VllmError as error:
+            if "No module named 'vllm" not in str(error):
+                raise
+            raise InputError(
+                f"policy.generation.vllm_cfg.python = {python}: has no vLLM 0.25 or newer. {error}"
+            ) from error
 
     @property
     def pid(self) -> int:

@@ -72,6 +72,7 @@ class VllmSampler:
                 self._options(policy, policy.generation) | {"model": folder},
                 _environment(policy, policy.generation, device),
                 Deadlines(vllm.start_timeout_s, vllm.timeout_s),
+                self._folder,
             )
         self.release()
 
@@ -95,22 +96,20 @@ class VllmSampler:
 
     def _options(self, policy: PolicyConfig, generation: GenerationConfig) -> dict[str, object]:
         section = generation.vllm_cfg
-        options = vllm_options(section, generation.vllm_kwargs, section.precision or policy.precision)
-        given: dict[str, object] = {
+        extra = {"disable_log_stats": True, **generation.vllm_kwargs}
+        if self._device.type == "cpu":
+            extra.setdefault("enforce_eager", True)  # compiling takes minutes and gains little
+        own: dict[str, object] = {
             "load_format": section.load_format or ("auto" if self._is_adapted else "dummy"),
             "max_model_len": section.max_model_len or self._max_tokens,
-            "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": "posttrain"},
             "worker_extension_cls": "posttrain_receiver.WorkerExtension",
             "enable_sleep_mode": self._shares_gpu,
-            "disable_log_stats": True,
         }
         if self._is_adapted:
             rank = self._model.peft_config["default"].r  # type: ignore[index, union-attr]
-            given |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
-        if self._device.type == "cpu":
-            given["enforce_eager"] = True  # compiling takes minutes and gains little
-        return {**options, **given}
+            own |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
+        return {**vllm_options(section, extra, section.precision or policy.precision), **own}
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.engines.vllm_side.posttrain_weights import handle_of, open_handle
-from posttrain.errors import HardwareError
+from posttrain.errors import HardwareError, reason_of
 from posttrain.models.lora import is_adapted
 from posttrain.policy import host_memory
 from posttrain.policy.checkpoint.contents import named_adapters, named_weights
@@ -51,16 +52,21 @@ class Handover:
         """In memory where all processes are on one machine that has room for the `num_bytes` of all ranks."""
         name = f"posttrain-weights-{self.run}"
         if self.on_one_machine and MEMORY_FOLDER.is_dir():
-            held = sum(file.stat().st_size for file in MEMORY_FOLDER.glob(f"{name}-*"))
+            held = 0
+            for file in MEMORY_FOLDER.glob(f"{name}-*"):
+                with suppress(FileNotFoundError):  # another rank replaces its own
+                    held += file.stat().st_size
             if shutil.disk_usage(MEMORY_FOLDER).free + held > num_bytes:
                 return MEMORY_FOLDER / f"{name}-{rank}"
         return self.shared_folder / f"weights-{self.run}-{rank}"
 
-    def remove_files_of_others(self, num_ranks: int, folder: Path) -> None:
-        """Left behind by an attempt that was killed and had more ranks."""
-        for file in folder.glob(f"*weights-{self.run}-*"):
-            if int(file.name.rpartition("-")[2]) >= num_ranks:
-                file.unlink(missing_ok=True)
+    def remove_files(self, first_rank: int = 0) -> None:
+        """Those of this rank and all after it, where this machine has them."""
+        for folder in (MEMORY_FOLDER, self.shared_folder):
+            for file in folder.glob(f"*weights-{self.run}-*"):
+                if int(file.name.rpartition("-")[2]) >= first_rank:
+                    with suppress(OSError):
+                        file.unlink()
 
 
 class PartOffset(NamedTuple):
@@ -124,7 +130,7 @@ class WeightSender:
         if self._file is None:
             rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             self._file = to.file(rank, sum(tensor.nbytes for tensor in _weights_of(self.model).values()))
-            to.remove_files_of_others(num_ranks, self._file.parent)
+            to.remove_files(num_ranks)  # of an attempt that was killed and had more ranks
             self._mapped = _create(self._file, num_bytes + _ALIGNMENT)
         sums = _numbers([checksum(tensor) for tensor in tensors])
         self._copy_to_file(begins, num_bytes)
@@ -171,7 +177,7 @@ class WeightSender:
 
     @torch.no_grad()
     def _copy_to_file(self, begins: Sequence[int], num_bytes: int) -> None:
-        """The number of the handover comes last, in the order of the stream: who finds it finds the parts complete."""
+        """The number of the handover is written last, in the order of the stream: where it is, the parts are complete."""
         like = torch.tensor([self._number])
         if not any(part.tensor.is_cuda for part in self._parts):
             for begin, part in zip(begins, self._parts, strict=True):
@@ -199,7 +205,7 @@ class WeightSender:
                     memory = torch.empty(size, dtype=torch.uint8, device=self._parts[0].tensor.device)
                 self._bucket = memory, handle_of(memory)
             except RuntimeError as error:
-                return f"this GPU's memory cannot be shared ({_first_line(error)})"
+                return f"this GPU's memory cannot be shared ({reason_of(error)})"
         self._lots = lots
         return ""
 
@@ -222,7 +228,7 @@ class WeightReceiver:
                     memory[:1].cpu()  # the GPU may not reach the other one's memory
                 except RuntimeError as error:
                     return (
-                        f"the memory of a GPU that trains cannot be opened from one that samples ({_first_line(error)})"
+                        f"the memory of a GPU that trains cannot be opened from one that samples ({reason_of(error)})"
                     )
                 self._opened[one.handle] = memory
         return ""
@@ -354,10 +360,9 @@ def _create(file: Path, num_bytes: int) -> Tensor:
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        file.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
         os.close(descriptor)
     return host_memory.map_file(file, num_bytes)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

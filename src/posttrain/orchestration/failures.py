@@ -62,6 +62,7 @@ _STAGES = {
     "write_save": "saving",
     "load": "loading a checkpoint",
     "send_weights": "handing over weights",
+    "fill_bucket": "handing over weights",
     "receive_weights": "handing over weights",
 }
 
@@ -115,6 +116,8 @@ def explain(error: BaseException, where: Where) -> HardwareError | None:
     text = str(error).strip()
     if isinstance(error, WorkerDiedError):
         return _died(text, where)
+    if isinstance(error, HardwareError):  # in words already; it may quote a log
+        return None
     if isinstance(error, torch.OutOfMemoryError) or _GPU_MEMORY.search(text):
         return _out_of_gpu_memory(text, where)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate memory" in text):
@@ -156,6 +159,8 @@ def _num_bytes(number: str, unit: str) -> int:
 
 
 def _is_network(error: BaseException) -> bool:
+    if isinstance(error, HardwareError):
+        return False
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError | OSError) and _NETWORK.search(str(error)) is not None

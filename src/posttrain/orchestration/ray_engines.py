@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from posttrain.engines.weight_handover import SentWeights
+from posttrain.errors import StopRequested
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
@@ -25,6 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_REPLACEMENTS = 2  # in one call: what ends every new process too, another one does not fix
+_RUN_HAS_ENDED = "the run has ended"
 _GRACE_S = 10.0  # the wait for all engines ends before that for one, with a message that names those that are late
 
 
@@ -36,7 +38,7 @@ class RayEngine:
     ) -> None:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
         self._newest: Sequence[SentWeights] | None = None
-        self._is_closing = False
+        self._is_closing = self._is_asked_to_stop = False
         self._waits_for: Sequence[Future[Any]] = ()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
         self._start()
@@ -61,10 +63,13 @@ class RayEngine:
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
                 return self._call_all(operation, *args, **kwargs)
-            except WorkerDiedError:
+            except WorkerDiedError as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
-                self._replace(operation.__name__)
+                if not self._is_asked_to_stop:
+                    self._replace(operation.__name__)
+                if self._is_asked_to_stop:  # perhaps meanwhile; the time that is left is for saving
+                    raise StopRequested from error
         raise AssertionError("the last attempt returns or raises")
 
     def _call_all(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -89,6 +94,8 @@ class RayEngine:
     def _wait(self, pending: Sequence[Future[T]], operation: str) -> list[T]:
         limit_s = deadline_s(operation) + _GRACE_S
         self._waits_for = pending
+        if self._is_closing:  # of a replacement that was started meanwhile
+            raise WorkerDiedError(_RUN_HAS_ENDED)
         wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
         if _errors(pending) and not _deaths(pending):
             wait(pending, timeout=_GRACE_S)  # others fail with the one that died, perhaps before its death is known
@@ -98,12 +105,17 @@ class RayEngine:
             raise WorkerTimeoutError(f"engine {self.index} has not finished {operation} within {limit_s:.0f} s")
         return [future.result(timeout=0) for future in pending]
 
+    def request_stop(self) -> None:
+        self._is_asked_to_stop = True
+        for worker in self.workers:
+            worker.actor.request_stop.remote()
+
     def close(self) -> None:
         self._is_closing = True
         self._kill()
         self._calls.shutdown(wait=False, cancel_futures=True)
         for pending in self._waits_for:  # its thread would keep this process until the deadline
-            settle(pending, WorkerDiedError("the run has ended"))
+            settle(pending, WorkerDiedError(_RUN_HAS_ENDED))
 
 
 def _errors(pending: Sequence[Future[Any]]) -> list[BaseException]:
@@ -149,8 +161,8 @@ class RayEngines:
         return gather("build", [future_of(worker.actor.node.remote()) for worker in self._parts], self.unit)
 
     def request_stop(self) -> None:
-        for worker in self._parts:
-            worker.actor.request_stop.remote()
+        for engine in self._engines:
+            engine.request_stop()
 
     def close(self) -> None:
         for engine in self._engines:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from posttrain.roles import Progress, RoundEngine, Trainer
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
 _NUM_ANSWERS = 8
+_NUM_SHORT_TOKENS = 64
 
 
 @dataclass
@@ -63,16 +64,24 @@ class CheckedEngine:
         self._compare(pairs, sampling, max((group.born for group in groups), default=0))
         return after
 
+    def compare_short_answers(self, tasks: Sequence[Task], sampling: Sampling, key: NoiseKey) -> None:
+        """Between rounds that run while the trainer has other weights: sample a few short answers for the comparison alone."""
+        if self._is_due(key.step):
+            short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, _NUM_SHORT_TOKENS))
+            self.generate(tasks[:_NUM_ANSWERS], 1, short, key)
+
     def release(self) -> None:
         self.engine.release()
 
+    def _is_due(self, step: int) -> bool:
+        return self._last_step is None or step >= self._last_step + self.period
+
     def _compare(self, pairs: Sequence[tuple[Task, Completion]], sampling: Sampling, step: int) -> None:
         plain = sampling.temperature == self.temperature and sampling.top_p == 1 and sampling.top_k == 0
-        is_due = self._last_step is None or step >= self._last_step + self.period
         if threading.current_thread() is not threading.main_thread():
             return  # a round that is sampled while the trainer makes other weights
         pairs = [(task, answer) for task, answer in pairs if answer.token_ids][:_NUM_ANSWERS]
-        if not (plain and is_due and pairs):
+        if not (plain and self._is_due(step) and pairs):
             return
         self._last_step = step
         logprobs = self.trainer.logprobs(_batch(pairs))

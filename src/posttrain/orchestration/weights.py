@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from posttrain.engines.weight_handover import Handover, SentWeights
 from posttrain.orchestration.rank import Rank
@@ -37,11 +36,11 @@ class PushedWeights:
 
     def __init__(self, ranks: WorkerGroup, to: Handover, say: Callable[[str], None]) -> None:
         self._ranks, self._to, self._say = ranks, to, say
-        self._files: list[Path] = []  # empty: nothing was published yet
+        self._has_begun = False
 
     def publish(self, version: int) -> None:
+        self._has_begun = True
         sent = call_all(self._ranks, Rank.send_weights, self._to)
-        self._files = [one.file for one in sent]
         if not self._sent_over_gpu_memory(sent):
             call_all(self._ranks.engines, Rank.receive_weights, sent)
 
@@ -61,15 +60,13 @@ class PushedWeights:
 
     def ensure_published(self) -> None:
         """Before anything is sampled: a resumed run has other weights than the model that engines are built with."""
-        if not self._files:
+        if not self._has_begun:
             self.publish(0)
 
     def close(self) -> None:
         """Files go before the ranks do. They may be on their machines alone, or a rank may have died."""
-        if not self._files:
+        if not self._has_begun:
             return
-        for file in self._files:
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
+        self._to.remove_files()
         with suppress(Exception):
             wait([worker.submit(Rank.remove_weights) for worker in self._ranks.workers], timeout=_REMOVAL_S)

@@ -178,13 +178,11 @@ def simulated_step_s(found: RunEstimate, config: GrpoRunConfig, rewards_s: float
     """Mean of a few steps, after those in which the rounds fill up."""
     section, workload = config.grpo.async_grpo, found.workload
     age = section.max_trajectory_age_steps if section.enabled else 0
-    parts = config.gpus_per_engine if config.num_engines else config.policy.dtensor_cfg.tensor_parallel_size
-    num_samplers = config.num_engines or config.num_ranks // parts
-    num_groups = max(1, math.ceil(config.grpo.num_prompts_per_step / num_samplers))
+    num_groups = max(1, math.ceil(config.grpo.num_prompts_per_step / config.num_samplers))
     in_flight = max(num_groups, round(num_groups * workload.in_flight))
     engines = [
-        SimulatedEngine(_speed(found, parts), _lengths(workload, seed), num_groups, in_flight, age)
-        for seed in range(min(num_samplers, _MOST_ENGINES))
+        SimulatedEngine(_speed(found, config.gpus_per_sampler), _lengths(workload, seed), num_groups, in_flight, age)
+        for seed in range(min(config.num_samplers, _MOST_ENGINES))
     ]
     training = Training(rewards_s, found.time.logprobs_s + found.time.training_s, handover_s(found, config))
     steps = simulate(engines, training, age + 1 + _COUNTED_STEPS, ahead=bool(config.rounds_ahead))

@@ -102,7 +102,8 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: Tensor | None = None  # what is not in the weight's own sum
-        for start in range(0, len(hidden), ctx.chunk):
+        # Once also without tokens, as ranks that share rows may be: FSDP needs a gradient of the weight, of zeros, on every rank.
+        for start in range(0, max(len(hidden), 1), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept
             d_logits = _logit_gradient(

@@ -6,6 +6,7 @@ from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
+from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.workers import deadline_s
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.recipe import RunParts
@@ -40,7 +41,8 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
         return rounds
     # A round makes one call for each turn, and each call has a deadline of its own, which names the engine.
     limit_s = deadline_s("sample_round") * (config.grpo.max_rollout_turns + 1)
-    return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup)
+    compare = parts.engine.compare_short_answers if isinstance(parts.engine, CheckedEngine) else None
+    return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup, compare)
 
 
 def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:

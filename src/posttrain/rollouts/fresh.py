@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from posttrain.algorithms.step_reports import StageClock
+from posttrain.errors import InputError
 from posttrain.roles import Engine, Environment, Progress, RoundEngine, ShowProgress, no_progress
 from posttrain.types import (
     Completion,
@@ -121,6 +122,14 @@ class FreshRollouts:
 
     def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
         """Sample until `quota` is met, with the engine's weights, which are those of `version`."""
+        begun = max(
+            (len(a.token_ids) for group in groups for a in group.answers if isinstance(a, Unfinished)), default=0
+        )
+        if begun >= self.sampling.max_new_tokens:
+            raise InputError(
+                f"policy.generation.max_new_tokens = {self.sampling.max_new_tokens}: the checkpoint has an unfinished answer of "
+                f"{begun} tokens; set it to more than that"
+            )
         total = quota.num_groups * self.num_samples
         with self.show_progress(self.label, total) as progress:
             after = engine.sample_round(groups, self.sampling, self.seed, quota, _up_to(total, progress))

@@ -66,6 +66,10 @@ class Dialogue:
         """Of the model."""
         return sum(utterance.role == "assistant" for utterance in self.utterances)
 
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.mask)
+
     def add_turn(self, turn: Completion, version: int) -> None:
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.token_ids), version))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,9 @@ from posttrain.algorithms.step_reports import StageClock
 from posttrain.errors import RankLostError
 from posttrain.roles import Progress, ShowProgress, WeightSync, no_progress
 from posttrain.rollouts.rounds import RoundRollouts
-from posttrain.types import TakenGroups
+from posttrain.types import NoiseKey, Sampling, TakenGroups, Task
+
+Compare = Callable[[Sequence[Task], Sampling, NoiseKey], None]
 
 
 @dataclass
@@ -29,21 +32,36 @@ class PipelinedRollouts:
     weights: WeightSync
     limit_s: float  # for one round
     thread: ThreadPoolExecutor
+    compare: Compare | None = None  # the engine with the trainer, between rounds
+    _is_first: bool = True  # step of this process
     _running: Future[float] | None = None
     _timings_s: dict[str, float] = field(default_factory=dict)  # of the round that ended last
 
     @classmethod
-    def start(cls, rounds: RoundRollouts, weights: WeightSync, limit_s: float, cleanup: ExitStack) -> PipelinedRollouts:
+    def start(
+        cls,
+        rounds: RoundRollouts,
+        weights: WeightSync,
+        limit_s: float,
+        cleanup: ExitStack,
+        compare: Compare | None = None,
+    ) -> PipelinedRollouts:
         thread = ThreadPoolExecutor(1, thread_name_prefix="round")
         cleanup.callback(thread.shutdown, wait=False, cancel_futures=True)  # the engines are closed after it
         quiet = replace(rounds.fresh, show_progress=_only_of_main_thread(rounds.fresh.show_progress))
-        return cls(replace(rounds, fresh=quiet), weights, limit_s, thread)
+        return cls(replace(rounds, fresh=quiet), weights, limit_s, thread, compare)
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
+        if self._is_first:
+            self.weights.publish(step - 1)  # before a round runs beside the step, in which ranks change their weights
+            self._is_first = False
         if not self.rounds.is_sampled(num_groups, step):  # the first step of a run
             self.rounds.sample(num_groups, step, version=step - 1, clock=clock)
         taken = self.rounds.hand_out(num_groups, step, clock)
+        if self.compare is not None:
+            fresh = self.rounds.fresh
+            self.compare([group.task for group in taken.groups], fresh.sampling, NoiseKey(fresh.seed, step))
         timings_s, self._timings_s = {**taken.timings_s, **self._timings_s}, {}
         if step < self.rounds.max_steps:
             self._running = self.thread.submit(self._sample, num_groups, step + 1, step - 1)
@@ -58,16 +76,14 @@ class PipelinedRollouts:
     def publish(self, version: int) -> None:
         if self._running is not None:
             start = time.perf_counter()
-            try:
-                round_s = self._running.result(timeout=self.limit_s)
-            except TimeoutError as error:
-                if self._running.done():
-                    raise  # of the round itself
+            ended, _ = wait([self._running], timeout=self.limit_s)
+            if not ended:
                 raise RankLostError(
-                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s. The same command continues "
-                    "from what was saved"
-                ) from error
-            self._running = None
+                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s: an engine or an environment "
+                    "hangs. The run folder's logs/engine_N.log end with what the engines were doing. If they are only slow, set "
+                    "POSTTRAIN_WORKER_DEADLINE_S to more seconds. The same command continues from what was saved"
+                )
+            round_s, self._running = self._running.result(timeout=0), None
             self._timings_s = {"generation_ahead": round_s, "generation_ahead_wait": time.perf_counter() - start}
         self.weights.publish(version)
 

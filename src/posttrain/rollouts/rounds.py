@@ -88,9 +88,9 @@ class RoundRollouts:
             tasks = self.fresh.stream.take(self._num_missing(num_groups, step))
         with clock("generation"):
             before = [*self.position.open, *self.fresh.begin(tasks, version + 1)]
-            num_before = _num_tokens(before)
+            num_before = _num_sampled(before)
             self.position.open = self.fresh.advance(before, self._quota(num_groups, step), self.engine, version)
-        return _num_tokens(self.position.open) - num_before
+        return _num_sampled(self.position.open) - num_before
 
     def hand_out(self, num_groups: int, step: int, clock: StageClock) -> TakenGroups:
         """Whole groups, the oldest first, scored."""
@@ -130,15 +130,15 @@ class RoundRollouts:
             "trajectory_age_max": float(max(ages)),
             "stale_token_fraction": sum(count for age, count in tokens if age > 0) / max(num_tokens, 1),
             "num_open_groups": float(len(self.position.open)),
-            "num_carried_tokens": float(_num_tokens(self.position.open)),
+            "num_carried_tokens": float(_num_sampled(self.position.open)),
         }
 
 
 def _tokens_by_version(answer: OpenAnswer) -> Iterator[tuple[int, int]]:
-    ends = [first for first, _ in answer.versions[1:]] + [len(answer.token_ids)]
+    ends = [*(first for first, _ in answer.versions), len(answer.token_ids)][1:]  # none: it has no tokens
     for (first, version), end in zip(answer.versions, ends, strict=True):
         yield version, end - first
 
 
-def _num_tokens(groups: Sequence[OpenGroup]) -> int:
-    return sum(len(answer.token_ids) for group in groups for answer in group.answers)
+def _num_sampled(groups: Sequence[OpenGroup]) -> int:
+    return sum(answer.num_sampled for group in groups for answer in group.answers)

@@ -176,6 +176,19 @@ def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> No
         (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* one GPU of its rank"),
         (["policy.generation.vllm_cfg.max_model_len=100"], "max_model_len = 100 is less than policy.max_total_seq"),
         (["grpo.async_grpo.enabled=true", "policy.generation.stop_strings=[x]"], "would overlook a stop string"),
+        (
+            ["policy.generation.vllm_kwargs.max_model_len=9"],
+            r"vllm_kwargs.max_model_len: .* use .*vllm_cfg.max_model_len",
+        ),
+        (
+            ["policy.generation.vllm_kwargs.worker_extension_cls=a.B"],
+            "worker_extension_cls: posttrain sets this argument",
+        ),
+        (["policy.generation.vllm_cfg.load_format=auto"], "load_format = auto: .* all weights are pushed"),
+        (
+            ["policy.generation.vllm_cfg.load_format=dummy", "policy.dtensor_cfg.lora_cfg.enabled=true"],
+            "load_format = dummy: .* under the adapters",
+        ),
     ],
 )
 def test_settings_of_vllm_that_contradict_others_are_refused(overrides: list[str], said: str) -> None:

@@ -108,12 +108,16 @@ def test_adapter_is_passed_to_vllm(vllm: FakeVllm) -> None:
 
 
 def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
-    overrides = ["generation.vllm_cfg.tensor_parallel_size=8", "generation.vllm_kwargs={max_num_seqs: 64}"]
+    overrides = [
+        "generation.vllm_cfg.tensor_parallel_size=8",
+        "generation.vllm_cfg.logprobs_mode=raw_logprobs",
+        "generation.vllm_kwargs={max_num_seqs: 64}",
+    ]
     generation = load_config("eval", None, overrides).config.generation
     VllmEngine("m", "t", max_model_len=9, **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, "bfloat16"))
     expected = {"tensor_parallel_size": 8, "dtype": "bfloat16", "gpu_memory_utilization": 0.9, "max_num_seqs": 64}
     assert expected.items() <= vllm.arguments.items()
-    assert vllm.arguments["logprobs_mode"] == "processed_logprobs"
+    assert vllm.arguments["logprobs_mode"] == "raw_logprobs"
 
 
 def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> None:

@@ -25,7 +25,8 @@ READY = HEAD + 'channel.send(done={"version": "0.25.0"})\nrequest = channel.rece
 def start(folder: Path, text: str, *, start_s: float = 60.0, answer_s: float = 60.0) -> VllmProcess:
     program = folder / "program.py"
     program.write_text(text)
-    return VllmProcess(sys.executable, {"model": "m"}, {"A": "1"}, Deadlines(start_s, answer_s), program)
+    limits = Deadlines(start_s, answer_s)
+    return VllmProcess(sys.executable, {"model": "m"}, {"A": "1"}, limits, folder / "weights", program)
 
 
 def test_an_answer_comes_back_as_it_was_sent(tmp_path: Path) -> None:
@@ -93,21 +94,28 @@ def test_a_start_that_fails_is_named(tmp_path: Path) -> None:
         start(tmp_path, HEAD + "time.sleep(3600)\n", start_s=0.2)
 
 
-def test_an_interpreter_that_does_not_exist_is_an_error_of_the_config() -> None:
+def test_an_interpreter_that_does_not_exist_is_an_error_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"vllm_cfg.python = /no/such/python: cannot be started"):
-        VllmProcess("/no/such/python", {}, {}, Deadlines(1, 1))
+        VllmProcess("/no/such/python", {}, {}, Deadlines(1, 1), tmp_path)
+
+
+def test_an_environment_without_vllm_is_an_error_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"vllm_cfg.python = {sys.executable}: .* no vLLM 0.25 or newer"):
+        start(tmp_path, HEAD + "channel.send(error=\"ModuleNotFoundError: No module named 'vllm'\")\n")
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Its lifeline is a pipe: whatever vLLM is doing, a thread sees the other end close."""
+    """Its lifeline is a pipe: whatever vLLM is doing, a thread sees the other end close. Weights do not stay in memory."""
     program = READY.replace("options =", "import posttrain_vllm, threading\noptions =") + (
-        "threading.Thread(target=posttrain_vllm._end_with, args=(int(sys.argv[2]),), daemon=True).start()\n"
+        "threading.Thread(target=posttrain_vllm._end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()\n"
         "channel.send(done=None)\ntime.sleep(3600)\n"
     )
+    (tmp_path / "weights" / "adapter-1").mkdir(parents=True)
     process = start(tmp_path, program)
     process.call("x")
     os.close(process._lifeline)
     process._process.wait(60)
     assert process._process.returncode == -9
+    assert not (tmp_path / "weights").exists()
     process._end.detach()
     process._socket.close()

@@ -1,7 +1,8 @@
-"""vLLM as a run's sampler, with the stand-in in its own process: weights, answers, rounds, faults. One process for all tests."""
+"""vLLM as a run's sampler, with the stand-in in a process: weights, answers, rounds, faults. Most tests share a process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, LlamaForCausalLM
 
 from posttrain.config import PolicyConfig, load_config
+from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE
+from posttrain.engines.vllm import vllm_options
 from posttrain.engines.vllm_process import VllmError
 from posttrain.engines.vllm_sampler import VllmSampler
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, Unfinished
@@ -94,6 +97,16 @@ def test_what_vllm_starts_from_is_written_on_every_rank(sampler: VllmSampler, tm
     assert (tmp_path / "tokenizer_config.json").is_file()
 
 
+def test_arguments_that_posttrain_sets_are_those_that_the_config_refuses(sampler: VllmSampler, home: Path) -> None:
+    settings = policy(str(home / "python"))
+    generation = settings.generation.model_copy(update={"vllm_kwargs": {"disable_log_stats": False, "max_num_seqs": 4}})
+    options = sampler._options(settings, generation)
+    assert (options["disable_log_stats"], options["max_num_seqs"]) == (False, 4), "passed on as they are"
+    plain = vllm_options(generation.vllm_cfg, {}, "float32")
+    changed = {name for name, value in options.items() if plain.get(name) != value}
+    assert changed - {"disable_log_stats", "max_num_seqs", "enforce_eager"} <= ARGUMENTS_OF_VLLM_IN_USE
+
+
 def test_seeds_follow_from_seed_step_draw_and_sample(sampler: VllmSampler) -> None:
     sampler.take_weights(3)
     one = sampler.generate(TASKS, 2, SAMPLING, KEY)
@@ -143,6 +156,17 @@ def test_nothing_is_sampled_after_a_push_that_failed(sampler: VllmSampler, home:
     (home / "fault").unlink()
     with pytest.raises(AssertionError, match="pushed before"):
         sampler.generate(TASKS, 1, SAMPLING, KEY)
+
+
+def test_weights_in_shared_memory_go_when_the_trainer_is_killed(model: nn.Module, tmp_path: Path) -> None:
+    """A rank under Ray is killed at the end of a run, and closes nothing."""
+    sampler = VllmSampler(model, TOKENIZER, policy(vllm_pythons.stand_in(tmp_path / "env")), torch.device("cpu"))
+    process = sampler.process
+    process._end.detach()
+    process._socket.close()
+    os.close(process._lifeline)
+    process._process.wait(60)
+    assert not sampler._folder.exists()
 
 
 def test_a_vllm_that_dies_while_sampling_is_named(sampler: VllmSampler, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_files_of_ranks_that_a_killed_attempt_had_are_removed(tmp_path: Path) ->
         file.touch()
     sent = WeightSender(tiny_model()).send(to)
     assert sorted(tmp_path.iterdir()) == sorted([sent.file, others])
+
+
+def test_a_file_that_another_rank_removes_at_the_same_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks replace the files of a killed attempt side by side: one may be listed and gone."""
+    monkeypatch.setattr(weight_handover, "MEMORY_FOLDER", tmp_path)
+    (tmp_path / "posttrain-weights-run-1").symlink_to("gone")
+    assert Handover("run", Path("elsewhere"), on_one_machine=True).file(0, 1) == tmp_path / "posttrain-weights-run-0"
+
+
+def test_a_disk_without_room_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weight_handover.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device.*weights-run-0"):
+        WeightSender(tiny_model()).send(Handover("run", tmp_path, on_one_machine=False))
+    assert not list(tmp_path.iterdir())
 
 
 # -- buckets that engines open -------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from tiny_runs import grpo, run, save_data, save_model
 from torch import distributed as dist
 
 from posttrain.engines.native import NativeEngine
+from posttrain.engines.vllm_process import VllmError
 from posttrain.errors import HardwareError, OutOfGpuMemoryError
-from posttrain.orchestration.failures import Where, WorkerDiedError, explain
+from posttrain.orchestration.failures import Where, WorkerDiedError, explain, first_cause
 from posttrain.orchestration.workers import LocalWorker, gather
 
 CUDA = (
@@ -186,3 +187,12 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_planners_proposal(
     assert "the planner counts, in GiB of 79.1: sampling" in last
     assert "try policy.generation.native_cfg.max_batch_size=128" in last
     assert "Traceback" in shown[: shown.index(last)], "where it happened is shown before"
+
+
+@pytest.mark.parametrize("line", ["INFO vLLM is using nccl==2.27.5", "torch.OutOfMemoryError: CUDA out of memory."])
+def test_an_error_that_is_in_words_already_stays_as_it_is(line: str) -> None:
+    """The message of a vLLM that ended quotes its log, which says more than its end was due to."""
+    ended = VllmError(f"vLLM (process 7) ended during `generate`, exit code 1. The end of its log:\n    {line}")
+    assert explain(ended, Where(0, 2, "generate", 3.0)) is None
+    lost = RuntimeError("Connection closed by peer")
+    assert first_cause({0: lost, 1: ended}) == 1, "the other rank fails with it"

@@ -18,9 +18,12 @@ class SendingRank:
 
     def __init__(self, file: Path, *, num_lots: int = 0, why: str = "", dies: bool = False) -> None:
         self.file, self.num_lots, self.why, self.dies = file, num_lots, why, dies
+        self.sends = True
 
     def send_weights(self, to: Handover) -> SentWeights:
         self.file.touch()
+        if not self.sends:
+            raise RuntimeError("gone")
         asks = to.on_one_machine and to.over_gpu_memory
         lots = ((PartOffset(0, 0),),) * self.num_lots if asks else ()
         return SentWeights((), self.file, 0, 1, (), to.on_one_machine, "handle" if lots else "", lots, self.why * asks)
@@ -58,7 +61,8 @@ def operations(ranks: Any) -> list[str]:
 def test_weights_are_published_before_the_first_sample_and_their_files_go_with_the_run(
     tmp_path: Path, dies: bool
 ) -> None:
-    ranks, weights, said = pushed(tmp_path, [SendingRank(tmp_path / "weights", dies=dies)])
+    file = tmp_path / "weights-run-0"
+    ranks, weights, said = pushed(tmp_path, [SendingRank(file, dies=dies)])
     weights.close()
     assert ranks.log == [], "nothing was published"
     weights.ensure_published()
@@ -66,8 +70,18 @@ def test_weights_are_published_before_the_first_sample_and_their_files_go_with_t
     weights.publish(1)
     assert operations(ranks) == ["send_weights", "receive_weights"] * 2
     weights.close()
-    assert not (tmp_path / "weights").exists()
+    assert not file.exists()
     assert not said, "without a GPU there is nothing to fall back from"
+
+
+def test_files_of_a_handover_that_a_rank_did_not_survive_go_with_the_run(tmp_path: Path) -> None:
+    senders = [SendingRank(tmp_path / f"weights-run-{rank}", dies=True) for rank in range(2)]
+    senders[1].sends = False
+    _, weights, _ = pushed(tmp_path, senders)
+    with pytest.raises(RuntimeError, match="gone"):
+        weights.publish(1)
+    weights.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_on_gpus_of_one_machine_engines_take_one_lot_after_another_out_of_the_ranks_memory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
 
+from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
 from posttrain.orchestration.launch import RankLayout  # noqa: E402
 from posttrain.orchestration.rank import Rank  # noqa: E402
@@ -34,6 +35,7 @@ class FakeActor:
         self.number, self.dies_at, self.log = number, dies_at, log
         self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
         self.address = Method(lambda: ("host", 1))
+        self.request_stop = Method(lambda: self._note("request_stop"))
 
     def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return self._note(" ".join([operation, *map(str, args[1:])]))  # the first are weights, or tasks
@@ -108,6 +110,31 @@ def test_an_engine_that_hangs_does_not_hold_its_thread_for_ever(monkeypatch: pyt
     monkeypatch.setattr(actor.run, "remote", lambda *args: Future())
     with pytest.raises(WorkerTimeoutError, match="engine 0 has not finished sample_round"):
         actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+
+
+def test_an_engine_that_is_closed_while_it_is_replaced_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actors of the replacement are not there yet when `close` ends what is waited for."""
+    actors = Actors(monkeypatch, {"sample_round"}, set())
+    start = ray_engines.start_actor
+
+    def start_after_close(*args: Any) -> Any:
+        actors.engine.close()
+        actor = start(*args)
+        monkeypatch.setattr(actor.build, "remote", lambda *args: Future())
+        return actor
+
+    monkeypatch.setattr(ray_engines, "start_actor", start_after_close)
+    with pytest.raises(WorkerDiedError, match="the run has ended"):
+        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+
+
+def test_an_engine_that_dies_after_a_request_to_stop_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is left undone, and the time until the run is killed is for saving."""
+    actors = Actors(monkeypatch, {"sample_round"})
+    actors.engine.request_stop()
+    with pytest.raises(StopRequested):
+        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+    assert [operation for _, operation in actors.log] == ["build", "request_stop", "sample_round"]
 
 
 def test_an_engine_of_two_parts_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,3 +77,14 @@ def test_of_a_round_only_answers_that_it_began_are_compared() -> None:
     ]
     checked(scripted).sample_round(groups, SAMPLING, 0)
     assert scripted.compared == [2]
+
+
+def test_short_answers_are_sampled_only_for_a_comparison_that_is_due() -> None:
+    scripted = Scripted()
+    engine = checked(scripted)
+    for step in range(1, 22):
+        engine.compare_short_answers(TASKS, SAMPLING, NoiseKey(0, step))
+    assert scripted.compared == [8, 8, 8]  # steps 1, 11, 21
+    scripted.apart = 1.0
+    with pytest.raises(HardwareError, match="step 31"):
+        engine.compare_short_answers(TASKS, SAMPLING, NoiseKey(0, 31))

@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.config import GrpoRunConfig, load_config
+from posttrain.planning import split
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.plan import RunEstimate, estimate_run
 from posttrain.planning.split import Splits, find_splits, simulated_step_s
@@ -83,6 +84,16 @@ def test_gpus_that_share_an_engine_hold_parts_of_the_model_and_are_counted_as_on
     tried = find_splits(found, config).others
     assert {split.config.num_engine_gpus for split in tried if split.max_age == 0} == {0, 2, 4, 6}
     assert {split.config.num_engines for split in tried if split.max_age == 0} == {0, 1, 2, 3}
+
+
+def test_every_rank_has_a_vllm_also_where_ranks_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[int] = []
+    monkeypatch.setattr(split, "simulate", lambda engines, *rest, **named: simulated.append(len(engines)) or [1.0])
+    vllm = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.python=/env/bin/python"]
+    for words in ([], vllm):
+        found, config = planned("policy.dtensor_cfg.tensor_parallel_size=2", *words)
+        simulated_step_s(found, config)
+    assert simulated == [4, 8]
 
 
 def test_rounds_ahead_take_the_slower_of_the_two_sides() -> None:

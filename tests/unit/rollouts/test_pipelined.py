@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from test_rounds import PROMPTS, TokenByToken, draws, rounds
 from posttrain.errors import HardwareError
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
-from posttrain.types import OpenGroup, TakenGroups
+from posttrain.types import NoiseKey, OpenGroup, Sampling, TakenGroups, Task
 
 MAX_STEPS = 20
 
@@ -76,7 +76,24 @@ def test_each_round_is_begun_before_the_step_trains_and_ends_before_weights_chan
 
     source.rounds = replace(source.rounds, engine=Logged())
     train(source, 1, 3)
-    assert log == ["round 1", "round 2", "version 1", "round 3", "version 2", "round 4", "version 3"]
+    assert log == ["version 0", "round 1", "round 2", "version 1", "round 3", "version 2", "round 4", "version 3"]
+
+
+def test_weights_are_published_before_the_first_round_samples_beside_training(cleanup: ExitStack) -> None:
+    """A resumed run has sampled this step's round already: the thread of the next one must not ask busy ranks for weights."""
+    stopped, resumed = pipelined(cleanup, 2, 6), pipelined(cleanup, 2, 6)
+    train(stopped, 1, 3)
+    resumed.rounds.position.load_state_dict(stopped.rounds.position.state_dict())
+    published_before: list[list[str]] = []
+
+    class Watched(TokenByToken):
+        def sample_round(self, *args: object, **kwargs: object) -> list[OpenGroup]:
+            published_before.append(list(resumed.weights.log))
+            return super().sample_round(*args, **kwargs)  # type: ignore[arg-type]
+
+    resumed.rounds = replace(resumed.rounds, engine=Watched())
+    train(resumed, 4, 5)
+    assert published_before == [["version 3"], ["version 3", "version 4"]]
 
 
 @pytest.mark.parametrize("last", [1, 2, 7])
@@ -155,3 +172,16 @@ def test_conversations_that_are_sampled_ahead_resume_exactly(cleanup: ExitStack)
     assert [taken.groups for taken in found] == [taken.groups for taken in whole]
     assert sorted(draw for taken in found for draw in draws(taken)) == list(range(2 * num_steps))
     assert any(r.completion.conversation.num_turns > 1 for t in found for g in t.groups for r in g.rollouts)
+
+
+def test_the_engine_is_compared_in_every_step_while_no_round_runs(cleanup: ExitStack) -> None:
+    compared: list[tuple[int, int, bool]] = []
+
+    def compare(tasks: Sequence[Task], sampling: Sampling, key: NoiseKey) -> None:
+        is_idle = source._running is None and threading.current_thread() is threading.main_thread()
+        compared.append((key.step, len(tasks), is_idle))
+
+    source = pipelined(cleanup, max_age=1, num_in_flight=4)
+    source.compare = compare
+    train(source, 1, 3)
+    assert compared == [(step, PROMPTS, True) for step in (1, 2, 3)]

@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 from fakes import ScriptedEngine, ScriptedEnvironment, ScriptedTasks
+from test_multi_turn import Echo, going_on
+from test_multi_turn import rollouts as multi_turn
+from test_multi_turn import tasks as talks
 
+from posttrain.environments.turns.interface import TurnItem
+from posttrain.errors import InputError
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
@@ -157,6 +162,57 @@ def test_a_run_that_began_without_rounds_has_no_open_group() -> None:
     source.position.load_state_dict(plain.state_dict())
     assert source.position.open == []
     assert 8 in draws(source.take(4, 3))
+
+
+def test_a_lower_bound_on_the_age_holds_for_groups_that_begin_after_the_resume() -> None:
+    before, max_steps = rounds(max_age=3, max_steps=30), 30
+    trained = [draw for step in range(1, 4) for draw in draws(before.take(PROMPTS, step))]
+    resumed = rounds(max_age=1, max_steps=max_steps)
+    resumed.position.load_state_dict(before.position.state_dict())
+    carried = {group.task.draw for group in resumed.position.open}
+    for step in range(4, max_steps + 1):
+        born = {group.task.draw: group.born for group in resumed.position.open}
+        taken = draws(resumed.take(PROMPTS, step))
+        assert all(step - born.get(draw, step) <= 1 for draw in taken if draw not in carried)
+        trained += taken
+    assert sorted(trained) == list(range(PROMPTS * max_steps))
+
+
+def test_a_resumed_run_with_a_lower_limit_than_its_unfinished_answers_names_the_field() -> None:
+    whole, resumed = rounds(max_age=2), rounds(max_age=2)
+    whole.take(4, 1)
+    begun = max(len(answer.token_ids) for group in whole.position.open for answer in group.answers)
+    resumed.position.load_state_dict(whole.position.state_dict())
+    resumed.fresh.sampling = Sampling(max_new_tokens=begun)
+    with pytest.raises(
+        InputError, match=rf"max_new_tokens = {begun}: .* unfinished answer of {begun} tokens; set it to"
+    ):
+        resumed.take(4, 2)
+
+
+def conversations(environment: Echo, num_steps: int) -> RoundRollouts:
+    stream = ScriptedTasks([replace(task, draw=draw) for draw, task in enumerate(talks(2 * num_steps))])
+    fresh = replace(multi_turn(environment, num_samples=2), stream=stream)
+    return RoundRollouts(fresh, fresh.engine, StreamAndOpenGroups(stream), 1, num_in_flight=3, max_steps=num_steps)
+
+
+def test_conversations_that_could_not_begin_stay_unscored() -> None:
+    class Refusing(Echo):
+        def _answer(self, item: TurnItem) -> Score:
+            return Score(None, error="no") if item.request == "reset" else super()._answer(item)
+
+    taken = conversations(Refusing(going_on), 1).take(2, 1)
+    assert [rollout.score.error for group in taken.groups for rollout in group.rollouts] == ["no"] * 4
+    assert taken.metrics["stale_token_fraction"] == taken.metrics["num_generated_tokens"] == 0
+
+
+def test_tokens_of_the_environment_do_not_count_as_generated() -> None:
+    source = conversations(Echo(going_on), 3)
+    taken = [source.take(2, step) for step in range(1, 4)]
+    written = [rollout.completion for step in taken for group in step.groups for rollout in group.rollouts]
+    assert any(not all(completion.trained) for completion in written)
+    generated = sum(step.metrics["num_generated_tokens"] for step in taken)
+    assert generated == sum(completion.num_sampled for completion in written)
 
 
 @pytest.mark.parametrize("seed", range(20))

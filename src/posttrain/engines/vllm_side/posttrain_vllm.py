@@ -1,6 +1,6 @@
 """The program of vLLM's process: owns a `vllm.LLM`, and does what posttrain asks for over a socket, one request at a time.
 
-    python posttrain_vllm.py SOCKET_FD LIFELINE_FD
+    python posttrain_vllm.py SOCKET_FD LIFELINE_FD WEIGHTS_FOLDER
 
 A frame is a length of 4 bytes and JSON. The first frame has the arguments of `vllm.LLM`. Every request gets one last frame with
 `done` or `error`; sampling sends others before it: finished answers as they come, and a sign of life every second.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -214,13 +215,15 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with(lifeline: int) -> None:
-    """This process and those that vLLM started end with the trainer, whatever they are doing."""
+def _end_with(lifeline: int, weights: str) -> None:
+    """This process and those that vLLM started end with the trainer, whatever they are doing, and so do weights in memory."""
     os.read(lifeline, 1)
+    shutil.rmtree(weights, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer is done
         serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
