@@ -232,7 +232,7 @@ FINDING = {
     "severity": "error",
     "metric": "train/kl_penalty",
     "value": 0.62,
-    "text": "the KL to the starting model is 0.62 per token: the policy is leaving it (0.01 to 0.1 is usual)",
+    "text": "the KL to the starting model is 0.62 per token: the policy is diverging from it (0.01 to 0.1 is usual)",
     "fixes": ["policy.optimizer.kwargs.lr=1e-6", "loss_fn.reference_policy_kl_penalty=0.05"],
     "source": "the health table of the GRPO guide",
     "answers": [{"id": "sums:4", "text": "\\boxed{\\boxed{\\boxed{", "reward": 1.0, "num_tokens": 128}],

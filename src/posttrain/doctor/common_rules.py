@@ -32,7 +32,7 @@ def grad_spike(run: History) -> Sighting | None:
     usual = statistics.median(values[-WINDOW - 1 : -1])
     fixes = (lower_lr(run),)
     high = [value for value in values[-10:] if value > SPIKE_ERROR and value > SPIKE_RATIO * usual]
-    text = f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times its usual {usual:.3g}" if usual else "a spike"
+    text = f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times its median {usual:.3g}" if usual else "a spike"
     if len(high) >= 3:
         return Sighting("error", NORM, norm, text, fixes)
     if norm > SPIKE_ERROR and norm > SPIKE_RATIO * usual:
@@ -50,8 +50,8 @@ def grad_dead(run: History) -> Sighting | None:
     if run.now("train/groups_with_signal") == 0 or not run.all_below(NORM, DEAD_NORM, 5):
         return None  # without signal there is no gradient: a separate rule covers that
     norm = run.now(NORM)
-    text = f"the gradient norm is {norm:.2g}: nothing is learnt"
-    return Sighting("error", NORM, norm, text, ("check that the data has something to learn and weights are trained",))
+    text = f"the gradient norm is {norm:.2g}: the weights do not change"
+    return Sighting("error", NORM, norm, text, ("check that parameters are trainable and that the data has a signal",))
 
 
 def loss_diverges(run: History) -> Sighting | None:
@@ -63,7 +63,7 @@ def loss_diverges(run: History) -> Sighting | None:
     if now > 1.3 * start:
         return Sighting("error", LOSS, now, f"the loss rose from {start:.3g} to {now:.3g}", (lower_lr(run),))
     if best is not None and now > 3 * best and now - best > 0.3 * start:
-        text = f"the loss was down to {best:.3g} and is {now:.3g}"
+        text = f"the loss rose from its minimum {best:.3g} to {now:.3g}"
         return Sighting("warning", LOSS, now, text, (lower_lr(run),))
     return None
 
@@ -84,7 +84,7 @@ def overfit(run: History) -> Sighting | None:
         return None
     step = run.steps("validation/loss")[losses.index(best)]
     severity: Severity = "warning" if now > 1.3 * best else "note"
-    text = f"the validation loss is {now:.3g}, {percent(now / best - 1)} above its lowest, at step {step}"
+    text = f"the validation loss is {now:.3g}, {percent(now / best - 1)} above its minimum at step {step}"
     fixes = (
         run.fix(f"{run.kind}.max_num_steps", str(step)),
         run.fix("policy.optimizer.kwargs.weight_decay", short(0.1)),
@@ -107,10 +107,14 @@ COMMON_RULES = (
         "loss-diverges",
         SUPERVISED_KINDS,
         loss_diverges,
-        "loss > 1.3 x the start (error), > 3 x its lowest (warning)",
+        "loss > 1.3 x the start (error), > 3 x its minimum (warning)",
         SEED,
     ),
     Rule(
-        "overfit", SUPERVISED_KINDS, overfit, "validation loss rises three times and is > 10 % over its lowest", "ours"
+        "overfit",
+        SUPERVISED_KINDS,
+        overfit,
+        "validation loss rises three times and is > 10 % above its minimum",
+        "ours",
     ),
 )

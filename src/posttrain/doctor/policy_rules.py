@@ -54,7 +54,7 @@ def kl_runaway(run: History) -> Sighting | None:
     if _is_fast(run) or kl > 5:
         fixes = (fixes[1], fixes[0])
     if run.all_above(run.kl, KL_ERROR, count):
-        text = f"the KL to the starting model is {kl:.3g} per token: the policy is leaving it (0.01 to 0.1 is usual)"
+        text = f"the KL to the starting model is {kl:.3g} per token: the policy is diverging from it (0.01 to 0.1 is usual)"
         return Sighting("error", run.kl, kl, text, fixes)
     if run.all_above(run.kl, KL_WARNING, count):
         severity: Severity = "note" if run.validation_is_rising else "warning"
@@ -82,7 +82,7 @@ def entropy_collapse(run: History) -> Sighting | None:
         return None
     if run.validation_is_rising and not run.all_above(run.kl, KL_ERROR, 1):
         severity = "note"
-    text = f"the entropy per token fell from {start:.3g} to {now:.3g}: answers hardly differ any more"
+    text = f"the entropy per token fell from {start:.3g} to {now:.3g}: the answers of a group are nearly identical"
     return Sighting(severity, ENTROPY, now, text, (lower_lr(run), higher_kl_penalty(run)), "equal")
 
 
@@ -108,7 +108,7 @@ def no_signal(run: History) -> Sighting | None:
     cause, fixes = _cause_of_no_signal(run, is_solved=solved)
     reward = run.now(REWARD)
     what = f"all rewards are {reward:.3g}" if all_equal and reward is not None else f"{percent(signal)} of the groups"
-    gives = ", so nothing is learnt" if all_equal else " have rewards that differ, so little is learnt"
+    gives = ", so every advantage is 0" if all_equal else " have different rewards, so most advantages are 0"
     return Sighting(severity, SIGNAL, signal, f"{what}{gives}: {cause}", fixes, "equal")
 
 
@@ -133,7 +133,7 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     temperature = run.number_setting("policy.generation.temperature")
     group = int(run.number_setting("grpo.num_generations_per_prompt") or 0)
     if is_solved:
-        return "the model has learnt these prompts", ("harder prompts, or end the run here",)
+        return "the model has learnt these prompts", ("use harder prompts, or end the run",)
     is_cold = temperature is not None and temperature < COLD
     if is_cold or (run.num_steps <= 5 and distinct is not None and group > 1 and distinct <= 1.01 / group):
         return (
@@ -141,7 +141,7 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
             (run.fix("policy.generation.temperature", "1.0"),),
         )
     if distinct is not None and group > 1 and distinct <= 1.5 / group:
-        return "the policy gives one answer to a prompt: it has collapsed", (lower_lr(run), higher_kl_penalty(run))
+        return "the policy has collapsed to one answer per prompt", (lower_lr(run), higher_kl_penalty(run))
     first = run.values(SIGNAL)[0]
     was_truncated = min((run.values(TRUNCATION) or (0.0,))[0], truncation) > TRUNCATION_WARNING
     start, recent = run.start(SIGNAL), run.recent(SIGNAL)
@@ -149,11 +149,11 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     if (first >= SIGNAL_WARNING or has_fallen) and run.num_steps > 1 and not was_truncated:
         at_once = 100 if run.num_steps <= LONG_PERSISTENCE else 10
         before = max(first, start or 0.0)
-        text = f"at the start {percent(before)} of the groups had a signal: the policy has got worse"
+        text = f"at the start {percent(before)} of the groups had a signal, so the policy has degraded"
         return text, (lower_lr(run, at_once),)
     if truncation > TRUNCATION_ERROR:
         return (
-            f"{percent(truncation)} of the answers are cut off at {MAX_NEW_TOKENS} before they can earn a reward",
+            f"{percent(truncation)} of the answers are truncated at {MAX_NEW_TOKENS} before the reward can score them",
             (*_template_fixes(run), longer_answers(run)),
         )
     dynamic_sampling = run.fix("grpo.use_dynamic_sampling", "true")
@@ -161,7 +161,7 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
         screen = "or screen the prompts: posttrain data screen"
         return "most prompts are too hard, or too easy", (dynamic_sampling, screen)
     return (
-        "the reward does not see what differs, or the prompts are too easy or too hard",
+        "the reward does not distinguish the answers, or the prompts are too easy or too hard",
         (
             "check the reward on known answers: posttrain rewards test",
             *_template_fixes(run),
@@ -183,7 +183,7 @@ def wrong_template(run: History) -> Sighting | None:
     if truncation is None or not (truncation > 0.9 or earns_nothing):
         return None
     text = (
-        f"with {TEMPLATE} set, {percent(truncation)} of the answers do not end by themselves: the model may not know it"
+        f"with {TEMPLATE} set, {percent(truncation)} of the answers do not stop: the model may not know this template"
     )
     severity: Severity = "error" if truncation > 0.9 and earns_nothing else "warning"
     return Sighting(severity, TRUNCATION, truncation, text, _template_fixes(run), "cut")
@@ -198,7 +198,7 @@ def truncated(run: History) -> Sighting | None:
     is_error = run.all_above(TRUNCATION, TRUNCATION_ERROR, LONG_PERSISTENCE)
     if now is None or not (is_error or run.all_above(TRUNCATION, TRUNCATION_WARNING, TRUNCATION_PERSISTENCE)):
         return None
-    text = f"{percent(now)} of the answers are cut off at the length limit, so their end is never judged"
+    text = f"{percent(now)} of the answers are truncated at the length limit, so the reward does not see their end"
     fixes: tuple[str, ...] = (
         *_template_fixes(run),
         longer_answers(run),
@@ -207,7 +207,7 @@ def truncated(run: History) -> Sighting | None:
     start, lowest = run.values(TRUNCATION)[0], sorted(run.values(TRUNCATION))[PERSISTENCE - 1]
     if start < TRUNCATION_WARNING or lowest < TRUNCATION_WARNING / 2:  # the policy has learnt to continue
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))
-        text = f"{percent(lowest)} of the answers were cut off before, now {percent(now)}: the policy does not stop"
+        text = f"{percent(lowest)} of the answers were truncated before, now {percent(now)}: the policy does not stop"
     severity: Severity = "error" if is_error else "warning"
     values = run.values(TRUNCATION)
     falls = now < 0.7 * max(values) and run.validation_is_rising
@@ -290,12 +290,14 @@ def reward_hacking(run: History) -> Sighting | None:
     repetition, before = run.recent(REPETITION), run.start(REPETITION)
     repeats = repetition is not None and before is not None and repetition > before + 0.3
     validation = run.values("validation/accuracy")
-    fixes = (higher_kl_penalty(run), lower_lr(run), "read the answers: what does the reward pay for?")
+    fixes = (higher_kl_penalty(run), lower_lr(run), "read the answers with the highest rewards, and fix the reward")
     if repeats:
-        text = f"the reward rises while answers repeat themselves ({percent(repetition or 0)} of their word groups)"
+        text = (
+            f"the reward rises while answers repeat themselves ({percent(repetition or 0)} repeated 4-token sequences)"
+        )
         return Sighting("error", REPETITION, repetition, text, fixes, "best")
     if len(signs) >= 2:
-        return Sighting("error", REWARD, now, f"the reward rises while {' and '.join(signs)} go wrong", fixes, "best")
+        return Sighting("error", REWARD, now, f"the reward rises while {' and '.join(signs)} get worse", fixes, "best")
     if _validation_falls(run):
         text = f"the reward rises while the validation fell from {max(validation):.3g} to {validation[-1]:.3g}"
         return Sighting("warning", "validation/accuracy", validation[-1], text, fixes, "best")
@@ -380,8 +382,10 @@ POLICY_RULES = (
         "reward-hacking",
         GRPO,
         reward_hacking,
-        "reward rises and two of KL, entropy, truncation, length go wrong, repetition jumps, or validation falls",
+        "reward rises and two of KL, entropy, truncation, length get worse, repetition jumps, or validation falls",
         OURS,
     ),
-    Rule("unscored", GRPO, unscored, "failed rewards > 5 % (warning), > 30 % (error) of 5 steps; all: at once", OURS),
+    Rule(
+        "unscored", GRPO, unscored, "failed rewards > 5 % (warning), > 30 % (error) of 5 steps; all: immediately", OURS
+    ),
 )

@@ -26,7 +26,7 @@ def both_fall(run: History) -> Sighting | None:
     if fell <= 1.0 or first_rejected - rejected <= 1.0:
         return None
     severity: Severity = "warning" if fell > max(gap, 0.0) else "note"
-    text = f"the chosen answers lose probability too ({first_chosen:.3g} to {chosen:.3g} nats), the gap is {gap:.3g}"
+    text = f"the chosen answers lose probability too ({first_chosen:.3g} to {chosen:.3g} nats), the margin is {gap:.3g}"
     return Sighting(severity, CHOSEN, chosen, text, (run.fix("dpo.sft_loss_weight", "0.1"), lower_lr(run)))
 
 
@@ -37,13 +37,13 @@ def too_easy(run: History) -> Sighting | None:
     held_out = run.values("validation/accuracy")
     if held_out and held_out[-1] > 0.95:
         severity: Severity = "note"
-        text = "all pairs are ranked rightly after a few steps, held-out ones too: they are easy to tell apart"
+        text = "all pairs are ranked correctly after a few steps, also held-out pairs: they are easy to distinguish"
     else:
         severity = "warning"
-        text = "all pairs are ranked rightly after a few steps: they are easy to tell apart, or the same ones repeat"
-    fixes = (
-        "look for duplicates and for what gives the chosen answers away, such as their length: posttrain data inspect",
-    )
+        text = (
+            "all pairs are ranked correctly after a few steps: they are easy to distinguish, or the same pairs repeat"
+        )
+    fixes = ("look for duplicates and for simple differences, such as length: posttrain data inspect",)
     return Sighting(severity, ACCURACY, run.now(ACCURACY), text, fixes)
 
 
@@ -51,9 +51,7 @@ def memorised(run: History) -> Sighting | None:
     train, held_out = run.recent(ACCURACY), run.values("validation/accuracy")
     if train is None or len(held_out) < 2 or train < 0.95 or held_out[-1] > train - 0.2:
         return None
-    text = (
-        f"{percent(train)} of the training pairs are ranked rightly, and {percent(held_out[-1])} of the held-out ones"
-    )
+    text = f"{percent(train)} of the training pairs are ranked correctly, but {percent(held_out[-1])} of the held-out pairs"
     fixes = (run.fix(f"{run.kind}.max_num_epochs", "1"), "remove duplicated pairs", lower_lr(run))
     severity: Severity = "error" if held_out[-1] < 0.6 and train > 0.98 else "warning"
     return Sighting(severity, "validation/accuracy", held_out[-1], text, fixes)
@@ -80,7 +78,7 @@ def worse_than_chance(run: History) -> Sighting | None:
     if run.setting("dpo.preference_loss") not in (None, "dpo") or not run.all_above(key, 1.5 * CHANCE, 5):
         return None
     now = run.now(key) or 0.0
-    text = f"the loss is {now:.3g}: worse than guessing ({CHANCE:.2f})"
+    text = f"the loss is {now:.3g}: worse than chance ({CHANCE:.2f})"
     return Sighting("error", key, now, text, (lower_lr(run, 100 if now > 10 * CHANCE else 10),))
 
 
@@ -91,8 +89,8 @@ def not_learning(run: History) -> Sighting | None:
     last = statistics.median(accuracy[-len(accuracy) // 5 :])
     if last >= 0.55:
         return None
-    text = f"{percent(last)} of the pairs are ranked rightly in the last fifth of the run: no better than guessing"
-    fixes = (run.fix("policy.optimizer.kwargs.lr", "more"), "check that chosen and rejected are not exchanged")
+    text = f"{percent(last)} of the pairs are ranked correctly in the last fifth of the run: no better than chance"
+    fixes = (run.fix("policy.optimizer.kwargs.lr", "more"), "check that chosen and rejected are not swapped")
     return Sighting("warning", ACCURACY, last, text, fixes)
 
 
@@ -102,7 +100,7 @@ PREFERENCE_RULES = (
         "both-fall",
         ("dpo",),
         both_fall,
-        "chosen and rejected rewards fall by > 1 nat; warning if by more than the gap",
+        "chosen and rejected rewards fall by > 1 nat; warning if by more than the margin",
         OURS,
     ),
     Rule("too-easy", PAIR_KINDS, too_easy, "accuracy > 98 % within 20 steps", OURS),

@@ -39,7 +39,9 @@ def sampler_mismatch(run: History) -> Sighting | None:
     else:
         fixes = (run.fix(CORRECTION, "true"),)
     is_corrected = run.setting(CORRECTION) is True
-    text = f"sampler and trainer disagree about the tokens: mean exp|difference of log-probabilities| is {error:.4g}"
+    text = (
+        f"sampler and trainer compute different probabilities: mean exp|difference of log-probabilities| is {error:.4g}"
+    )
     if error > MISMATCH_ERROR and len(run.values(MISMATCH)) >= PERSISTENCE:
         return Sighting("warning" if is_corrected else "error", MISMATCH, error, text, fixes)
     if error > MISMATCH_WARNING and len(run.values(MISMATCH)) >= PERSISTENCE:
@@ -69,17 +71,15 @@ def off_policy(run: History) -> Sighting | None:
     fixes.append(lower_lr(run))
     if size is not None and size < SAMPLE_SIZE_ERROR:
         lasts = run.all_below(SAMPLE_SIZE, SAMPLE_SIZE_ERROR, PERSISTENCE)
-        text = f"the answers are off-policy: their weights are worth {percent(size)} of as many on-policy tokens"
+        text = f"the answers are off-policy: the effective sample size is {percent(size)} of the tokens"
         return Sighting("error" if lasts else "warning", SAMPLE_SIZE, size, text, tuple(fixes))
     if weight is not None and not low < weight < high:
         lasts = run.all_above(WEIGHT, high, PERSISTENCE) or run.all_below(WEIGHT, low, PERSISTENCE)
-        text = f"the answers are off-policy: the mean weight of a token is {weight:.3g}, not near 1"
+        text = f"the answers are off-policy: the mean importance weight is {weight:.3g}, far from 1"
         return Sighting("error" if lasts else "warning", WEIGHT, weight, text, tuple(fixes))
     if size is not None and run.now(STALE) and run.all_below(SAMPLE_SIZE, SAMPLE_SIZE_WARNING, PERSISTENCE):
         stale = run.now(STALE) or 0.0
-        text = (
-            f"{percent(stale)} of the tokens come from older weights, worth {percent(size)} of as many on-policy tokens"
-        )
+        text = f"{percent(stale)} of the tokens are from older weights; the effective sample size is {percent(size)}"
         return Sighting("warning", SAMPLE_SIZE, size, text, tuple(fixes))
     return _stale_answers(run, tuple(fixes))
 
@@ -91,7 +91,7 @@ def _stale_answers(run: History, fixes: tuple[str, ...]) -> Sighting | None:
         return None
     if shift / max(run.now(AGE) or 1.0, 1.0) > SHIFT_PER_STEP:  # steps are too large at any age
         fixes = (lower_lr(run), *(fix for fix in fixes if fix != lower_lr(run)))
-    text = f"the answers are off-policy: since they were sampled the policy has moved by {shift:.2g} nats per token"
+    text = f"the answers are off-policy: the KL to the policy that sampled them is {shift:.2g} nats per token"
     lasts = run.all_above(SHIFT, SHIFT_ERROR, PERSISTENCE)
     return Sighting("error" if lasts else "warning", SHIFT, shift, text, fixes)
 
@@ -101,9 +101,9 @@ def clip_fraction(run: History) -> Sighting | None:
     if not run.all_above(key, CLIP_WARNING, PERSISTENCE):
         return None
     now = run.now(key) or 0.0
-    text = f"{percent(now)} of the tokens are clipped: the updates of a step go further than the clip allows"
+    text = f"{percent(now)} of the tokens are clipped: the updates of a step are too large"
     return Sighting(
-        "warning", key, now, text, (lower_lr(run), "fewer updates per step: a larger train_global_batch_size")
+        "warning", key, now, text, (lower_lr(run), "make fewer updates per step: a larger train_global_batch_size")
     )
 
 
@@ -121,7 +121,8 @@ def generation_slowing(run: History) -> Sighting | None:
     if now / start <= 1.5 * _slowing(run.values("timing/train/policy_training")):
         return None  # everything is slower: the machine is busy
     text = (
-        f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length: memory pressure?"
+        f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length; "
+        "the KV cache may be too small"
     )
     fixes = (run.fix("policy.generation.native_cfg.gpu_memory_utilization", "more, or fewer answers at once"),)
     return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
@@ -151,8 +152,8 @@ SAMPLING_RULES = (
         "off-policy",
         GRPO,
         off_policy,
-        "mean weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning), or policy_shift_kl > 0.03 "
-        "(warning), > 0.1 (error), 3 steps",
+        "mean importance weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning), or "
+        "policy_shift_kl > 0.03 (warning), > 0.1 (error), 3 steps",
         "verl's rollout correction",
     ),
     Rule("clip-fraction", GRPO, clip_fraction, "clipped tokens > 30 %, 3 steps", "common practice"),
@@ -160,7 +161,7 @@ SAMPLING_RULES = (
         "generation-slowing",
         GRPO,
         generation_slowing,
-        "seconds per token +50 % at equal length, beyond what training slows down",
+        "seconds per token +50 % at equal length, and training has not slowed down as much",
         "the health table of the GRPO guide",
     ),
 )
