@@ -27,19 +27,33 @@ def rounded(x: Tensor) -> Tensor:
     return values.double() * factors.double()[:, None]
 
 
+def rounded_weight(x: Tensor) -> Tensor:
+    """As e4m3 values times one factor for all rows, in float64."""
+    values, factors = _quantise_weight(x)
+    return values.double() * factors.double()[:, None]
+
+
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    largest = x.float().abs().amax(-1).clamp_min(1e-12)
+    return _with_largest(x, x.float().abs().amax(-1))
+
+
+def _quantise_weight(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _with_largest(x, x.float().abs().amax().expand(len(x)))
+
+
+def _with_largest(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    largest = largest.clamp_min(1e-12)
     return (x.float() * (LARGEST / largest)[:, None]).to(FP8), largest / LARGEST
 
 
 class SlowProduct(torch.autograd.Function):
     """x @ weight.T of quantised numbers. The gradient of x is that of quantised rows of the outputs' gradient and of the weight
-    quantised along its other axis; that of the weight has neither quantised."""
+    with a factor for each of its columns; that of the weight has neither quantised."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return (rounded(x) @ rounded(weight).T).to(x.dtype)
+        return (rounded(x) @ rounded_weight(weight).T).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,12 +76,10 @@ def use_torch_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     use_torch_kernels(monkeypatch)
 
     def quantise(x: Tensor, out: Any = None) -> Any:
-        made = fp8_kernels.Fp8Rows(*_quantise(x))
-        if out is None:
-            return made
-        for target, source in zip(out, made, strict=True):
-            target.copy_(source)
-        return out
+        return _kept(fp8.ScaledRows(*_quantise(x)), out)
+
+    def quantise_weight(x: Tensor, out: Any = None) -> Any:
+        return _kept(fp8.ScaledRows(*_quantise_weight(x)), out)
 
     def norm_quantised(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Any:
         total = x if delta is None else x + delta
@@ -79,12 +91,13 @@ def use_torch_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         y = swiglu(*gate_up.float().chunk(2, dim=1))
         return quantise(y), None if dtype is None else y.to(dtype)
 
-    def multiply(x: Any, weight: Any, dtype: torch.dtype, counters: Tensor) -> Tensor:
+    def multiply(x: Any, weight: Any, dtype: torch.dtype) -> Tensor:
         wide = [rows.values.float() * rows.factors[:, None] for rows in (x, weight)]
         return (wide[0] @ wide[1].T).to(dtype)
 
     for name, function in (
         ("quantise", quantise),
+        ("quantise_weight", quantise_weight),
         ("quantise_columns", lambda x: quantise(x.T)),
         ("norm_quantised", norm_quantised),
         ("swiglu_quantised", swiglu_quantised),
@@ -93,6 +106,15 @@ def use_torch_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "multiply", multiply)
     monkeypatch.setattr(trainer, "fp8_obstacle", lambda *_, **__: None)
     monkeypatch.setattr(checks, "_fp8", lambda config: ())
+
+
+def _kept(made: Any, out: Any) -> Any:
+    """What was made, in the memory of `out` if there is one."""
+    if out is None:
+        return made
+    for target, source in zip(out, made, strict=True):
+        target.copy_(source)
+    return out
 
 
 def even_model(family: str, device: str) -> Any:
@@ -121,7 +143,7 @@ def changed_by_fp8(model: Any) -> dict[str, float]:
     """What FP8 does to states, log-probabilities and gradients of a fused model: norm of the change, in parts of the norm."""
     from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 
-    batch = random_batch([70, 20], [60, 40, 50], [0, 1, 0])  # more rows than the kernel for few of them takes
+    batch = random_batch([70, 20], [60, 40, 50], [0, 1, 0])
     plain = states_and_gradients(model, batch)
     copies = Fp8Weights(decoder_of(model).layers, gradients=True)  # type: ignore[arg-type]
     copies.refresh()

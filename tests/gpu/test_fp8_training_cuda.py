@@ -36,12 +36,11 @@ def given(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
 
 def fp8_product(weight: Tensor) -> Any:
     from posttrain.policy.fused.fp8 import Fp8Product
-    from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
+    from posttrain.policy.fused.fp8_kernels import quantise_columns, quantise_weight
 
     whole = weight.detach()
-    counters = torch.zeros(2048, dtype=torch.int32, device="cuda")
-    copies = {"copy": quantise(whole), "transposed": quantise_columns(whole)}
-    return Fp8Product((weight,), (), whole, None, **copies, counters=counters)
+    copies = {"copy": quantise_weight(whole), "transposed": quantise_columns(whole)}
+    return Fp8Product((weight,), (), whole, None, **copies)
 
 
 def assert_close(name: str, ours: Tensor | None, expected: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -321,6 +322,36 @@ def test_heads_are_normed_before_the_rotation(offset: bool) -> None:
         torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
+def test_rows_of_a_product_are_multiplied_with_their_factors(normed: bool) -> None:
+    """Powers of two: the same bits as with factors that were applied before."""
+    factors = torch.tensor([4.0, 0.25, 16.0])
+    given, applied = (projections(9, 3, 32, torch.float16, 8) for _ in range(2))
+    for name in ("query", "key", "value"):
+        applied[name] = applied[name] * factors[:, None].half()
+    options: dict[str, Any] = {"exact_like_torch": False}
+    if normed:
+        weights = torch.randn(2, 32, generator=torch.Generator().manual_seed(1)).half()
+        options |= {"query_norm": weights[0], "key_norm": weights[1]}
+    expected = kernels.write_kv_rope(**applied, **options)
+    assert torch.equal(kernels.write_kv_rope(**given, **options, row_factors=factors), expected)
+    for name in ("key_cache", "value_cache"):
+        assert torch.equal(given[name].flatten(0, 1)[[9, 2]], applied[name].flatten(0, 1)[[9, 2]])
+
+
+def test_normed_heads_are_rounded_where_training_rounds_them() -> None:
+    from posttrain.policy.fused import kernels as training_kernels
+
+    given = projections(4, 2, 32, torch.float16, 32)
+    weight = torch.randn(32, generator=torch.Generator().manual_seed(1)).half()
+    rows = given["query"].reshape(-1, 32).contiguous()
+    normed = training_kernels.norm_forward(rows, None, weight, 1e-5, torch.float16)[1].view(3, -1)
+    expected = training_kernels.rotate(normed, given["cos"], given["sin"], 4, out=normed)
+    out = kernels.write_kv_rope(**given, exact_like_torch=False, query_norm=weight, key_norm=weight, norm_eps=1e-5)
+    assert (out.flatten(1) == expected).float().mean() > 0.98
+    torch.testing.assert_close(out.flatten(1), expected, atol=4e-3, rtol=4e-3)
+
+
 def test_one_rounding_is_closer_to_the_true_rotation_than_three() -> None:
     given = projections(16, 1, 64, torch.float16, 64)
     wide = {name: given[name].double() for name in ("query", "cos", "sin")}
@@ -419,7 +450,8 @@ def test_stepping_kernels_equal_torch(rows: int) -> None:
 # -- all of them, in the engine ------------------------------------------------------------------------------------------
 
 
-def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_engine_with_kernels_equals_engine_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again."""
     from test_decode_ahead import SimulatedGraphs, assert_same
     from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
@@ -435,7 +467,7 @@ def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPat
         for draw, length in enumerate((3, 16, 9))
     ]
     sampling, key = Sampling(5, temperature=1.0, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40))), NoiseKey(3, 5)
-    expected = NativeEngine(tiny_model("llama"), byte_tokenizer()).generate(tasks, 2, sampling, key)
+    expected = NativeEngine(tiny_model(family), byte_tokenizer()).generate(tasks, 2, sampling, key)
 
     used: list[str] = []
     for name in ("places", "move_on", "write_kv_rope", "paged_attention"):
@@ -445,7 +477,7 @@ def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPat
         )
     monkeypatch.setattr(attention_module, "_load_kernel", lambda device: kernels)
     monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
-    engine = NativeEngine(tiny_model("llama"), byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=5))
+    engine = NativeEngine(tiny_model(family), byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=5))
     engine._keeps_workspace = engine._use_graphs = True
     assert_same(engine.generate(tasks, 2, sampling, key), expected)
     assert set(used) == {"places", "move_on", "write_kv_rope", "paged_attention"}

@@ -31,10 +31,10 @@ from posttrain.engines.native.engine import Workspace
 from posttrain.policy.fused import fp8_kernels, ops
 from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.adapters import product_of
-from posttrain.policy.fused.fp8 import Fp8Product, Fp8Weights
-from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
+from posttrain.policy.fused.fp8 import Fp8Product, Fp8Weights, ScaledRows, whole
+from posttrain.policy.fused.fp8_kernels import FP8, LARGEST
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.fused.products import Multiply, Product
+from posttrain.policy.fused.products import LowRank, Multiply, Product
 from posttrain.types import Completion, NoiseKey, OpenGroup, Sampling, Task, Unfinished
 
 mend_interpreter()
@@ -42,11 +42,11 @@ ONE_ROUNDING = 2**-4  # of e4m3, relative to the number, or to the smallest norm
 SMALLEST_NORMAL = 2**-6 / LARGEST  # in parts of the largest number of a row
 
 
-def meant(rows: Fp8Rows) -> Tensor:
+def meant(rows: ScaledRows) -> Tensor:
     return rows.values.double() * rows.factors.double()[..., None]
 
 
-def assert_rounded_once(rows: Fp8Rows, expected: Tensor) -> None:
+def assert_rounded_once(rows: ScaledRows, expected: Tensor) -> None:
     assert rows.values.dtype == FP8
     assert rows.factors.isfinite().all(), "every factor was written"
     largest = expected.abs().amax(-1, keepdim=True).clamp_min(1e-12)
@@ -94,7 +94,7 @@ def test_heads_of_tokens_go_to_their_slots() -> None:
     factors = torch.full((4, 2, 3), float("nan"))
     slots = torch.tensor([7, 0, 3, 2, 5])
     fp8_kernels.quantise_into(x, pool, factors, slots)
-    written = Fp8Rows(pool.flatten(0, 1).view(torch.uint8)[slots].view(FP8), factors.flatten(0, 1)[slots])
+    written = ScaledRows(pool.flatten(0, 1).view(torch.uint8)[slots].view(FP8), factors.flatten(0, 1)[slots])
     assert_rounded_once(written, x.double())
     others = torch.tensor([1, 4, 6])
     assert factors.flatten(0, 1)[others].isnan().all(), "nothing else was written"
@@ -129,24 +129,61 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype | None) -> None:
         assert_near("swiglu", y, expected, 4e-3)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 64, 64), (16, 128, 192), (5, 48, 96), (19, 80, 144), (33, 64, 256)]
-)
-def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) -> None:
-    """Against the quantised numbers: only the sum is ours."""
-    x = fp8_kernels.quantise(noise(rows, inputs) * (10.0 ** noise(rows, 1, seed=2)))
-    weight = fp8_kernels.quantise(noise(outputs, inputs, seed=3) * (10.0 ** noise(outputs, 1, seed=4)))
-    counters = torch.zeros(16, dtype=torch.int32)
-    for _ in range(2):
-        with poisoned_memory():
-            out = fp8_kernels.few_rows_product(
-                x, weight, torch.float32, counters, ProductTile(16, 32, 64, 4, 2), min(splits, -(-inputs // 64))
-            )
-        expected = meant(x) @ meant(weight).T
-        relative = (out.double() - expected) / (x.factors.double()[:, None] * weight.factors.double()[None, :])
-        assert relative.abs().max() <= 1e-6 * LARGEST**2 * inputs
-        assert not counters.any(), "ready for the next product"
+@pytest.mark.parametrize(("outputs", "inputs"), [(7, 33), (40, 16), (5, 2100)])
+def test_a_weight_has_one_factor(outputs: int, inputs: int) -> None:
+    weight = noise(outputs, inputs)
+    with poisoned_memory():
+        found = fp8_kernels.quantise_weight(weight)
+    largest = weight.double().abs().max()
+    assert torch.allclose(found.factors.double() * LARGEST, largest.expand(outputs), rtol=1e-5)
+    allowed = weight.double().abs().clamp_min(SMALLEST_NORMAL * largest) * ONE_ROUNDING * (1 + 1e-4)
+    assert ((meant(found) - weight.double()).abs() <= allowed).all()
+    kept = fp8_kernels.quantise_weight(2 * weight, found)
+    assert kept.values.data_ptr() == found.values.data_ptr()
+    assert torch.allclose(kept.factors.double() * LARGEST, 2 * largest.expand(outputs), rtol=1e-5)
+    weight[outputs // 2, 3] = float("nan")
+    assert fp8_kernels.quantise_weight(weight).values.float().isnan().any(), "an overflow does not look like a number"
+
+
+def scaled(rows: int, width: int, seed: int = 0) -> ScaledRows:
+    """As a product leaves them, with factors that differ by orders of magnitude."""
+    factors = 10.0 ** (3 * noise(rows, seed=seed + 1).clamp(-1, 1))
+    return ScaledRows((noise(rows, width, seed=seed) / factors[:, None]).half(), factors)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (3, 2100), (0, 16)])
+def test_factors_that_a_product_has_not_applied_are_applied_by_its_reader(rows: int, width: int) -> None:
+    x, weight, delta, gate_up = noise(rows, width), noise(width), scaled(rows, width), scaled(rows, 2 * width)
+    with poisoned_memory():
+        assert_near("rows", whole(delta), meant(delta), 1e-3)
+        total, quantised, *_ = fp8_kernels.norm_quantised(x, delta, weight, EPS, None)
+        activated, _ = fp8_kernels.swiglu_quantised(gate_up, None)
+    assert_near("sum", total, x.double() + meant(delta), 2e-6)
+    assert_rounded_once(quantised, norm(total.double(), weight.double()))
+    assert_rounded_once(activated, swiglu(*meant(gate_up).chunk(2, dim=1)))
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "LoRA"])
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
+def test_a_product_that_defers_its_factors_equals_one_that_applies_them(adapted: bool, bias: bool) -> None:
+    """In fp32, where factors before and after a rounding make no difference."""
+    weight, offset = noise(48, 32), noise(48, seed=1) if bias else None
+    low_rank = None
+    if adapted:
+        down, up = noise(4, 32, seed=2), noise(16, 4, seed=3)
+        low_rank = LowRank((down,), (up,), down, ((32, 16),), (0.5,))
+    own = ((weight,), () if offset is None else (offset,), weight, offset, low_rank)
+    product = Fp8Product(*own, copy=fp8_kernels.quantise_weight(weight), transposed=None, one=torch.ones(()))
+    x, delta, norm_weight, gate_up = noise(5, 32), noise(5, 32, seed=4), noise(32, seed=5), noise(5, 64, seed=6)
+    with torch.no_grad():
+        assert_near("product", whole(product.deferred(x)), product.forward(x)[0].double(), 1e-5)
+        total, out = product.deferred_of_norm(x, delta, norm_weight, EPS)
+        expected = product.of_norm(x, delta, norm_weight, EPS)
+        assert torch.equal(total, expected[0])
+        assert_near("of the norm", whole(out), expected[2].double(), 1e-5)
+        found = whole(product.deferred_of_swiglu(gate_up))
+        assert_near("of SwiGLU", found, product.of_swiglu(gate_up)[0].double(), 1e-5)
+    assert isinstance(out, ScaledRows) is not bias
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------------
@@ -155,9 +192,9 @@ CLOSE = 2e-5  # of the largest number: fp32, and the same e4m3 values as in floa
 
 
 def fp8_product(*weights: Tensor) -> Fp8Product:
-    whole = joined(weights)
-    copies = {"copy": fp8_kernels.quantise(whole), "transposed": fp8_kernels.quantise_columns(whole)}
-    return Fp8Product(weights, (), whole, None, **copies, counters=torch.zeros(16, dtype=torch.int32))
+    joint = joined(weights)
+    copies = {"copy": fp8_kernels.quantise_weight(joint), "transposed": fp8_kernels.quantise_columns(joint)}
+    return Fp8Product(weights, (), joint, None, **copies)
 
 
 def normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:

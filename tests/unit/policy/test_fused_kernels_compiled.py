@@ -39,19 +39,6 @@ def test_kernels_of_a_layer_compile(compiled: Compiled) -> None:
     assert {*layer, "_add_into"} == set(compiled)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_products_in_fp8_use_its_matrix_units(compiled: Compiled, rows: int) -> None:
-    from posttrain.policy.fused.fp8 import tile_and_splits
-    from posttrain.policy.fused.fp8_kernels import few_rows_product, new_rows
-
-    cpu = torch.device("cpu")
-    tile, splits = tile_and_splits(rows, (6144, 4096), cpu)
-    few_rows_product(new_rows(rows, 4096, cpu), new_rows(6144, 4096, cpu), BF16, torch.zeros(200), tile, splits)
-    kernel = compiled["_few_rows_product"]
-    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= 232_448
-
-
 def test_activations_are_quantised_sixteen_bytes_at_a_time(compiled: Compiled) -> None:
     from posttrain.policy.fused import fp8_kernels
 
@@ -60,10 +47,22 @@ def test_activations_are_quantised_sixteen_bytes_at_a_time(compiled: Compiled) -
     weight = torch.empty(4096, dtype=BF16)
     fp8_kernels.norm_quantised(torch.empty(3, 4096), torch.empty(3, 4096, dtype=BF16), weight, 1e-5, BF16)
     fp8_kernels.swiglu_quantised(torch.empty(3, 2 * 14336, dtype=BF16), None)
+    fp8_kernels.quantise_weight(weight[None])
     assert set(compiled) == {"_quantise_rows", "_quantise_columns", "_norm_quantised", "_swiglu_quantised"}
     for kernel in compiled.values():
         assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"]
         assert "v4.b32" in kernel.asm["ptx"]
+
+
+def test_kernels_that_apply_the_factors_of_a_product_compile(compiled: Compiled) -> None:
+    from posttrain.policy.fused import fp8_kernels
+    from posttrain.policy.fused.fp8 import ScaledRows
+
+    delta, gate_up = (ScaledRows(torch.empty(3, width, dtype=BF16), torch.empty(3)) for width in (4096, 2 * 14336))
+    fp8_kernels.norm_quantised(torch.empty(3, 4096), delta, torch.empty(4096, dtype=BF16), 1e-5, None)
+    fp8_kernels.swiglu_quantised(gate_up, None)
+    fp8_kernels.apply_factors(delta)
+    assert set(compiled) == {"_norm_quantised", "_swiglu_quantised", "_apply_factors"}
 
 
 def test_kernels_of_the_head_compile(compiled: Compiled) -> None:

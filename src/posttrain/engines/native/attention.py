@@ -24,6 +24,8 @@ from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
 
+HeadNorms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and keys, and their epsilon
+
 # Growing a dense copy refills it from the pages, so it grows in larger steps.
 _HEADROOM_TOKENS = 64
 
@@ -252,14 +254,20 @@ class PagedDecode:
         cos: Tensor,
         sin: Tensor,
         *,
+        norms: HeadNorms | None,
+        row_factors: Tensor | None,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """`attend` for queries and keys that have not been rotated: one launch rotates them and fills the cache."""
+        """`attend` for queries and keys before norm and rotation: one launch makes both and fills the cache.
+
+        `row_factors`, if given, are still to be multiplied with the rows of all three."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query_norm, key_norm, eps = norms or (None, None, 0.0)
         query = self.kernel.write_kv_rope(
             query, key, value, cos, sin, keys, values, self.slots, exact_like_torch=False,
+            query_norm=query_norm, key_norm=key_norm, norm_eps=eps, row_factors=row_factors,
             factors=self.cache.factors.get(layer),
         )  # fmt: skip
         return self._attend(layer, query, scale=scale, window=window, softcap=softcap)

@@ -46,7 +46,7 @@ def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | No
         return None
     decoder: Any = forward.head.decoder
     layers: list[nn.Module] = list(decoder.layers)
-    copies = Fp8Weights(layers[slice(*_range(settings, len(layers)))])
+    copies = Fp8Weights(layers[slice(*_range(settings, len(layers)))], defers=True)
     copies.refresh()
     return copies
 

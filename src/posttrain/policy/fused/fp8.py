@@ -5,19 +5,20 @@ Both quantise the copies from the weights that are trained. A sampler's copies h
 copies exist for one update or one pass over a batch. Adapters, biases, norms, embeddings and the output head stay as
 they are: an adapter adds to a product in FP8 what it adds to one in bf16.
 
-y = x W^T has one factor for each row of x and one for each output. The gradient of the input, dx = dy W, sums over the outputs,
-so its factors are those of the rows of dy and of the inputs: it needs a second copy, quantised along the other axis.
-Gradients of weights are computed as in `Product`, from unquantised activations.
+y = x W^T has one factor for each row of x and one for W. The gradient of the input, dx = dy W, has one for each row of dy and
+one for each input: it uses a second copy, quantised along the other axis. Gradients of weights are computed as in `Product`, from
+unquantised activations.
 
-Many rows go through `torch._scaled_mm`, few through a kernel of our own, which reads the weights faster (`fp8_kernels.py`).
+The matrix library is faster without factors of rows, by a third for few rows. So products of few rows in a sampler do not apply
+them. They return `ScaledRows`, and the kernel that reads the outputs (norm, SwiGLU, rotation) multiplies by the row's factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +26,28 @@ from torch import Tensor, nn
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Product
 
-if TYPE_CHECKING:
-    from posttrain.policy.fused.fp8_kernels import Fp8Rows
-
 _LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 tensor cores
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix library
-_MOST_FEW_ROWS = 64  # up to here our own kernel is faster
-_COLUMNS = 64  # of a tile of that kernel
-_PROGRAMS_PER_SM = 1.15  # that a launch of it aims at
-_SPARE_COUNTERS = 1024
+_MOST_DEFERRED = 1024  # rows of a product that leaves their factors to the next kernel; with more it gains nothing
+
+
+class ScaledRows(NamedTuple):
+    """Rows whose numbers are values times factor."""
+
+    values: Tensor  # [rows, width]: e4m3; the dtype of the weights if a product has not applied the factors
+    factors: Tensor  # [rows], fp32
+
 
 _active: Fp8Weights | None = None
+
+
+def whole(rows: Tensor | ScaledRows) -> Tensor:
+    """The rows with their factors applied."""
+    if not isinstance(rows, ScaledRows):
+        return rows
+    from posttrain.policy.fused.fp8_kernels import apply_factors
+
+    return apply_factors(rows)
 
 
 @contextmanager
@@ -79,33 +91,32 @@ def fp8_obstacle(
 
 class Fp8Weights:
     """Copies of the weights of `layers`: the fused decoder layers whose products are to be in FP8. `gradients`: with those that
-    gradients of inputs need."""
+    gradients of inputs need. `defers`: products of few rows leave the factors of the rows to the kernel that reads them."""
 
-    def __init__(self, layers: Iterable[nn.Module], *, gradients: bool = False) -> None:
+    def __init__(self, layers: Iterable[nn.Module], *, gradients: bool = False, defers: bool = False) -> None:
         self._layers = list(layers)
         self._gradients = gradients
-        self._copies: dict[int, Fp8Rows] = {}  # by the address of what they are copies of
-        self._transposed: dict[int, Fp8Rows] = {}
-        self._counters: Tensor | None = None
+        self._defers = defers
+        self._copies: dict[int, ScaledRows] = {}  # by the address of what they are copies of
+        self._transposed: dict[int, ScaledRows] = {}
+        self._one: Tensor | None = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantise the weights as they are now. Weights that have not moved reuse the memory of their copy."""
-        from posttrain.policy.fused.fp8_kernels import quantise, quantise_columns
+        from posttrain.policy.fused.fp8_kernels import quantise_columns, quantise_weight
 
-        copies: dict[int, Fp8Rows] = {}
+        copies: dict[int, ScaledRows] = {}
         for weight in self._weights():
             held = self._copies.get(weight.data_ptr())
             # The address of a moved weight may now hold another weight.
             fits = held is not None and held.values.shape == weight.shape
-            copies[weight.data_ptr()] = quantise(weight, held if fits else None)
+            copies[weight.data_ptr()] = quantise_weight(weight, held if fits else None)
             if self._gradients:
                 self._transposed[weight.data_ptr()] = quantise_columns(weight)
         self._copies = copies
-        if copies and self._counters is None:
-            tiles = max(max(copy.values.shape) for copy in copies.values()) // _COLUMNS
-            device = next(iter(copies.values())).values.device
-            self._counters = torch.zeros(tiles + _SPARE_COUNTERS, dtype=torch.int32, device=device)
+        if self._defers and copies and self._one is None:
+            self._one = torch.ones((), device=next(iter(copies.values())).values.device)
 
     def _weights(self) -> Iterator[Tensor]:
         for layer in self._layers:
@@ -118,10 +129,10 @@ class Fp8Weights:
     def product(self, product: Product) -> Product:
         """The same product in FP8, or itself if its weights have no copy."""
         place = product.weight.data_ptr()
-        if (copy := self._copies.get(place)) is None or self._counters is None:
+        if (copy := self._copies.get(place)) is None:
             return product
         own = (product.weights, product.biases, product.weight, product.bias, product.low_rank)
-        return Fp8Product(*own, copy=copy, transposed=self._transposed.get(place), counters=self._counters)
+        return Fp8Product(*own, copy=copy, transposed=self._transposed.get(place), one=self._one)
 
     @property
     def num_bytes(self) -> int:
@@ -133,9 +144,9 @@ class Fp8Weights:
 class Fp8Product(Product):
     """A product whose weights and inputs are quantised; on the way back the gradient of its outputs."""
 
-    copy: Fp8Rows  # a factor for each output
-    transposed: Fp8Rows | None  # [inputs, outputs], a factor for each input; None where no gradient is needed
-    counters: Tensor
+    copy: ScaledRows
+    transposed: ScaledRows | None  # [inputs, outputs], a factor for each input; None where no gradient is needed
+    one: Tensor | None = None  # the number 1 on the device, for products that leave factors to their reader
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         from posttrain.policy.fused.fp8_kernels import quantise
@@ -156,49 +167,60 @@ class Fp8Product(Product):
 
         return self._multiply(*swiglu_quantised(gate_up, self._adapter_dtype))
 
+    def defers(self, num_rows: int) -> bool:
+        return self.one is not None and num_rows <= _MOST_DEFERRED
+
+    def deferred(self, x: Tensor) -> Tensor | ScaledRows:
+        """As `forward`, with the factors of the rows left to the reader."""
+        from posttrain.policy.fused.fp8_kernels import quantise
+
+        return self._deferred(quantise(x), x)
+
+    def deferred_of_norm(
+        self, x: Tensor, delta: Tensor | ScaledRows | None, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | ScaledRows]:
+        from posttrain.policy.fused.fp8_kernels import norm_quantised
+
+        total, rows, y, _ = norm_quantised(x, delta, norm_weight, eps, self._adapter_dtype)
+        return total, self._deferred(rows, y)
+
+    def deferred_of_swiglu(self, gate_up: Tensor | ScaledRows) -> Tensor | ScaledRows:
+        from posttrain.policy.fused.fp8_kernels import swiglu_quantised
+
+        return self._deferred(*swiglu_quantised(gate_up, self._adapter_dtype))
+
+    def _deferred(self, rows: ScaledRows, x: Tensor | None) -> Tensor | ScaledRows:
+        assert self.one is not None, "ask `defers` first"
+        out = torch._scaled_mm(
+            rows.values, self.copy.values.T, scale_a=self.one, scale_b=self.copy.factors[0],
+            out_dtype=self.weight.dtype, use_fast_accum=True,
+        )  # fmt: skip
+        if x is not None:
+            self.add_adapters(x, out, divisors=rows.factors)
+        scaled = ScaledRows(out, rows.factors)
+        return scaled if self.bias is None else whole(scaled).add_(self.bias)
+
     def _base_gradient(self, grad_out: Tensor) -> Tensor:
         from posttrain.policy.fused.fp8_kernels import quantise
 
         assert self.transposed is not None, "these copies are for passes without gradients"
-        return multiply(quantise(grad_out), self.transposed, grad_out.dtype, self.counters)
+        return multiply(quantise(grad_out), self.transposed, grad_out.dtype)
 
     @property
     def _adapter_dtype(self) -> torch.dtype | None:
         """The dtype of the adapters' input; None without adapters."""
         return None if self.low_rank is None else self.weight.dtype
 
-    def _multiply(self, rows: Fp8Rows, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out = multiply(rows, self.copy, self.weight.dtype, self.counters)
+    def _multiply(self, rows: ScaledRows, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out = multiply(rows, self.copy, self.weight.dtype)
         if self.bias is not None:
             out += self.bias
         return out, None if x is None else self.add_adapters(x, out)
 
 
-def multiply(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype, counters: Tensor) -> Tensor:
+def multiply(x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Tensor:
     """x @ weight.T in `dtype`, with the factors of both."""
-    num_rows = len(x.values)
-    if num_rows > _MOST_FEW_ROWS and x.values.is_cuda:
-        return torch._scaled_mm(
-            x.values, weight.values.T, scale_a=x.factors[:, None], scale_b=weight.factors[None, :], out_dtype=dtype,
-            use_fast_accum=True,
-        )  # fmt: skip
-    from posttrain.policy.fused.fp8_kernels import few_rows_product
-
-    return few_rows_product(
-        x, weight, dtype, counters, *tile_and_splits(num_rows, weight.values.shape, x.values.device)
-    )
-
-
-def tile_and_splits(num_rows: int, weight_shape: Sequence[int], device: torch.device) -> tuple[Any, int]:
-    """Number of splits of the kernel for few rows, from shapes only. Few outputs give few programs, so inputs are
-    split.
-    """
-    from posttrain.policy.fused.fp8_kernels import ProductTile
-
-    outputs, inputs = weight_shape
-    height = next((height for height in (16, 32) if num_rows <= height), 64)
-    depth, stages = (128, 6) if height == 64 or inputs % 256 else (256, 4)
-    tile = ProductTile(height, _COLUMNS, depth, 4, stages)
-    programs = -(-outputs // _COLUMNS) * -(-num_rows // height)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return tile, max(1, min(round(_PROGRAMS_PER_SM * sms / programs), -(-inputs // depth)))
+    return torch._scaled_mm(
+        x.values, weight.values.T, scale_a=x.factors[:, None], scale_b=weight.factors[None, :], out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip

@@ -1,29 +1,26 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of FP8 products: norm, SwiGLU and plain rows quantised as they are written, and products of few rows.
+"""Triton kernels around FP8 products: norm, SwiGLU and plain rows quantised as they are written.
 
 A quantised row is e4m3 values and one fp32 factor; value times factor is the number. The largest number of a row becomes 448, the
-largest of e4m3. A weight's row is an output, a row of activations a token, so both factors are applied once, to the finished sum.
-NaN stays NaN: a conversion that saturates would hide diverged weights.
+largest of e4m3. A row of activations is a token with a factor of its own. All rows of a weight have the same factor: e4m3 is a
+floating-point format, whose numbers keep their relative precision down to 2^-14 of the largest one. NaN stays NaN: a conversion
+that saturates would hide diverged weights.
+
+Norm and SwiGLU also accept rows in bf16 whose factors have not been applied yet (`ScaledRows`), and apply them as they read.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from posttrain.policy.fused.fp8 import ScaledRows
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 _TURNED_ROWS, _TURNED_COLUMNS = 512, 32  # part of a weight that a program transposes at a time
-
-
-class Fp8Rows(NamedTuple):
-    values: Tensor  # [rows, width], e4m3
-    factors: Tensor  # [rows], fp32
 
 
 # -- quantising --------------------------------------------------------------------------------------------------------
@@ -38,10 +35,11 @@ def _factor_of(largest):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantise_rows(
-    x_ptr, q_ptr, factor_ptr, place_ptr, num_rows, heads, token_stride, head_stride, width,
-    HAS_PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, q_ptr, factor_ptr, place_ptr, largest_ptr, num_rows, heads, token_stride, head_stride, width,
+    HAS_PLACES: tl.constexpr, HAS_LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of a token; it goes to the token's place, or stays in order."""
+    """A row is one head of a token; it goes to the token's place, or stays in order. With HAS_LARGEST all rows have the
+    factor of that number."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < num_rows
     token, head = row // heads, row % heads
@@ -49,7 +47,10 @@ def _quantise_rows(
     mask = there[:, None] & (at < width)[None, :]
     source = token * token_stride + head * head_stride
     x = tl.load(x_ptr + source[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale, factor = _factor_of(tl.max(tl.abs(x), 1))
+    largest = tl.max(tl.abs(x), 1)
+    if HAS_LARGEST:
+        largest = tl.zeros_like(largest) + tl.load(largest_ptr)
+    scale, factor = _factor_of(largest)
     target = row
     if HAS_PLACES:
         target = tl.load(place_ptr + token, mask=there, other=0) * heads + head
@@ -80,15 +81,18 @@ def _quantise_columns(x_ptr, q_ptr, factor_ptr, rows, columns, ROWS: tl.constexp
 
 @triton.jit
 def _norm_quantised(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, q_ptr, factor_ptr, width, eps,
-    HAS_DELTA: tl.constexpr, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, delta_ptr, delta_factor_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, q_ptr, factor_ptr, width, eps,
+    HAS_DELTA: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        x += tl.load(delta_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.load(delta_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_FACTORS:
+            delta *= tl.load(delta_factor_ptr + row)
+        x += delta
         tl.store(sum_ptr + row * width + at, x.to(sum_ptr.dtype.element_ty), mask=inside)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     norm_scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
@@ -103,7 +107,8 @@ def _norm_quantised(
 
 @triton.jit
 def _swiglu_quantised(
-    gate_up_ptr, y_ptr, q_ptr, factor_ptr, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, in_factor_ptr, y_ptr, q_ptr, factor_ptr, width,
+    HAS_FACTORS: tl.constexpr, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of gate and up side by side."""
     row = tl.program_id(0).to(tl.int64)
@@ -111,6 +116,10 @@ def _swiglu_quantised(
     inside = at < width
     gate = tl.load(gate_up_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        in_factor = tl.load(in_factor_ptr + row)
+        gate *= in_factor
+        up *= in_factor
     y = gate * tl.sigmoid(gate) * up
     if HAS_Y:
         tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -119,20 +128,39 @@ def _swiglu_quantised(
     tl.store(factor_ptr + row, factor)
 
 
-def new_rows(rows: int, width: int, device: torch.device) -> Fp8Rows:
+@triton.jit
+def _apply_factors(x_ptr, factor_ptr, y_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.load(factor_ptr + row)
+    tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def new_rows(rows: int, width: int, device: torch.device) -> ScaledRows:
     values = torch.empty(rows, width, dtype=FP8, device=device)
-    return Fp8Rows(values, torch.empty(rows, dtype=torch.float32, device=device))
+    return ScaledRows(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-def quantise(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
+def quantise(x: Tensor, out: ScaledRows | None = None) -> ScaledRows:
     """Each row of `x` [rows, width] with a factor of its own."""
     rows, width = x.shape
     out = new_rows(rows, width, x.device) if out is None else out
-    _launch_quantise(x[:, None], out.values, out.factors, None)
+    _launch_quantise(x[:, None], out.values, out.factors)
     return out
 
 
-def quantise_columns(x: Tensor) -> Fp8Rows:
+def quantise_weight(weight: Tensor, out: ScaledRows | None = None) -> ScaledRows:
+    """All rows of `weight` [outputs, inputs] with the same factor."""
+    outputs, inputs = weight.shape
+    out = new_rows(outputs, inputs, weight.device) if out is None else out
+    largest = torch.linalg.vector_norm(weight, float("inf"), dtype=torch.float32)
+    _launch_quantise(weight[:, None], out.values, out.factors, largest=largest)
+    return out
+
+
+def quantise_columns(x: Tensor) -> ScaledRows:
     """Each column of `x` [rows, columns] with a factor of its own, as rows: `quantise(x.T)`, without the transposed copy."""
     rows, columns = x.shape
     assert x.is_contiguous()
@@ -146,10 +174,12 @@ def quantise_columns(x: Tensor) -> Fp8Rows:
 
 def quantise_into(x: Tensor, values: Tensor, factors: Tensor, slots: Tensor) -> None:
     """Heads of tokens [tokens, heads, dim] into `slots` of pages [pages, page size, heads, dim] and of their factors."""
-    _launch_quantise(x, values, factors, slots)
+    _launch_quantise(x, values, factors, places=slots)
 
 
-def _launch_quantise(x: Tensor, values: Tensor, factors: Tensor, places: Tensor | None) -> None:
+def _launch_quantise(
+    x: Tensor, values: Tensor, factors: Tensor, *, places: Tensor | None = None, largest: Tensor | None = None
+) -> None:
     tokens, heads, width = x.shape
     assert x.stride(2) == 1, "the numbers of a row must be contiguous"
     assert values.is_contiguous(), "rows are written as blocks"
@@ -159,14 +189,16 @@ def _launch_quantise(x: Tensor, values: Tensor, factors: Tensor, places: Tensor 
         return
     per_program = max(1, 2048 // block)
     _quantise_rows[(triton.cdiv(num_rows, per_program),)](
-        x, values, factors, x if places is None else places, num_rows, heads, x.stride(0), x.stride(1), width,
-        HAS_PLACES=places is not None, ROWS=per_program, BLOCK=block, num_warps=_warps(block),
+        x, values, factors, x if places is None else places, x if largest is None else largest,
+        num_rows, heads, x.stride(0), x.stride(1), width,
+        HAS_PLACES=places is not None, HAS_LARGEST=largest is not None, ROWS=per_program, BLOCK=block,
+        num_warps=_warps(block),
     )  # fmt: skip
 
 
 def norm_quantised(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
-) -> tuple[Tensor, Fp8Rows, Tensor | None, Tensor]:
+    x: Tensor, delta: Tensor | ScaledRows | None, weight: Tensor, eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, ScaledRows, Tensor | None, Tensor]:
     """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x
     itself where there is no delta."""
     rows, width = x.shape
@@ -175,122 +207,44 @@ def norm_quantised(
     out, scale = new_rows(rows, width, x.device), x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(width)
+        deltas, factors = delta if isinstance(delta, ScaledRows) else (delta, None)
+        assert deltas is None or deltas.is_contiguous()
         _norm_quantised[(rows,)](
-            x, x if delta is None else delta, weight, total, x if y is None else y, scale, *out, width, eps,
-            HAS_DELTA=delta is not None, HAS_Y=y is not None, BLOCK=block, num_warps=_warps(block),
+            x, x if deltas is None else deltas, x if factors is None else factors, weight, total,
+            x if y is None else y, scale, *out, width, eps,
+            HAS_DELTA=delta is not None, HAS_FACTORS=factors is not None, HAS_Y=y is not None, BLOCK=block,
+            num_warps=_warps(block),
         )  # fmt: skip
     return total, out, y, scale
 
 
-def swiglu_quantised(gate_up: Tensor, dtype: torch.dtype | None) -> tuple[Fp8Rows, Tensor | None]:
+def swiglu_quantised(gate_up: Tensor | ScaledRows, dtype: torch.dtype | None) -> tuple[ScaledRows, Tensor | None]:
     """silu(gate) * up quantised, and in `dtype` if one is given; gate and up side by side in `gate_up`."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=gate_up.device)
-    out = new_rows(rows, width, gate_up.device)
+    values, factors = gate_up if isinstance(gate_up, ScaledRows) else (gate_up, None)
+    assert values.is_contiguous()
+    rows, width = values.shape[0], values.shape[1] // 2
+    y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=values.device)
+    out = new_rows(rows, width, values.device)
     if rows:
         block = triton.next_power_of_2(width)
         _swiglu_quantised[(rows,)](
-            gate_up, gate_up if y is None else y, *out, width,
-            HAS_Y=y is not None, BLOCK=block, num_warps=_warps(block),
+            values, values if factors is None else factors, values if y is None else y, *out, width,
+            HAS_FACTORS=factors is not None, HAS_Y=y is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return out, y
 
 
+def apply_factors(rows: ScaledRows) -> Tensor:
+    """The numbers themselves, in the dtype of the values."""
+    values, factors = rows
+    assert values.is_contiguous()
+    out = torch.empty_like(values)
+    if values.numel():
+        block = min(2048, triton.next_power_of_2(values.shape[1]))
+        grid = (values.shape[0], triton.cdiv(values.shape[1], block))
+        _apply_factors[grid](values, factors, out, values.shape[1], BLOCK=block, num_warps=4)
+    return out
+
+
 def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
-
-
-# -- products of few rows ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ProductTile:
-    """What one program computes: `columns` outputs of `rows` rows, `depth` inputs at a time. Weights are the first operand:
-    their 64 or more outputs fill the tensor cores, which a few rows would not."""
-
-    rows: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-@triton.jit(do_not_specialize=["num_rows", "splits"])
-def _few_rows_product(
-    x_ptr, w_ptr, x_factor_ptr, w_factor_ptr, y_ptr, pieces_ptr, counters_ptr, num_rows, n, k, splits,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """y[rows, n] = x[rows, k] @ w[n, k]^T times the factors; k in `splits` parts, which the last program adds in their order."""
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    tiles_of_rows = tl.cdiv(num_rows, ROWS)
-    # Row tiles that need the same weights are adjacent: all but the first read them from L2.
-    rows = (tile % tiles_of_rows) * ROWS + tl.arange(0, ROWS)
-    columns = (tile // tiles_of_rows) * COLUMNS + tl.arange(0, COLUMNS)
-    deep = tl.arange(0, DEPTH)
-    blocks = tl.cdiv(k, DEPTH)
-    first = part * blocks // splits
-    last = (part + 1) * blocks // splits
-    row_there = rows < num_rows
-    column_there = columns < n
-    x_at = x_ptr + rows[:, None] * k + deep[None, :]
-    w_at = w_ptr + columns[:, None].to(tl.int64) * k + deep[None, :]
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for block in range(first, last):
-        if EVEN:
-            x = tl.load(x_at + block * DEPTH, mask=row_there[:, None], other=0.0)
-            w = tl.load(w_at + block * DEPTH, eviction_policy="evict_first")
-        else:
-            inside = (deep < k - block * DEPTH)[None, :]
-            x = tl.load(x_at + block * DEPTH, mask=row_there[:, None] & inside, other=0.0)
-            w = tl.load(w_at + block * DEPTH, mask=column_there[:, None] & inside, other=0.0)
-        total = tl.dot(w, tl.trans(x), total)
-    total = tl.trans(total)
-    mask = row_there[:, None] & column_there[None, :]
-    place = rows[:, None].to(tl.int64) * n + columns[None, :]
-    if splits == 1:
-        _scale_and_store(total, x_factor_ptr, w_factor_ptr, y_ptr, rows, columns, place, row_there, column_there, mask)
-    else:
-        size = num_rows.to(tl.int64) * n
-        tl.store(pieces_ptr + part * size + place, total, mask=mask)
-        tl.debug_barrier()
-        done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
-        if done == splits - 1:
-            total = tl.load(pieces_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in range(1, splits):
-                total += tl.load(pieces_ptr + other * size + place, mask=mask, other=0.0, cache_modifier=".cg")
-            _scale_and_store(
-                total, x_factor_ptr, w_factor_ptr, y_ptr, rows, columns, place, row_there, column_there, mask
-            )
-            tl.store(counters_ptr + tile, 0)
-
-
-@triton.jit
-def _scale_and_store(
-    total, x_factor_ptr, w_factor_ptr, y_ptr, rows, columns, place, row_there, column_there, mask
-):  # fmt: skip
-    x_factor = tl.load(x_factor_ptr + rows, mask=row_there, other=0.0)
-    w_factor = tl.load(w_factor_ptr + columns, mask=column_there, other=0.0)
-    y = total * x_factor[:, None] * w_factor[None, :]
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def few_rows_product(
-    x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype, counters: Tensor, tile: ProductTile, splits: int
-) -> Tensor:
-    """x @ weight.T in `dtype`. `counters` are zero, and zero again afterwards: one launch at a time may use them."""
-    rows, k = x.values.shape
-    n = weight.values.shape[0]
-    out = torch.empty(rows, n, dtype=dtype, device=x.values.device)
-    if rows == 0:
-        return out
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns)
-    assert splits == 1 or tiles <= len(counters)
-    pieces = x.factors if splits == 1 else torch.empty(splits * rows * n, dtype=torch.float32, device=out.device)
-    _few_rows_product[(tiles, splits)](
-        x.values, weight.values, x.factors, weight.factors, out, pieces, counters, rows, n, k, splits,
-        EVEN=n % tile.columns == 0 and k % tile.depth == 0, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    return out

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
-from posttrain.policy.fused.fp8 import active_fp8
+from posttrain.policy.fused.fp8 import Fp8Product, ScaledRows, active_fp8, whole
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 from posttrain.policy.tensor_group import group_of, local_parameter
@@ -143,14 +143,14 @@ class PendingSum:
 
     def __init__(self) -> None:
         self._states: Tensor | None = None
-        self._delta: Tensor | None = None
+        self._delta: Tensor | ScaledRows | None = None
 
-    def leave(self, states: Tensor, delta: Tensor) -> Tensor:
+    def leave(self, states: Tensor, delta: Tensor | ScaledRows) -> Tensor:
         """`states`, to which `delta` is still to be added."""
         self._states, self._delta = states, delta
         return states
 
-    def take(self, states: Tensor) -> Tensor | None:
+    def take(self, states: Tensor) -> Tensor | ScaledRows | None:
         """What the caller has to add to `states`; None if nothing is pending."""
         delta = self._delta if states is self._states else None
         self._states = self._delta = None
@@ -190,7 +190,7 @@ class FusedLayer:
         self.options = observed.options
         widths = (attention.q_proj.out_features, attention.k_proj.out_features)
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
-        self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.may_join = may_join
         self.successor: Successor | None = None  # may receive the deferred sum
         self.pending = PendingSum()
@@ -208,7 +208,7 @@ class FusedLayer:
         pending = self.pending.take(hidden_states)
         if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None:
             return self.own_forward(
-                hidden_states if pending is None else hidden_states + pending,
+                hidden_states if pending is None else hidden_states + whole(pending),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -223,17 +223,13 @@ class FusedLayer:
         cos, sin = (angles[0] for angles in position_embeddings)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         x, qkv = self._normed(layer.input_layernorm, hidden_states[0].contiguous(), pending, projections)
-        context: Any = active_context()
-        if isinstance(qkv, Tensor) and self.head_norms[0] is None and getattr(context, "kernel", None) is not None:
-            seen = context.attend_unrotated(self.index, *self._parts(qkv), cos, sin, **self.options)
-        else:
-            seen = context.attend(self.index, *self._heads(qkv, cos, sin), **self.options)
-        delta = self._linear(attention.o_proj, seen.flatten(1)).contiguous()
+        seen = self._attend(qkv, cos, sin)
+        delta = self._linear(attention.o_proj, seen.flatten(1))
         x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
-        delta = self._down(mlp.down_proj, gate_up).contiguous()
+        delta = self._down(mlp.down_proj, gate_up)
         if self.successor is not None and self.successor.takes_sum_of(layer):
             return self.pending.leave(x[None], delta)
-        return Add.apply(x, delta)[None]
+        return Add.apply(x, whole(delta))[None]
 
     def module_groups(self) -> list[list[nn.Module]]:
         """The linear modules, those with the same input together."""
@@ -247,12 +243,16 @@ class FusedLayer:
         return product if product is None or copies is None else copies.product(product)
 
     def _normed(
-        self, norm: Any, x: Tensor, delta: Tensor | None, modules: Sequence[nn.Module]
-    ) -> tuple[Tensor, Tensor | list[Tensor]]:
+        self, norm: Any, x: Tensor, delta: Tensor | ScaledRows | None, modules: Sequence[nn.Module]
+    ) -> tuple[Tensor, Tensor | ScaledRows | list[Tensor]]:
         """(x + delta, the modules' outputs for its norm): concatenated in one tensor, or one tensor each."""
         from posttrain.policy.fused.ops import AddNorm, NormedLinear
 
-        if (product := self._product(modules)) is not None:
+        product = self._product(modules)
+        if isinstance(product, Fp8Product) and product.defers(len(x)):
+            return product.deferred_of_norm(x, delta, norm.weight, norm.variance_epsilon)
+        delta = None if delta is None else whole(delta)
+        if product is not None:
             total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
             return total, out
         total, y = AddNorm.apply(x, delta, local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
@@ -260,21 +260,42 @@ class FusedLayer:
             y = group.copied(y)
         return total, [module(y) for module in modules]
 
-    def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _linear(self, module: nn.Module, x: Tensor) -> Tensor | ScaledRows:
         product = self._product([module])
         if product is None or product.weight.dtype != x.dtype:
             out: Tensor = module(x)
-            return out
+            return out.contiguous()
+        if isinstance(product, Fp8Product) and product.defers(len(x)):
+            return product.deferred(x)
         return Multiply.apply(x, product, *product.parts)
 
-    def _down(self, module: nn.Module, gate_up: Tensor | list[Tensor]) -> Tensor:
+    def _down(self, module: nn.Module, gate_up: Tensor | ScaledRows | list[Tensor]) -> Tensor | ScaledRows:
         from posttrain.policy.fused.ops import Swiglu, SwigluLinear
 
         product = self._product([module])
+        if isinstance(gate_up, ScaledRows):
+            if isinstance(product, Fp8Product) and product.defers(len(gate_up.values)):
+                return product.deferred_of_swiglu(gate_up)
+            gate_up = whole(gate_up)
         if isinstance(gate_up, Tensor) and product is not None and product.weight.dtype == gate_up.dtype:
             return SwigluLinear.apply(gate_up, product, *product.parts)
         gate, up = gate_up if isinstance(gate_up, list) else gate_up.chunk(2, dim=1)
         return self._linear(module, Swiglu.apply(gate, up))
+
+    def _attend(self, qkv: Tensor | ScaledRows | list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+        context: Any = active_context()
+        seen: Tensor
+        if isinstance(qkv, list) or getattr(context, "kernel", None) is None:
+            heads = self._heads(qkv if isinstance(qkv, list) else whole(qkv), cos, sin)
+            seen = context.attend(self.index, *heads, **self.options)
+        else:
+            values, row_factors = qkv if isinstance(qkv, ScaledRows) else (qkv, None)
+            queries, keys = self.head_norms
+            norms = None if queries is None else (queries.weight, keys.weight, queries.variance_epsilon)
+            seen = context.attend_unrotated(
+                self.index, *self._parts(values), cos, sin, norms=norms, row_factors=row_factors, **self.options
+            )
+        return seen
 
     def _parts(self, qkv: Tensor) -> list[Tensor]:
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -313,9 +334,10 @@ class FusedNorm:
 
         pending = self.pending.take(hidden_states)
         if hidden_states.dim() != 3 or len(hidden_states) != 1:
-            out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + pending)
+            out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + whole(pending))
             return out
         x = hidden_states[0].contiguous()
         weight = local_parameter(self.norm)
-        normed: Tensor = AddNorm.apply(x, pending, weight, self.norm.variance_epsilon, x.dtype)[1]
+        delta = None if pending is None else whole(pending)
+        normed: Tensor = AddNorm.apply(x, delta, weight, self.norm.variance_epsilon, x.dtype)[1]
         return normed[None]

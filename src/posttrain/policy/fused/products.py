@@ -60,11 +60,13 @@ class Product:
         out = torch.mm(x, self.weight.T) if self.bias is None else torch.addmm(self.bias, x, self.weight.T)
         return out, self.add_adapters(x, out)
 
-    def add_adapters(self, x: Tensor, out: Tensor) -> Tensor | None:
-        """Add the adapters' output for `x` to `out`; returns the adapters' inputs."""
+    def add_adapters(self, x: Tensor, out: Tensor, divisors: Tensor | None = None) -> Tensor | None:
+        """Add the adapters' output for `x` to `out`, each row divided by its divisor; returns the adapters' inputs."""
         if (adapters := self.low_rank) is None:
             return None
         low = torch.mm(x, adapters.down.T)
+        if divisors is not None:
+            low.div_(divisors[:, None])
         pieces = low.split(adapters.ranks, dim=1)
         for target, piece, up, scaling in zip(
             adapters.columns(out), pieces, adapters.ups, adapters.scalings, strict=True

@@ -8,8 +8,8 @@ half, negated, goes before the first), and the scatter into the pages.
 then rotate_half(q) * sin, then their sum, each to the type that the operands promote to (three roundings in bf16; the
 norm adds two). The result of the rotation has the same bits. The norm's mean of squares is summed in another order,
 which changes its last bit in float32 and, rarely, the last bit of what is rounded from it. Otherwise all intermediates
-are float32, rounded once: closer to the true value, and the same as the fused layers of training
-(`policy/fused/kernels.py`). The engine uses this mode.
+are float32, rounded once by the norm and once by the rotation: closer to the true value, and the same as the fused
+layers of training (`policy/fused/kernels.py`). The engine uses this mode.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate_heads(  # type: ignore[no-untyped-def]
-    x_ptr, row, head, num_heads, row_stride, head_stride,
+    x_ptr, row, row_factor, head, num_heads, row_stride, head_stride,
     out_ptr, factor_ptr, out_row, out_row_stride, out_head_stride, may_write,
     cos_ptr, sin_ptr, cos_stride, sin_stride, norm_ptr, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
@@ -69,15 +69,15 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     i = tl.arange(0, HALF_PADDED)
     there = (head < num_heads)[:, None] & (i < HALF)[None, :]
     at = row * row_stride + head[:, None] * head_stride + i[None, :]
-    x1 = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + at + HALF, mask=there, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32) * row_factor
+    x2 = tl.load(x_ptr + at + HALF, mask=there, other=0.0).to(tl.float32) * row_factor
     at_out = out_row * out_row_stride + head[:, None] * out_head_stride + i[None, :]
     rest = i[None, :] + 0.0
     if REST_PADDED > 0:
         r = 2 * HALF + tl.arange(0, REST_PADDED)
         rest_there = (head < num_heads)[:, None] & (r < DIM)[None, :]
         at_rest = row * row_stride + head[:, None] * head_stride + r[None, :]
-        rest = tl.load(x_ptr + at_rest, mask=rest_there, other=0.0).to(tl.float32)
+        rest = tl.load(x_ptr + at_rest, mask=rest_there, other=0.0).to(tl.float32) * row_factor
     if HAS_NORM:
         squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
         if REST_PADDED > 0:
@@ -85,11 +85,11 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
         inverse_rms = tl.rsqrt(squares / DIM + eps)[:, None]
         w1 = tl.load(norm_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
         w2 = tl.load(norm_ptr + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        x1 = _scaled(x1, inverse_rms, w1, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT)
-        x2 = _scaled(x2, inverse_rms, w2, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT)
+        x1 = _scaled(x1, inverse_rms, w1, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT).to(NORM_TYPE).to(tl.float32)
+        x2 = _scaled(x2, inverse_rms, w2, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT).to(NORM_TYPE).to(tl.float32)
         if REST_PADDED > 0:
             w = tl.load(norm_ptr + r, mask=r < DIM, other=0.0).to(tl.float32)[None, :]
-            rest = _scaled(rest, inverse_rms, w, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT)
+            rest = _scaled(rest, inverse_rms, w, HAS_OFFSET, IN_TYPE, NORM_TYPE, EXACT).to(NORM_TYPE).to(tl.float32)
     cos1 = tl.load(cos_ptr + row * cos_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + row * cos_stride + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + row * sin_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
@@ -121,7 +121,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 @triton.jit
 def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
     query_ptr, key_ptr, value_ptr, out_ptr, key_cache_ptr, value_cache_ptr, key_factor_ptr, value_factor_ptr,
-    cos_ptr, sin_ptr, slot_ptr,
+    cos_ptr, sin_ptr, slot_ptr, row_factor_ptr,
     query_norm_ptr, key_norm_ptr, eps,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     out_row_stride, out_head_stride, cos_stride, sin_stride,
@@ -129,24 +129,27 @@ def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr,
-    IN_TYPE: tl.constexpr, NORM_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
+    HAS_ROW_FACTORS: tl.constexpr, IN_TYPE: tl.constexpr, NORM_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
 ):  # fmt: skip
     """A program handles some heads of one row: queries, keys or values, in this order."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     kept = slot >= 0
+    row_factor = 1.0
+    if HAS_ROW_FACTORS:
+        row_factor = tl.load(row_factor_ptr + row)
     h = tl.arange(0, HEAD_BLOCK)
     if part < QUERY_BLOCKS:
         _rotate_heads(
-            query_ptr, row, part * HEAD_BLOCK + h, HEADS, query_row_stride, query_head_stride,
+            query_ptr, row, row_factor, part * HEAD_BLOCK + h, HEADS, query_row_stride, query_head_stride,
             out_ptr, key_factor_ptr, row, out_row_stride, out_head_stride, part >= 0,
             cos_ptr, sin_ptr, cos_stride, sin_stride, query_norm_ptr, eps,
             DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, False, IN_TYPE, NORM_TYPE, ROPE_TYPE,
         )  # fmt: skip
     elif part < QUERY_BLOCKS + KEY_BLOCKS:
         _rotate_heads(
-            key_ptr, row, (part - QUERY_BLOCKS) * HEAD_BLOCK + h, KV_HEADS, key_row_stride, key_head_stride,
+            key_ptr, row, row_factor, (part - QUERY_BLOCKS) * HEAD_BLOCK + h, KV_HEADS, key_row_stride, key_head_stride,
             key_cache_ptr, key_factor_ptr, slot, KV_HEADS * DIM, DIM, kept,
             cos_ptr, sin_ptr, cos_stride, sin_stride, key_norm_ptr, eps,
             DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, FP8, IN_TYPE, NORM_TYPE, ROPE_TYPE,
@@ -156,9 +159,8 @@ def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
         d = tl.arange(0, VALUE_PADDED)
         mask = (head < KV_HEADS)[:, None] & (d < VALUE_DIM)[None, :] & kept
         at = row * value_row_stride + head[:, None] * value_head_stride + d[None, :]
-        value = tl.load(value_ptr + at, mask=mask, other=0.0)
+        value = tl.load(value_ptr + at, mask=mask, other=0.0).to(tl.float32) * row_factor
         if FP8:
-            value = value.to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(value), 1), 1e-12)
             tl.store(value_factor_ptr + slot * KV_HEADS + head, largest / 448.0, mask=(head < KV_HEADS) & kept)
             value = value * (448.0 / largest)[:, None]
@@ -182,6 +184,7 @@ def write_kv_rope(
     norm_offset: bool = False,  # the factor is 1 + weight, in float32: Gemma's norm
     exact_like_torch: bool = True,
     factors: Factors | None = None,  # scales of an FP8 cache, written with it
+    row_factors: Tensor | None = None,  # [rows], float32: not applied yet to queries, keys and values
     out: Tensor | None = None,  # output of rotated queries; `query` itself: in place; None: a new tensor
 ) -> Tensor:
     """Returns rotated queries [rows, heads, dim], and writes keys and values to the cache."""
@@ -203,6 +206,7 @@ def write_kv_rope(
     unused = cos
     _write_kv_rope_kernel[(rows, query_blocks + 2 * key_blocks)](
         query, key, value, out, key_cache, value_cache, *factors_or_any(key_cache, factors), cos, sin, slots,
+        unused if row_factors is None else row_factors,
         unused if query_norm is None else query_norm, unused if key_norm is None else key_norm, norm_eps,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         out.stride(0), out.stride(1), cos.stride(0), sin.stride(0),
@@ -211,7 +215,8 @@ def write_kv_rope(
         REST_PADDED=next_power_of_two(dim - rotated) if dim > rotated else 0,
         VALUE_PADDED=next_power_of_two(value_dim), HEAD_BLOCK=_HEADS_PER_PROGRAM, QUERY_BLOCKS=query_blocks,
         KEY_BLOCKS=key_blocks, HAS_NORM=query_norm is not None, HAS_OFFSET=norm_offset, EXACT=exact_like_torch,
-        FP8=factors is not None, IN_TYPE=_TRITON_TYPE[query.dtype], NORM_TYPE=_TRITON_TYPE[norm_type],
+        FP8=factors is not None, HAS_ROW_FACTORS=row_factors is not None,
+        IN_TYPE=_TRITON_TYPE[query.dtype], NORM_TYPE=_TRITON_TYPE[norm_type],
         ROPE_TYPE=_TRITON_TYPE[torch.promote_types(norm_type, cos.dtype)],
         # A fused multiply-add would skip a rounding.
         num_warps=2, num_stages=1, enable_fp_fusion=not exact_like_torch,
