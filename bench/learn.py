@@ -4,7 +4,7 @@
     python bench/learn.py train posttrain --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out runs/posttrain-1e-5
     python bench/learn.py train trl       --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out runs/trl-1e-5
     python bench/learn.py evaluate runs/* --test test.jsonl --problems 400
-    python bench/learn.py report runs/*
+    python bench/learn.py report runs/* --svg curve.svg
     python bench/learn.py train posttrain … --recipe dynamic --set policy.generation.temperature=1.2     posttrain alone
 
 `train` runs one side for its minutes and keeps the weights at `--marks` equally distant times; writing them does not count, nor
@@ -125,6 +125,10 @@ def report(args: argparse.Namespace) -> int:
     if {"posttrain", "trl"} <= best.keys() and best["trl"][0] > 0:
         print(f"ratio of the gains: {best['posttrain'][0] / best['trl'][0]:.2f} (goal 2)")
     write_json(args.json, {"benchmark": "learn", "runs": runs})
+    if args.svg is not None and start is not None:
+        from learn_chart import accuracy_over_time
+
+        args.svg.write_text(accuracy_over_time(runs, start))
     return 0
 
 
@@ -194,6 +198,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     shown.set_defaults(run=report)
     shown.add_argument("runs", type=Path, nargs="+")
     shown.add_argument("--json", type=Path, metavar="FILE", help="also write all curves to this file")
+    shown.add_argument("--svg", type=Path, metavar="FILE", help="also draw them; needs the accuracy of the start")
     return parser.parse_args(words)
 
 

@@ -61,7 +61,9 @@ def test_a_run_of_seconds_is_evaluated_and_reported(tmp_path: Path, capsys: pyte
     assert learn.main(["train", "posttrain", *words, *sizes, "--recipe", "hot"]) == 0
     held_out = ["--test", str(data), "--start", str(model), "--samples", "2", "--new-tokens", "4", "--device", "cpu"]
     assert learn.main(["evaluate", str(run), *held_out]) == 0
-    assert learn.main(["report", str(run), "--json", str(tmp_path / "all.json")]) == 0
+    drawn = tmp_path / "curve.svg"
+    assert learn.main(["report", str(run), "--json", str(tmp_path / "all.json"), "--svg", str(drawn)]) == 0
+    assert drawn.read_text().count('<circle class="dot a"') == 2, "the start and one mark"
     found = json.loads((tmp_path / "all.json").read_text())["runs"]["posttrain"]
     assert found["recipe"] == ["hot"]
     assert found["curve"][-1]["problems"] == found["start"]["problems"] == 8
