@@ -57,6 +57,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, default=0.9, help="gpu_memory_utilization of vLLM (default 0.9)")
     parser.add_argument("--native", action="append", default=[], metavar="KEY=VALUE", help="a NativeSettings field")
     parser.add_argument(
+        "--vllm", action="append", default=[], metavar="KEY=VALUE", help="an option of vLLM, such as quantization=fp8"
+    )
+    parser.add_argument(
         "--release", action="store_true", help="the native engine gives its cache up before each run, as for training"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -75,12 +78,12 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def native_options(words: list[str]) -> dict[str, Any]:
+def options_of(words: list[str], flag: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise InputError(f"--native {word!r}: give KEY=VALUE, such as kv_cache_gib=40")
+            raise InputError(f"{flag} {word!r}: give KEY=VALUE, such as kv_cache_gib=40 or quantization=fp8")
         numbers = {"true": True, "false": False, "none": None}
         options[key] = numbers[value.lower()] if value.lower() in numbers else _number(value)
     return options
@@ -98,6 +101,7 @@ def _number(value: str) -> int | float | str:
 def jobs(args: argparse.Namespace, names: Sequence[str]) -> list[DecodeJob]:
     device = resolve_device(args.device)
     engines = args.engines or [engine for engine in ENGINES if engine != VLLM or (has_vllm() and device == "cuda")]
+    native, vllm = options_of(args.native, "--native"), options_of(args.vllm, "--vllm")
     return [
         DecodeJob(
             engine=engine,
@@ -110,7 +114,8 @@ def jobs(args: argparse.Namespace, names: Sequence[str]) -> list[DecodeJob]:
             max_batch_size=args.max_batch_size,
             generate_batch=args.generate_batch,
             gpu_memory_utilization=args.vllm_memory,
-            native=native_options(args.native) if engine == NATIVE else {},
+            native=native if engine == NATIVE else {},
+            vllm=vllm if engine == VLLM else {},
             release=args.release and engine == NATIVE,
             profile=args.profile and engine == NATIVE,
         )

@@ -34,6 +34,7 @@ class DecodeJob:
     generate_batch: int = 256  # rows of one call of transformers' generate
     gpu_memory_utilization: float = 0.9  # of vLLM
     native: Mapping[str, Any] = field(default_factory=dict)  # settings of the native engine
+    vllm: Mapping[str, Any] = field(default_factory=dict)  # options of vLLM
     release: bool = False  # the native engine gives up its cache before every measured run, as it does for training
     profile: bool = False
 

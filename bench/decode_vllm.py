@@ -49,7 +49,7 @@ class VllmSampling:
             max_num_seqs=job.max_batch_size,
             enable_prefix_caching=self.shares_prompts,
             disable_log_stats=True,
-            seed=job.seed,
+            **{"seed": job.seed, **job.vllm},
         )
 
     def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:

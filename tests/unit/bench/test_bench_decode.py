@@ -72,11 +72,11 @@ def test_a_step_is_what_remains_beside_the_prompts() -> None:
 
 
 def test_settings_of_the_native_engine_are_checked() -> None:
-    assert decode.native_options(["page_size=64", "kv_cache_gib=1.5"]) == {"page_size": 64, "kv_cache_gib": 1.5}
+    assert decode.options_of(["page_size=64", "kv_cache_gib=1.5"], "--native") == {"page_size": 64, "kv_cache_gib": 1.5}
     with pytest.raises(InputError, match=r"page_sise.*page_size"):
         decode.do_job(replace(JOB, native={"page_sise": 64}).as_json())
     with pytest.raises(InputError, match="KEY=VALUE"):
-        decode.native_options(["page_size"])
+        decode.options_of(["page_size"], "--native")
 
 
 def test_the_report_has_machine_versions_and_ratios(
