@@ -29,7 +29,7 @@ from posttrain.algorithms.rollout_batches import (
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
-from posttrain.algorithms.step_reports import StageClock
+from posttrain.algorithms.step_reports import StageClock, num_sequence_tokens
 from posttrain.algorithms.token_traces import TokenSampling, token_traces
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.policy.objectives.reduce import kl_estimate
@@ -76,7 +76,8 @@ class Grpo:
             batch, facts = self._with_logprobs(batch, taken.groups, is_fresh, at_sampler)
             facts |= self._kl_to_start(batch, is_fresh, step)
 
-        # Compute advantages within each group. A group whose rewards are all equal gives no gradient.
+        # Compute advantages within each group. A group whose rewards are all equal gives no gradient: unless the loss has
+        # another term, its rows are left out of the updates.
         self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
@@ -98,12 +99,13 @@ class Grpo:
             **_mean_over_updates(updates),
             **facts,
             **credit_facts,
+            **_share_with_gradient(batches, batch),
             **rollout_metrics(taken.sampled or groups),
             **taken.metrics,
             "num_updates": float(len(updates)),
         }
         report = _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
-        return replace(report, tokens=traces)
+        return replace(report, tokens=traces, num_trained_tokens=sum(num_sequence_tokens(batch) for batch in batches))
 
     def validate(self, step: int) -> StepReport | None:
         """Mean reward on held-out prompts, with the current weights."""
@@ -159,9 +161,9 @@ class Grpo:
             return []
         num_updates = self.settings.num_updates_per_step
         anchored = with_anchor(batch, at_sampler, several_updates=num_updates > 1)
-        return minibatches(
-            anchored, groups, num_updates, with_rewarded=self.objective.config.positive_example_nll_weight != 0
-        )
+        with_rewarded = self.objective.config.positive_example_nll_weight != 0
+        batches = minibatches(anchored, groups, num_updates, with_rewarded=with_rewarded)
+        return [self.objective.with_gradient(batch) for batch in batches]
 
 
 def _recorded_rows(groups: Sequence[Group]) -> list[bool]:
@@ -178,8 +180,14 @@ def _off_policy_rows(groups: Sequence[Group], step: int) -> list[bool]:
     ]
 
 
+def _share_with_gradient(batches: Sequence[TokenBatch], whole: TokenBatch) -> dict[str, float]:
+    if not whole.responses:
+        return {}
+    return {"samples_with_gradient": sum(len(batch.responses) for batch in batches) / len(whole.responses)}
+
+
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Each metric's mean over the updates of the step; minima and maxima are kept."""
+    """Each metric's mean over the updates of the step that have it; minima and maxima are kept."""
     names = {name: None for update in updates for name in update.metrics}
     means = {}
     for name in names:
