@@ -162,7 +162,7 @@ def _num_bytes(model: nn.Module) -> int:
 def _row(share: RowGroup | None) -> PackedRow:
     batch = TokenBatch(
         (torch.zeros(1, dtype=torch.long),), (torch.ones(TOKENS, dtype=torch.long),), (0,),
-        {"mask": torch.ones(TOKENS)}, 1.0, 1.0,
+        {"mask": torch.ones(TOKENS)}, 1.0, 1.0, 1.0,
     )  # fmt: skip
     whole = replace(PackedRow.build(batch, torch.device("cpu")), attention=KeepsAsOnAGpu())
     return whole if share is None else share.own_part(whole)

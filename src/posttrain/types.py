@@ -283,7 +283,8 @@ class TokenBatch:
     `columns` holds one value per *response token*, all responses one after another in order; prompt tokens are never
     trained and have no column. `mask` is the column that always exists: 1 where the token counts, 0 where it does not.
     `num_tokens` and `num_sequences` are the denominators of the *whole* optimizer batch. They travel with every part that
-    is cut from it, so that losses do not depend on micro-batches, packing or the number of ranks.
+    is cut from it, so that losses do not depend on micro-batches, packing or the number of ranks. So does
+    `num_computed_tokens`, the denominator of metrics: rows may be left out whose share of the loss is known to be 0.
     """
 
     prompts: tuple[Tensor, ...]
@@ -292,6 +293,7 @@ class TokenBatch:
     columns: Mapping[str, Tensor]
     num_tokens: float
     num_sequences: float
+    num_computed_tokens: float
 
     @classmethod
     def build(
@@ -313,6 +315,7 @@ class TokenBatch:
             columns=dict(columns),
             num_tokens=float(mask.sum()),
             num_sequences=float(sum(trained)),
+            num_computed_tokens=float(mask.sum()),
         )
 
     @property
@@ -350,7 +353,13 @@ class TokenBatch:
         if not recount:
             return chosen
         trained = [float(part.sum()) > 0 for part in chosen.column_parts("mask")] if rows else []
-        return replace(chosen, num_tokens=float(columns["mask"].sum()), num_sequences=float(sum(trained)))
+        count = float(columns["mask"].sum())
+        return replace(chosen, num_tokens=count, num_sequences=float(sum(trained)), num_computed_tokens=count)
+
+    def only(self, rows: Sequence[int]) -> TokenBatch:
+        """The same optimizer batch, of which only `rows` are computed: the loss keeps its denominators."""
+        chosen = self.select(rows)
+        return replace(chosen, num_computed_tokens=float(chosen.columns["mask"].sum()))
 
 
 @dataclass(frozen=True)
@@ -384,5 +393,6 @@ class StepReport:
     groups: tuple[Group, ...] = ()
     num_tokens: int = 0  # full sequences: prompt and response of every sample
     num_samples: int = 0
+    num_trained_tokens: int | None = None  # of the samples that the updates computed; None: of all
     warnings: tuple[str, ...] = ()
     tokens: tuple[TokenTrace, ...] = ()  # of some answers, for looking at them

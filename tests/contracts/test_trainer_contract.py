@@ -85,6 +85,17 @@ def test_updates_lower_the_loss_and_count(trainer: Trainer) -> None:
     assert trainer.num_updates == before + 4
 
 
+def test_an_update_without_rows_is_one_with_gradient_0(trainer: Trainer) -> None:
+    """Momentum and weight decay act; no rank waits for another."""
+    batch = make_batch()
+    trainer.update(batch, LOSS)
+    before, number = trainer.logprobs(batch), trainer.num_updates
+    report = trainer.update(batch.only([]), LOSS)
+    assert (report.metrics["loss"], report.metrics["grad_norm"]) == (0.0, 0.0)
+    assert (report.num_tokens, trainer.num_updates) == (0, number + 1)
+    assert not torch.equal(trainer.logprobs(batch), before)
+
+
 def test_an_update_reports_the_loss_before_it_and_the_gradient_norm(trainer: Trainer) -> None:
     batch = make_batch()
     expected = trainer.evaluate(batch, LOSS).metrics["loss"]

@@ -44,6 +44,7 @@ def batch_of(num_groups: int, group_size: int) -> TokenBatch:
         columns={"mask": torch.ones(answers * ANSWER)},
         num_tokens=float(answers * ANSWER),
         num_sequences=float(answers),
+        num_computed_tokens=float(answers * ANSWER),
     )
 
 

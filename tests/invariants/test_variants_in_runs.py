@@ -1,7 +1,8 @@
 """GRPO's variants in whole runs: how a run is cut up, where it runs and whether it was killed makes no difference.
 
 Between them the variants use every estimator that works over a batch, KL in the reward, shaping, dynamic sampling with a
-surplus that is kept, sequence ratios, the likelihood term and each normaliser of the loss.
+surplus that is kept, sequence ratios, the likelihood term, each normaliser of the loss, and groups that are left out of
+updates.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ VARIANTS: Mapping[str, list[str]] = {
     "reinforce++": ["preset=openrlhf-rfpp", "grpo.seq_logprob_error_threshold=1.5"],
     "rloo": ["preset=trl-rloo"],
     "dr_grpo": ["grpo.adv_estimator.name=dr_grpo", "grpo.overlong_filtering=true"],
+    "groups without gradient": ["loss_fn.reference_policy_kl_penalty=0"],
+    "groups without gradient, in rounds": [
+        "loss_fn.reference_policy_kl_penalty=0",
+        "grpo.async_grpo.enabled=true",
+        "grpo.async_grpo.max_trajectory_age_steps=1",
+    ],
 }
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 Arguments = Callable[[str, Path], list[str]]
@@ -111,6 +118,9 @@ def test_variants_exercise_their_features(whole: Callable[[str], Path]) -> None:
         assert rows[1]["train/dynamic_sampling_num_surplus_groups"] > 0, "kept when step 2 is saved"
         assert rows[2]["train/dynamic_sampling_num_earlier_groups"] > 0
         assert {"train/filtered_reward", "train/dynamic_sampling_num_gen_batches"} <= rows[0].keys()
+    for name in ("groups without gradient", "groups without gradient, in rounds"):
+        shares = [row["train/samples_with_gradient"] for row in results_of(whole(name)) if "train/loss" in row]
+        assert 0 < min(shares) < 1
     assert "train/positive_nll_loss" in results_of(whole("dynamic sampling, gdpo, vapo"))[-1]
     assert "train/shaped_reward" in results_of(whole("dynamic sampling, one update"))[-1]
     assert "train/kl_penalty" in results_of(whole("rloo"))[-1]

@@ -29,7 +29,7 @@ from posttrain.algorithms.rollout_batches import (
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
-from posttrain.algorithms.step_reports import StageClock
+from posttrain.algorithms.step_reports import StageClock, num_sequence_tokens
 from posttrain.algorithms.token_traces import TokenSampling, token_traces
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.policy.objectives.reduce import kl_estimate
@@ -67,20 +67,24 @@ class Grpo:
         taken = self.rollouts.take(self.settings.num_prompts_per_step, step)
         clock.add(taken.timings_s)
 
-        # Log-probabilities that advantages and the loss need in addition to the update's forward pass. None are needed
-        # with one update per step and no KL penalty.
+        # Log-probabilities of all rows that advantages and the loss need in addition to the update's forward pass. None
+        # are needed without a KL penalty.
         with clock("policy_and_reference_logprobs"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
             is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)
-            at_sampler = of_tokens(self._rows_anchored_at_sampler(taken.groups, step), batch)
-            batch, facts = self._with_logprobs(batch, taken.groups, is_fresh, at_sampler)
+            batch, facts = self._with_logprobs(batch, taken.groups, is_fresh)
             facts |= self._kl_to_start(batch, is_fresh, step)
 
-        # Compute advantages within each group. A group whose rewards are all equal gives no gradient.
+        # Compute advantages within each group. A group whose rewards are all equal gives no gradient: unless the loss has
+        # another term, its rows are left out from here on.
         self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
-            batches = self._minibatches(batch, groups, at_sampler)
+            batches = self._minibatches(batch, groups, of_tokens(self._rows_anchored_at_sampler(groups, step), batch))
+
+        # With several updates, ratios are taken against the policy before the first.
+        with clock("policy_and_reference_logprobs"):
+            batches = [self._anchored(batch) for batch in batches]
 
         traces: tuple[TokenTrace, ...] = ()
         sampled = self.settings.tokens
@@ -98,12 +102,13 @@ class Grpo:
             **_mean_over_updates(updates),
             **facts,
             **credit_facts,
+            **_share_with_gradient(batches, batch),
             **rollout_metrics(taken.sampled or groups),
             **taken.metrics,
             "num_updates": float(len(updates)),
         }
         report = _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
-        return replace(report, tokens=traces)
+        return replace(report, tokens=traces, num_trained_tokens=sum(num_sequence_tokens(batch) for batch in batches))
 
     def validate(self, step: int) -> StepReport | None:
         """Mean reward on held-out prompts, with the current weights."""
@@ -119,9 +124,9 @@ class Grpo:
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
     def _with_logprobs(
-        self, batch: TokenBatch, groups: Sequence[Group], is_fresh: Tensor, at_sampler: Tensor
+        self, batch: TokenBatch, groups: Sequence[Group], is_fresh: Tensor
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """The log-probability columns that this step needs: of the reference and of the current policy."""
+        """The log-probability columns that all rows need: of the reference and of the current policy."""
         if not batch.responses:
             return batch, {}
         settings = self.settings
@@ -129,8 +134,7 @@ class Grpo:
         if self.objective.needs_reference or self.credit.kl is not None or bool(is_recorded.any()):
             batch = batch.with_columns(reference_logprobs=self.policy.reference_logprobs(batch))
             batch = with_reference_as_behavior(batch, is_recorded)
-        several_updates = settings.num_updates_per_step > 1 and not bool(at_sampler.all())
-        if several_updates or self.credit.kl is not None or settings.seq_logprob_error_threshold is not None:
+        if self.credit.kl is not None or settings.seq_logprob_error_threshold is not None:
             batch = batch.with_columns(current_logprobs=self.policy.logprobs(batch))
         if settings.seq_logprob_error_threshold is None:
             return batch, {}
@@ -157,11 +161,20 @@ class Grpo:
     def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], at_sampler: Tensor) -> list[TokenBatch]:
         if not batch.responses:
             return []
-        num_updates = self.settings.num_updates_per_step
-        anchored = with_anchor(batch, at_sampler, several_updates=num_updates > 1)
-        return minibatches(
-            anchored, groups, num_updates, with_rewarded=self.objective.config.positive_example_nll_weight != 0
+        batches = minibatches(
+            batch.with_columns(at_sampler=at_sampler),
+            groups,
+            self.settings.num_updates_per_step,
+            with_rewarded=self.objective.config.positive_example_nll_weight != 0,
         )
+        return [self.objective.with_gradient(batch) for batch in batches]
+
+    def _anchored(self, batch: TokenBatch) -> TokenBatch:
+        several_updates = self.settings.num_updates_per_step > 1
+        is_known = "current_logprobs" in batch.columns or bool(batch.columns["at_sampler"].all())
+        if several_updates and not is_known:
+            batch = batch.with_columns(current_logprobs=self.policy.logprobs(batch))
+        return with_anchor(batch, several_updates=several_updates)
 
 
 def _recorded_rows(groups: Sequence[Group]) -> list[bool]:
@@ -178,8 +191,14 @@ def _off_policy_rows(groups: Sequence[Group], step: int) -> list[bool]:
     ]
 
 
+def _share_with_gradient(batches: Sequence[TokenBatch], whole: TokenBatch) -> dict[str, float]:
+    if not whole.responses:
+        return {}
+    return {"samples_with_gradient": sum(len(batch.responses) for batch in batches) / len(whole.responses)}
+
+
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Each metric's mean over the updates of the step; minima and maxima are kept."""
+    """Each metric's mean over the updates of the step that have it; minima and maxima are kept."""
     names = {name: None for update in updates for name in update.metrics}
     means = {}
     for name in names:

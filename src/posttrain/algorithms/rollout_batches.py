@@ -70,14 +70,14 @@ def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenB
     return batch.with_columns(generation_logprobs=sampler)
 
 
-def with_anchor(batch: TokenBatch, at_sampler: Tensor, *, several_updates: bool) -> TokenBatch:
-    """Adds `prev_logprobs` if an anchor other than the current policy is needed; drops `current_logprobs`.
+def with_anchor(batch: TokenBatch, *, several_updates: bool) -> TokenBatch:
+    """Adds `prev_logprobs` if an anchor other than the current policy is needed; drops `current_logprobs` and `at_sampler`.
 
     `at_sampler` marks tokens whose anchor is the policy that sampled them. Where `prev_is_current`
     is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
     """
     columns = dict(batch.columns)
-    current = columns.pop("current_logprobs", None)
+    current, at_sampler = columns.pop("current_logprobs", None), columns.pop("at_sampler")
     if several_updates or bool(at_sampler.any()):
         is_sampler = at_sampler & (columns["mask"] != 0)
         if not several_updates or current is None:

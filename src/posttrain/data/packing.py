@@ -67,16 +67,16 @@ def plan_micro_batches(
 def packing_metrics(
     batch: TokenBatch, batching: MicroBatching, plan: Sequence[Sequence[Sequence[int]]], *, keep_groups_whole: bool
 ) -> dict[str, float]:
-    """How full the micro-batches of a plan are; nothing where they are not cut by tokens.
+    """How full the micro-batches of a plan are; nothing where they are not cut by tokens, or have none.
 
     The bins are made before they are dealt to ranks, so these numbers do not depend on how many ranks there are.
     """
-    if batching.max_tokens is None:
-        return {}
     bins = [rows for rank in plan for rows in rank if rows]
+    if batching.max_tokens is None or not bins:
+        return {}
     counts = [len({batch.prompt_of[row] for row in rows}) if keep_groups_whole else len(rows) for rows in bins]
     loads = [cost(batch, rows) for rows in bins]
-    statistics = PackingStatistics.of(loads, counts, max(loads, default=0), batching.max_tokens)
+    statistics = PackingStatistics.of(loads, counts, max(loads), batching.max_tokens)
     return {
         "packing_factor": statistics.packing_factor,
         "packing_efficiency": statistics.packing_efficiency,

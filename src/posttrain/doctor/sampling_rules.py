@@ -15,7 +15,7 @@ WEIGHT, SAMPLE_SIZE, STALE = (
 )
 SHIFT, AGE = "train/policy_shift_kl", "train/trajectory_age_mean"
 MISMATCH, SAMPLER_KL = "train/token_mult_prob_error", "train/gen_kl_error"
-LENGTH = "train/mean_generation_length"
+LENGTH, TRAINING_RATE = "train/mean_generation_length", "performance/policy_training_tokens_per_sec_per_gpu"
 CORRECTION = "loss_fn.use_importance_sampling_correction"
 PRECISION, FP8_TRAINING = "policy.generation.native_cfg.precision", "policy.fp8"
 MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
@@ -118,7 +118,7 @@ def generation_slowing(run: History) -> Sighting | None:
         return None
     if not 0.8 * before <= length <= 1.25 * before:
         return None
-    if now / start <= 1.5 * _slowing(run.values("timing/train/policy_training")):
+    if now / start <= 1.5 * _slowing(run.values(TRAINING_RATE)):
         return None  # everything is slower: the machine is busy
     text = (
         f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length; "
@@ -128,10 +128,10 @@ def generation_slowing(run: History) -> Sighting | None:
     return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
 
 
-def _slowing(seconds: Sequence[float]) -> float:
-    """How many times as long a stage takes as at the start; at least 1."""
-    first, last = seconds[2:7], seconds[-10:]
-    return max(1.0, statistics.median(last) / statistics.median(first)) if first and statistics.median(first) else 1.0
+def _slowing(rates: Sequence[float]) -> float:
+    """How many times as long a stage takes per token as at the start; at least 1."""
+    first, last = rates[2:7], rates[-10:]
+    return max(1.0, statistics.median(first) / statistics.median(last)) if first and statistics.median(last) else 1.0
 
 
 def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:

@@ -187,6 +187,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         lines.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
     if step.may_sample_again:
         lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
+    if isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0:
+        lines.append("every answer is counted in training; a run leaves out those without gradient")
     if found.settings.ranks > 1:
         lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
     if found.settings.layer_shares * found.settings.row_shares > 1:

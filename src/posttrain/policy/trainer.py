@@ -244,6 +244,7 @@ class PolicyTrainer:
             measured: list[Mapping[str, Tensor]] = []
             if part is None:
                 loss = logprobs.sum() * 0.0
+                measured.append({"loss": torch.zeros_like(loss)})
             else:
                 loss, metrics = objective(logprobs, part)
                 measured.append(metrics)
@@ -385,4 +386,5 @@ _DUMMY = TokenBatch(
     columns={"mask": torch.zeros(2)},
     num_tokens=1.0,
     num_sequences=1.0,
+    num_computed_tokens=1.0,
 )

@@ -2,8 +2,8 @@
 
 Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample) in
 every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on every
-kind of device, so that dashboards made for NeMo RL find them. Two deviations: FLOPS are reported with packing too, and the
-utilisation is called `train_mfu` (there: `train_fp_utilization`).
+kind of device, so that dashboards made for NeMo RL find them. Three deviations: the rates of training count the samples that
+were computed; FLOPS are reported with packing too; the utilisation is called `train_mfu` (there: `train_fp_utilization`).
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def total_seconds(timings_s: Mapping[str, float], total_name: str) -> float:
 def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     """Throughputs per device. A stage that did not run in this step has none."""
     tokens, timings_s = report.num_tokens, report.timings_s
+    trained_tokens = tokens if report.num_trained_tokens is None else report.num_trained_tokens
     total_s = total_seconds(timings_s, TOTAL_STEP)
     training_s = float(timings_s.get("policy_training", 0.0))
     logprobs_s = float(sum(timings_s.get(stage, 0.0) for stage in LOGPROB_STAGES))
@@ -112,7 +113,7 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
 
     add("samples_per_sec_per_gpu", report.num_samples, total_s)
     add("tokens_per_sec_per_gpu", tokens, total_s)
-    add("policy_training_tokens_per_sec_per_gpu", tokens, training_s)
+    add("policy_training_tokens_per_sec_per_gpu", trained_tokens, training_s)
     add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
     add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
     sampled_tokens = tokens * _sampled_by_trained(report)
@@ -121,7 +122,9 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     if report.num_samples > 0 and tokens > 0:
         rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
     if hardware.flops_per_token:
-        add("train_flops_per_gpu", hardware.flops_per_token * tokens / 1e12, training_s)  # in TFLOPS, as in NeMo RL
+        add(
+            "train_flops_per_gpu", hardware.flops_per_token * trained_tokens / 1e12, training_s
+        )  # in TFLOPS, as in NeMo RL
     if hardware.peak_flops_per_device and "train_flops_per_gpu" in rates:
         rates["train_mfu"] = rates["train_flops_per_gpu"] * 1e12 / hardware.peak_flops_per_device
     return rates

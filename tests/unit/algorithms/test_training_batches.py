@@ -55,7 +55,7 @@ def test_one_update_needs_no_second_forward_pass() -> None:
 
 def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_moves_once() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=2)
-    assert policy.calls == ["logprobs", "update", "update", "end_step"]
+    assert policy.calls == ["logprobs", "logprobs", "update", "update", "end_step"]
     assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
 
 
@@ -79,9 +79,9 @@ def test_a_kl_without_price_is_estimated_every_few_steps_and_is_not_trained_on()
 
 
 def test_columns_line_up_with_the_tokens_of_their_rollout() -> None:
-    policy, _ = run([make_group(0, [1.0, 0.0, 0.0]), make_group(1, [0.0, 1.0, 0.5])])
+    policy, _ = run([make_group(0, [1.0, 0.0, 0.0]), make_group(1, [0.0, 1.0, 0.25])])
     batch = policy.batches[0]
-    advantages = [[1.0, -0.5, -0.5], [-0.75, 0.75, 0.0]]
+    advantages = [[1.0, -0.5, -0.5], [-0.625, 0.875, -0.25]]
     assert batch.columns["advantages"].tolist() == pytest.approx(
         [advantages[g][i] for g in range(2) for i in range(3) for _ in range(i + 1)]
     )
@@ -94,10 +94,28 @@ def test_columns_line_up_with_the_tokens_of_their_rollout() -> None:
 
 def test_groups_with_the_same_prompt_stay_two_groups() -> None:
     """Credit goes by draw, never by equal text: merged, the rewards 1 and 0 would be compared with each other."""
-    policy, _ = run([make_group(0, [1.0, 1.0]), make_group(1, [0.0, 0.0])])
+    policy, _ = run([make_group(0, [1.0, 1.0]), make_group(1, [0.0, 0.0])], kl=0.1)
     batch = policy.batches[0]
     assert (batch.columns["advantages"] == 0).all()
     assert batch.prompt_of == (0, 0, 1, 1)
+
+
+def test_rows_without_gradient_are_left_out_and_still_count_in_the_denominators() -> None:
+    policy, metrics = run([make_group(0, [1.0, 1.0]), make_group(1, [1.0, 0.0]), make_group(2, [0.0, 1.0, 0.5])])
+    batch = policy.batches[0]
+    assert [response.tolist() for response in batch.responses] == [[100], [110, 111], [200], [210, 211]]
+    assert batch.prompt_of == (0, 0, 1, 1)
+    assert (batch.num_tokens, batch.num_sequences, batch.num_computed_tokens) == (12.0, 7.0, 6.0)
+    assert metrics["samples_with_gradient"] == pytest.approx(4 / 7)
+
+
+def test_update_without_gradient_is_made_all_the_same() -> None:
+    """Weight decay and momentum act in it."""
+    policy, metrics = run([make_group(0, [1.0, 1.0]), make_group(1, [1.0, 0.0])], updates=2)
+    assert policy.calls == ["logprobs", "update", "update", "end_step"]
+    assert [len(batch.responses) for batch in policy.batches] == [0, 2]
+    assert policy.batches[0].num_tokens == 3.0
+    assert metrics["num_updates"] == 2.0
 
 
 def test_an_unscored_rollout_is_neither_credited_nor_trained_on() -> None:
@@ -120,8 +138,8 @@ def test_step_without_scores_makes_no_update() -> None:
 def test_overlong_filtering_masks_the_loss_but_keeps_the_reward_in_the_baseline() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0, 1.0], cut=2)], overlong_filtering=True)
     batch = policy.batches[0]
-    assert batch.columns["mask"].tolist() == [1, 1, 1, 0, 0, 0]
-    assert batch.columns["advantages"].tolist() == pytest.approx([0.5, -1, -1, 0.5, 0.5, 0.5])
+    assert [response.tolist() for response in batch.responses] == [[0], [10, 11]]
+    assert batch.columns["advantages"].tolist() == pytest.approx([0.5, -1, -1])
     assert (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
 
 
@@ -129,7 +147,7 @@ def test_step_of_filtered_answers_alone_makes_no_update() -> None:
     """Weight decay and momentum would move the weights without anything to learn from."""
     groups = [make_group(0, [1.0], cut=0), make_group(1, [0.0])]
     policy, metrics = run(groups, updates=2, overlong_filtering=True)
-    assert policy.calls == ["logprobs", "update", "end_step"]
+    assert policy.calls == ["update", "end_step"]
     assert metrics["num_updates"] == 1.0
 
 

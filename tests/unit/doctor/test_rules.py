@@ -351,9 +351,24 @@ def test_a_busy_machine_which_slows_training_as_well_is_no_finding() -> None:
     doctor = Doctor("grpo", SETTINGS)
     for step in range(1, 41):
         factor = 1.0 if step < 20 else 2.0
-        timings = {"timing/train/generation": 4.0 * factor, "timing/train/policy_training": 3.0 * factor}
-        doctor.observe({"step": step, **healthy_grpo(step), **timings})
+        rate = {"performance/policy_training_tokens_per_sec_per_gpu": 3000.0 / factor}
+        doctor.observe({"step": step, **healthy_grpo(step), "timing/train/generation": 4.0 * factor, **rate})
     assert doctor.findings == []
+
+
+def test_steps_in_which_no_answer_has_a_gradient_have_no_metrics_of_tokens() -> None:
+    """Rules that read them wait for the next step that has them."""
+    doctor, of_tokens = (
+        Doctor("grpo", SETTINGS),
+        ("entropy", "prob_error", "gen_kl_error", "sampling_", "clip_fraction"),
+    )
+    for step in range(1, 61):
+        row = healthy_grpo(step)
+        if step % 3:
+            row = {key: value for key, value in row.items() if not any(name in key for name in of_tokens)}
+            row |= {"train/groups_with_signal": 0.0, "train/grad_norm": 0.0, "train/loss": 0.0}
+        doctor.observe({"step": step, **row})
+    assert {found.rule for found in doctor.findings} <= {"no-signal"}
 
 
 def test_a_rising_reward_with_two_bad_signs_is_called_hacking() -> None:

@@ -39,7 +39,7 @@ def measure(family: str, lora: bool) -> dict[str, object]:
     num_fused = fuse_layers(forward.head.decoder, may_join=True)
     batch = TokenBatch(
         (torch.zeros(1, dtype=torch.long),), (torch.ones(ANSWER, dtype=torch.long),), (0,),
-        {"mask": torch.ones(ANSWER)}, 1.0, 1.0,
+        {"mask": torch.ones(ANSWER)}, 1.0, 1.0, 1.0,
     )  # fmt: skip
     row = PackedRow.build(batch, torch.device("cpu"))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in adapted.parameters()}

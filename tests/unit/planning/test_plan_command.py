@@ -145,6 +145,7 @@ def test_uncounted_parts_are_listed() -> None:
     words = [
         "policy.model_name=llama-1.5b",
         "grpo.use_dynamic_sampling=true",
+        "loss_fn.reference_policy_kl_penalty=0",
         "policy.dtensor_cfg.lora_cfg.enabled=true",
         "policy.dtensor_cfg.lora_cfg.exclude_modules=[down_proj]",
         "policy.fp8=true",
@@ -153,6 +154,7 @@ def test_uncounted_parts_are_listed() -> None:
     said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
     assert "adapters are counted on every linear layer" in said
     assert "dynamic sampling is counted as one batch" in said
+    assert "every answer is counted in training" in said
     assert "policy.fp8: products of the layers are 2 times as fast as in bf16" in said
 
 

@@ -22,6 +22,7 @@ BATCH = TokenBatch(
     columns={"mask": torch.ones(2)},
     num_tokens=2.0,
     num_sequences=1.0,
+    num_computed_tokens=2.0,
 )
 
 

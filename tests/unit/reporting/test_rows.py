@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,16 @@ def test_flops_are_tera_per_device_and_mfu_is_a_share_of_the_peak() -> None:
     assert rates["train_mfu"] == pytest.approx(8e9 * 1000 / 2.0 / 4 / 1e13)
     assert "train_mfu" not in performance(report, Hardware(4, None, 8e9))
     assert "train_flops_per_gpu" not in performance(report, Hardware(4, 1e13, None))
+
+
+def test_rates_of_training_count_the_samples_that_it_computed() -> None:
+    report = StepReport({}, {"policy_training": 2.0}, (), num_tokens=1000, num_samples=10, num_trained_tokens=300)
+    rates = performance(report, Hardware(1, peak_flops_per_device=1e13, flops_per_token=8e9))
+    assert rates["policy_training_tokens_per_sec_per_gpu"] == 150
+    assert rates["train_mfu"] == pytest.approx(8e9 * 150 / 1e13)
+    assert rates["training_worker_group_tokens_per_sec_per_gpu"] == 500
+    none = performance(replace(report, num_trained_tokens=0), Hardware(1, 1e13, 8e9))
+    assert not {"policy_training_tokens_per_sec_per_gpu", "train_mfu"} & none.keys()
 
 
 def test_stage_that_did_not_run_has_no_rate() -> None:

@@ -39,6 +39,19 @@ class ClippedPolicyGradient:
     def needs_reference(self) -> bool:
         return self.config.reference_policy_kl_penalty != 0
 
+    def with_gradient(self, batch: TokenBatch) -> TokenBatch:
+        """The batch without the rows whose share of the loss and of its gradient is exactly 0, whatever the policy: all
+        their tokens are masked, or have advantage 0 and no other term.
+        """
+        counts = batch.columns["mask"] != 0
+        if not self.needs_reference:
+            has_term = batch.columns["advantages"] != 0
+            if self.config.positive_example_nll_weight:
+                has_term |= batch.columns["rewarded"] != 0
+            counts &= has_term
+        of_rows = per_sequence(counts.float(), sequence_ids(batch, counts.device), len(batch.responses))
+        return batch.only(of_rows.nonzero().flatten().tolist())
+
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         frame = _Frame(logprobs, batch, self._denominator(batch))
         ratio, clipped, actor = self._actor(frame)
@@ -198,7 +211,8 @@ class _Frame:
         self._lengths = per_sequence(self.mask, self.ids, self.num_sequences)
 
     def token_mean(self, values: Tensor) -> Tensor:
-        return (values * self.mask).sum() / (self._batch.num_tokens + EPS)
+        """For metrics: over the tokens that were computed."""
+        return (values * self.mask).sum() / (self._batch.num_computed_tokens + EPS)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         return per_sequence(values * self.mask, self.ids, self.num_sequences)
