@@ -217,15 +217,16 @@ class TrainingRun:
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
             places_per_engine=config.gpus_per_engine,
+            places_per_engine_actor=config.gpus_per_engine if config.vllm_spans_gpus else 1,
             log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
+        shares = 1 if config.vllm_spans_gpus else config.gpus_per_engine
+        engine = setup.for_sampling(shares, in_host_memory=config.vllm_spans_gpus)
         return start_workers(
             partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
             layout,
             config.cluster.launcher,
-            build_engine=partial(build_rank, setup.for_sampling(config.gpus_per_engine))
-            if config.num_engines
-            else None,
+            build_engine=partial(build_rank, engine) if config.num_engines else None,
             quiet=self.quiet,
         )
 
@@ -242,7 +243,12 @@ class TrainingRun:
             weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
         else:
             folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
-            handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
+            handover = Handover(
+                digest(str(folder))[:16],
+                folder,
+                on_one_machine=workers.num_nodes == 1,
+                over_gpu_memory=not self.config.vllm_spans_gpus,
+            )
             weights = pushed = PushedWeights(workers, handover, say)
             self._cleanup.callback(pushed.close)
             engine = ShardedEngine(workers.engines, pushed.ensure_published)
@@ -350,14 +356,17 @@ class TrainingRun:
 
 def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
     """An engine on each device of the run's cluster, with the run's initial weights. The engines are independent."""
+    size = config.gpus_per_engine if config.vllm_spans_gpus else 1
     layout = RankLayout(
         config.cluster.num_nodes,
-        config.cluster.gpus_per_node,
+        config.cluster.gpus_per_node // size,
+        gpus_per_rank=size,
         device=config.policy.device,
         num_threads=config.policy.num_threads,
         is_process_group=False,
     )
-    build = partial(build_rank, _rank_setup(config, chat).for_sampling(1))
+    setup = _rank_setup(config, chat).for_sampling(1, in_host_memory=config.vllm_spans_gpus)
+    build = partial(build_rank, setup)
     return start_workers(build, layout, config.cluster.launcher, quiet=True)
 
 

@@ -23,7 +23,7 @@ class World:
         self.data = root / "data"
         self.data.mkdir()
         # vLLM's attention has no heads smaller than 32.
-        self.model = tiny_runs.save_model(root / "model", hidden_size=64)
+        self.model = tiny_runs.save_model(root / "model", hidden_size=64, num_kv_heads=2)
         tiny_runs.write_rows(self.data / "questions.jsonl", tiny_runs.questions(20))
         tiny_runs.write_rows(self.data / "held_out_questions.jsonl", tiny_runs.questions(4, seed=1))
         (self.data / "rewards.py").write_text(tiny_runs.ODD_CHARACTERS)
@@ -89,6 +89,25 @@ def test_rounds_carry_answers_over(world: World) -> None:
     assert code == 0
     draws = [json.loads(line)["draw"] for step in range(1, 4) for line in answers(folder, step)]
     assert sorted(draws) == list(range(12))
+
+
+@pytest.mark.slow
+def test_a_vllm_of_two_processes_on_places_of_its_own_samples_ahead(world: World) -> None:
+    """One rank, and one engine on two places, whose vLLM splits the layers itself."""
+    pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    code, folder = world.run(
+        "two",
+        "cluster.gpus_per_node=3",
+        "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.generation.vllm_cfg.check_period=1",
+        "grpo.async_grpo.enabled=true",
+        "grpo.val_period=0",
+        steps=3,
+    )
+    assert code == 0
+    assert [row["train/trajectory_age_max"] for row in rows(folder)] == [0, 1, 1]
+    assert {file.name for file in (folder / "logs").glob("*_*.log")} == {"rank_0.log", "engine_0.log"}
 
 
 def test_adapters_are_pushed_alone(world: World) -> None:

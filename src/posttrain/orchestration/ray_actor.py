@@ -93,8 +93,8 @@ def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
     return (
         ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
         .options(
-            num_cpus=1,
-            num_gpus=layout.gpus_per_rank if places.use_gpu else 0,
+            num_cpus=layout.num_places_of(place),
+            num_gpus=layout.gpus_per_rank * layout.num_places_of(place) if places.use_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 places.group, placement_group_bundle_index=place // layout.ranks_per_node
             ),

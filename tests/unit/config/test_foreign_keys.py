@@ -173,7 +173,10 @@ def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* one GPU of its rank"),
+        (
+            ["policy.generation.vllm_cfg.tensor_parallel_size=2"],
+            "= 2: .* one GPU of its rank; .*colocated.enabled=false",
+        ),
         (["policy.generation.vllm_cfg.max_model_len=100"], "max_model_len = 100 is less than policy.max_total_seq"),
         (["grpo.async_grpo.enabled=true", "policy.generation.stop_strings=[x]"], "would overlook a stop string"),
         (

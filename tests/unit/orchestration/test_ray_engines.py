@@ -163,3 +163,13 @@ def test_places_ranks_and_logs_of_engines_of_two_parts() -> None:
     assert [layout.place_in_group(place) for place in range(6)] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 2), (1, 2)]
     names = ["rank_0", "rank_1", "engine_0_part_0", "engine_0_part_1", "engine_1_part_0", "engine_1_part_1"]
     assert [layout.name_of(place) for place in range(6)] == names
+    assert {layout.num_places_of(place) for place in range(6)} == {1}
+
+
+def test_an_engine_that_splits_its_layers_itself_is_one_actor_with_all_places() -> None:
+    layout = RankLayout(1, 6, num_engines=2, places_per_engine=2, places_per_engine_actor=2)
+    assert layout.num_ranks == 2
+    assert [list(layout.engine_places(engine)) for engine in range(2)] == [[2], [4]]
+    assert [layout.place_in_group(place) for place in (0, 2, 4)] == [(0, 2), (0, 1), (0, 1)]
+    assert [layout.name_of(place) for place in (1, 2, 4)] == ["rank_1", "engine_0", "engine_1"]
+    assert [layout.num_places_of(place) for place in (1, 2, 4)] == [1, 2, 2]
