@@ -199,6 +199,29 @@ def test_settings_of_vllm_that_contradict_others_are_refused(overrides: list[str
         load_config("grpo", None, [*VLLM, *overrides])
 
 
+def test_settings_of_the_native_engine_are_said_to_be_unused_where_vllm_samples() -> None:
+    settings = [
+        "policy.generation.native_cfg.num_speculative_tokens=3",
+        "policy.generation.native_cfg.max_batch_size=64",
+    ]
+    [warning] = load_config("grpo", None, [*VLLM, *settings]).warnings
+    assert "native_cfg.max_batch_size: settings of the native engine; vLLM samples" in warning
+    assert load_config("grpo", None, settings).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("grpo.async_grpo.in_flight_weight_updates=true", "set it to false"),
+        ("grpo.async_grpo.max_generation_failures=3", "set it to 0"),
+        ("policy.dtensor_cfg.cpu_offload=true", "policy.optimizer.offload_states=true"),
+    ],
+)
+def test_a_refusal_says_what_to_set_instead(override: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]}.*{instead}"):
+        load_config("grpo", None, [override])
+
+
 def test_an_asynchronous_vllm_needs_no_other_engine() -> None:
     loaded = load_config("grpo", None, [*VLLM, "policy.generation.vllm_cfg.async_engine=true"])
     assert "policy.generation.vllm_cfg.async_engine: requests are always batched continuously" in loaded.warnings[0]

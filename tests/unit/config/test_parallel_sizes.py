@@ -129,6 +129,14 @@ def test_a_vllm_on_gpus_of_its_own_splits_its_layers_itself() -> None:
     assert not grpo_config(DEDICATED, f"{GPUS}=4", *vllm).vllm_spans_gpus
 
 
+def test_gpus_for_sampling_are_said_to_be_unused_where_all_gpus_train() -> None:
+    words = [EIGHT, "data.default.env_name=math", f"{GPUS}=2"]
+    [warning] = load_config("grpo", None, words).warnings
+    assert "resources.gpus_per_node = 2: policy.generation.colocated.enabled is true" in warning
+    assert load_config("grpo", None, [*words, DEDICATED]).warnings == []
+    assert load_config("grpo", None, [*words[:2], f"{GPUS}=8"]).warnings == [], "all of them: what is done"
+
+
 def test_the_size_of_an_engine_is_said_to_be_ignored_only_where_the_gpus_that_train_sample() -> None:
     words = [EIGHT, "data.default.env_name=math", f"{ENGINE_TP}=2"]
     assert any(ENGINE_TP in warning for warning in load_config("grpo", None, words).warnings)
