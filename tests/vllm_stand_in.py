@@ -68,6 +68,7 @@ class LLMEngine:
         if _has("hang"):
             time.sleep(3600)
         if _has("die"):
+            pathlib.Path(__file__).with_name("fault").unlink()  # the next process lives
             os.kill(os.getpid(), signal.SIGKILL)
         outputs = []
         for name, (prompt, params, generator, answer) in list(self.running.items()):

@@ -84,6 +84,18 @@ def test_a_vllm_that_keeps_old_weights_stops_the_run(world: World, capfd: pytest
     assert not (folder / "metrics.jsonl").exists() or not rows(folder)
 
 
+def test_a_run_whose_vllm_dies_starts_again_by_itself(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    if world.python == vllm_pythons.REAL:
+        pytest.skip("the stand-in can die")
+    Path(world.python).with_name("fault").write_text("die")
+    code, folder = world.run("lost", "cluster.max_restarts=1", "grpo.val_period=0", steps=2)
+    error = capfd.readouterr().err
+    assert "ended during `generate`, signal 9 (SIGKILL)" in error
+    assert "restart 1 of 1 (cluster.max_restarts)" in error
+    assert code == 0
+    assert len(rows(folder)) == 2
+
+
 def test_rounds_carry_answers_over(world: World) -> None:
     code, folder = world.run("rounds", "grpo.async_grpo.enabled=true", "grpo.val_period=0", steps=3)
     assert code == 0

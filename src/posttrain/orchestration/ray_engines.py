@@ -1,4 +1,4 @@
-"""Dedicated engines, each replaced as a whole when one of its actors dies.
+"""Dedicated engines, each replaced as a whole when one of its actors dies, or its vLLM.
 
 Engines are independent. A replacement gets the newest weights and repeats the lost call with the same tasks and noise
 keys, so with the same bits.
@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from posttrain.engines.vllm_process import VllmLostError
 from posttrain.engines.weight_handover import SentWeights
 from posttrain.errors import StopRequested
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
@@ -63,10 +64,12 @@ class RayEngine:
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
                 return self._call_all(operation, *args, **kwargs)
-            except WorkerDiedError as error:
+            except (WorkerDiedError, VllmLostError) as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
                 if not self._is_asked_to_stop:
+                    if isinstance(error, VllmLostError):
+                        self._say(str(error))  # with the end of its log
                     self._replace(operation.__name__)
                 if self._is_asked_to_stop:  # perhaps meanwhile; the time that is left is for saving
                     raise StopRequested from error

@@ -10,6 +10,7 @@ import pytest
 
 ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
 
+from posttrain.engines.vllm_process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
 from posttrain.orchestration.launch import RankLayout  # noqa: E402
@@ -44,6 +45,8 @@ class FakeActor:
         self.log.append((self.number, operation))
         if operation in self.dies_at:
             raise WorkerDiedError("gone")
+        if f"loses its vLLM in {operation}" in self.dies_at:
+            raise VllmLostError("vLLM (process 7) ended")
         if f"loses another in {operation}" in self.dies_at:
             raise RuntimeError("connection closed by peer")
         return self.number
@@ -80,6 +83,19 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch:
         (1, "sample_round"),
     ]
     assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+
+
+def test_an_engine_whose_vllm_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, {"loses its vLLM in sample_round"}, set())
+    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
+    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 1
+    assert [operation for number, operation in actors.log if number == 1] == [
+        "build",
+        "receive_weights",
+        "sample_round",
+    ]
+    assert actors.said[0] == "vLLM (process 7) ended"
+    assert actors.said[1] == "engine 0 died during sample_round: another one is started, and repeats it"
 
 
 def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
