@@ -34,6 +34,9 @@ class DecodeJob:
     generate_batch: int = 256  # rows of one call of transformers' generate
     gpu_memory_utilization: float = 0.9  # of vLLM
     native: Mapping[str, Any] = field(default_factory=dict)  # settings of the native engine
+    sharded: bool = (
+        False  # by FSDP over one rank: the native engine as on several GPUs that train, without communication
+    )
     release: bool = False  # the native engine gives up its cache before every measured run, as it does for training
     profile: bool = False
 
