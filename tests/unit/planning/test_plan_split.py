@@ -91,6 +91,22 @@ def test_gpus_that_share_an_engine_hold_parts_of_the_model_and_are_counted_as_on
     assert {split.config.num_engines for split in tried if split.max_age == 0} == {0, 1, 2, 3}
 
 
+def test_a_vllm_has_a_copy_of_the_weights_also_on_one_gpu_and_where_ranks_share_layers() -> None:
+    vllm = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.python=/env/bin/python"]
+    two_each = [*FOUR_SAMPLE, "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    for words, trained, own in (
+        (["cluster.gpus_per_node=1"], 1, 1),
+        (["policy.dtensor_cfg.tensor_parallel_size=2"], 1 / 8, 1),
+        (FOUR_SAMPLE, 1, 1),  # the engine's process has them too
+        (two_each, 1 / 2, 0),  # in host memory
+    ):
+        found, _ = planned(*words, *vllm)
+        items = next(phase.items for phase in found.memory.phases if phase.name == SAMPLING)
+        weights = 2 * found.shape.num_weights
+        assert (items["weights"], items.get("weights of vLLM", 0)) == (trained * weights, own * weights)
+        assert "whole weights" not in items
+
+
 def test_every_rank_has_a_vllm_also_where_ranks_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated: list[int] = []
     monkeypatch.setattr(split, "simulate", lambda engines, *rest, **named: simulated.append(len(engines)) or [1.0])

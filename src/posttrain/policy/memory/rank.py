@@ -136,6 +136,10 @@ class RankMemory:
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
         whole = {"whole weights": self.weights / self.settings.layer_shares} if self.is_sharded else {}
+        if engine.has_own_weights:
+            # On several GPUs that only sample, vLLM's parts are the only ones.
+            alone = not self.settings.trains and self.settings.ranks > 1
+            whole = {} if alone else {"weights of vLLM": self.weights}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 
     def fp8_weights(self) -> dict[str, float]:
