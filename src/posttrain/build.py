@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -223,7 +222,7 @@ class TrainingRun:
         shares = 1 if config.vllm_spans_gpus else config.gpus_per_engine
         engine = setup.for_sampling(shares, in_host_memory=config.vllm_spans_gpus)
         return start_workers(
-            partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
+            partial(build_rank, setup.without_vllm() if config.num_engines else setup),
             layout,
             config.cluster.launcher,
             build_engine=partial(build_rank, engine) if config.num_engines else None,
@@ -243,12 +242,8 @@ class TrainingRun:
             weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
         else:
             folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
-            handover = Handover(
-                digest(str(folder))[:16],
-                folder,
-                on_one_machine=workers.num_nodes == 1,
-                over_gpu_memory=not self.config.vllm_spans_gpus,
-            )
+            name, over_gpu_memory = digest(str(folder))[:16], not self.config.vllm_spans_gpus
+            handover = Handover(name, folder, workers.num_nodes == 1, over_gpu_memory)
             weights = pushed = PushedWeights(workers, handover, say)
             self._cleanup.callback(pushed.close)
             engine = ShardedEngine(workers.engines, pushed.ensure_published)
@@ -366,8 +361,7 @@ def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
         is_process_group=False,
     )
     setup = _rank_setup(config, chat).for_sampling(1, in_host_memory=config.vllm_spans_gpus)
-    build = partial(build_rank, setup)
-    return start_workers(build, layout, config.cluster.launcher, quiet=True)
+    return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=True)
 
 
 def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
@@ -400,10 +394,3 @@ def _refit_remark(config: RunConfig) -> str:
     if config.policy.generation is not None and config.policy.generation.uses_vllm:
         return "the trainer's weights go to vLLM"
     return "" if config.num_engines else "the sampler shares the trainer's weights"
-
-
-def _without_vllm(policy: PolicyConfig) -> PolicyConfig:
-    """For ranks that do not sample because dedicated engines do."""
-    if policy.generation is None:
-        return policy
-    return policy.model_copy(update={"generation": policy.generation.model_copy(update={"backend": "native"})})

@@ -75,6 +75,12 @@ class RankSetup:
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
         return replace(self, policy=policy, needs_reference=False, trains=False, in_host_memory=in_host_memory)
 
+    def without_vllm(self) -> RankSetup:
+        """Of a rank that does not sample, because engines on devices of their own do."""
+        assert self.policy.generation is not None
+        generation = self.policy.generation.model_copy(update={"backend": "native"})
+        return replace(self, policy=self.policy.model_copy(update={"generation": generation}))
+
 
 @dataclass(frozen=True)
 class ModelFacts:
