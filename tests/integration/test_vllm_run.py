@@ -120,6 +120,10 @@ def test_a_vllm_of_two_processes_on_places_of_its_own_samples_ahead(world: World
     assert code == 0
     assert [row["train/trajectory_age_max"] for row in rows(folder)] == [0, 1, 1]
     assert {file.name for file in (folder / "logs").glob("*_*.log")} == {"rank_0.log", "engine_0.log"}
+    if world.python != vllm_pythons.REAL:
+        weights = Path(Path(world.python).with_name("weights").read_text())
+        assert weights.name.startswith("posttrain-weights-")
+        assert not weights.exists(), "what is in shared memory outlives no run"
 
 
 def test_adapters_are_pushed_alone(world: World) -> None:

@@ -10,15 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import ray
-
 from posttrain.engines.vllm_process import VllmLostError
 from posttrain.engines.weight_handover import SentWeights
 from posttrain.errors import StopRequested
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.ray_actor import RayWorker, future_of, settle, start_actor
+from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
 from posttrain.policy.parallel import Mesh
@@ -91,8 +89,7 @@ class RayEngine:
 
     def _kill(self) -> None:
         """Stop all actors: the remaining ones would hold their place or wait for the dead one."""
-        for worker in self.workers:
-            ray.kill(worker.actor)
+        end_actors(self.workers)
 
     def _wait(self, pending: Sequence[Future[T]], operation: str) -> list[T]:
         limit_s = deadline_s(operation) + _GRACE_S

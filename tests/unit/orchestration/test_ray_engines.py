@@ -35,7 +35,7 @@ class FakeActor:
     def __init__(self, number: int, dies_at: set[str], log: list[tuple[int, str]]) -> None:
         self.number, self.dies_at, self.log = number, dies_at, log
         self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
-        self.address = Method(lambda: ("host", 1))
+        self.address, self.close = Method(lambda: ("host", 1)), Method(lambda: None)
         self.request_stop = Method(lambda: self._note("request_stop"))
 
     def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -62,7 +62,9 @@ class Actors:
         monkeypatch.setattr(ray_engines, "start_actor", lambda place, layout, places: next(actors))
         monkeypatch.setattr(ray_engines, "future_of", lambda outcome: outcome)
         monkeypatch.setattr("posttrain.orchestration.ray_actor.future_of", lambda outcome: outcome)
-        monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: self.log.append((actor.number, "kill")))
+        monkeypatch.setattr(
+            "posttrain.orchestration.ray_actor.ray.kill", lambda actor: self.log.append((actor.number, "kill"))
+        )
         self.engine = ray_engines.RayEngine(
             0, object, RankLayout(1, 1 + size, num_engines=1, places_per_engine=size), cast(Any, None), self.said.append
         )
