@@ -62,6 +62,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--release", action="store_true", help="the native engine gives its cache up before each run, as for training"
     )
+    parser.add_argument(
+        "--sharded",
+        action="store_true",
+        help="the native engine as on several GPUs that train: modules of FSDP, no graphs",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -116,6 +121,7 @@ def jobs(args: argparse.Namespace, names: Sequence[str]) -> list[DecodeJob]:
             gpu_memory_utilization=args.vllm_memory,
             native=native if engine == NATIVE else {},
             vllm=vllm if engine == VLLM else {},
+            sharded=args.sharded and engine == NATIVE,
             release=args.release and engine == NATIVE,
             profile=args.profile and engine == NATIVE,
         )

@@ -6,15 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from decode_job import DecodeJob, Engine, Sampled, timed
 from profiling import cost_table, largest_costs
 from shapes import PAD, open_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from workloads import Workload
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
+from posttrain.policy.parallel import whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"
@@ -39,7 +43,8 @@ class NativeSampling:
         self.num_calls += 1
         key = NoiseKey(seed=0, step=self.num_calls)
         limits: dict[str, Any] = {} if work.is_uniform else {"limits": work.limits}
-        groups = self.engine.generate(tasks, work.num_samples, sampling, key, **limits)
+        with whole_parameters(self.engine.model):
+            groups = self.engine.generate(tasks, work.num_samples, sampling, key, **limits)
         return lambda: _of_completions([completion for group in groups for completion in group])
 
 
@@ -170,10 +175,20 @@ def _of_requests(outputs: Sequence[Any]) -> Sampled:
     )
 
 
+def _shard_layers(model: PreTrainedModel, device: str) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device, (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+
+
 def measure(job: DecodeJob) -> dict[str, Any]:
     """One of the engines of this file, in this process."""
     attention = {} if job.engine == NATIVE else {"attention": "sdpa"}
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed, **attention)
+    if job.sharded:
+        _shard_layers(model, job.device)
     build: Callable[[], Engine]
     if job.engine == NATIVE:
         build = lambda: NativeSampling(model, tokenizer, native_settings(job))  # noqa: E731

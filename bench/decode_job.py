@@ -35,6 +35,7 @@ class DecodeJob:
     gpu_memory_utilization: float = 0.9  # of vLLM
     native: Mapping[str, Any] = field(default_factory=dict)  # settings of the native engine
     vllm: Mapping[str, Any] = field(default_factory=dict)  # options of vLLM
+    sharded: bool = False  # by FSDP over one rank: the native engine as on several GPUs that train
     release: bool = False  # the native engine gives up its cache before every measured run, as it does for training
     profile: bool = False
 

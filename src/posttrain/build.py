@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -217,15 +216,16 @@ class TrainingRun:
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
             places_per_engine=config.gpus_per_engine,
+            places_per_engine_actor=config.gpus_per_engine if config.vllm_spans_gpus else 1,
             log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
+        shares = 1 if config.vllm_spans_gpus else config.gpus_per_engine
+        engine = setup.for_sampling(shares, in_host_memory=config.vllm_spans_gpus)
         return start_workers(
-            partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
+            partial(build_rank, setup.without_vllm() if config.num_engines else setup),
             layout,
             config.cluster.launcher,
-            build_engine=partial(build_rank, setup.for_sampling(config.gpus_per_engine))
-            if config.num_engines
-            else None,
+            build_engine=partial(build_rank, engine) if config.num_engines else None,
             quiet=self.quiet,
         )
 
@@ -242,7 +242,8 @@ class TrainingRun:
             weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
         else:
             folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
-            handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
+            name, over_gpu_memory = digest(str(folder))[:16], not self.config.vllm_spans_gpus
+            handover = Handover(name, folder, workers.num_nodes == 1, over_gpu_memory)
             weights = pushed = PushedWeights(workers, handover, say)
             self._cleanup.callback(pushed.close)
             engine = ShardedEngine(workers.engines, pushed.ensure_published)
@@ -350,15 +351,17 @@ class TrainingRun:
 
 def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
     """An engine on each device of the run's cluster, with the run's initial weights. The engines are independent."""
+    size = config.gpus_per_engine if config.vllm_spans_gpus else 1
     layout = RankLayout(
         config.cluster.num_nodes,
-        config.cluster.gpus_per_node,
+        config.cluster.gpus_per_node // size,
+        gpus_per_rank=size,
         device=config.policy.device,
         num_threads=config.policy.num_threads,
         is_process_group=False,
     )
-    build = partial(build_rank, _rank_setup(config, chat).for_sampling(1))
-    return start_workers(build, layout, config.cluster.launcher, quiet=True)
+    setup = _rank_setup(config, chat).for_sampling(1, in_host_memory=config.vllm_spans_gpus)
+    return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=True)
 
 
 def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
@@ -391,10 +394,3 @@ def _refit_remark(config: RunConfig) -> str:
     if config.policy.generation is not None and config.policy.generation.uses_vllm:
         return "the trainer's weights go to vLLM"
     return "" if config.num_engines else "the sampler shares the trainer's weights"
-
-
-def _without_vllm(policy: PolicyConfig) -> PolicyConfig:
-    """For ranks that do not sample because dedicated engines do."""
-    if policy.generation is None:
-        return policy
-    return policy.model_copy(update={"generation": policy.generation.model_copy(update={"backend": "native"})})

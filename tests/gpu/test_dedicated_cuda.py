@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -13,7 +14,7 @@ import pytest
 import torch
 from local_ray import local_ray
 from tiny_models import tiny_model
-from tiny_runs import command, grpo, results_of, run, same_up_to_rounding, save_data, save_model
+from tiny_runs import command, grpo, results_of, run, same_up_to_rounding, save_data, save_model, weights_of
 from torch import nn
 
 from posttrain.engines import weight_handover
@@ -165,6 +166,24 @@ def test_an_engine_in_a_process_of_its_own_makes_the_curves_of_a_colocated_one(
     assert_same_curves(tmp_path / "dedicated", tmp_path / "colocated")
     ahead = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=1"]
     assert run([*arguments("ahead"), *ENGINE, *ahead]) == 0
+
+
+def test_a_run_that_samples_ahead_resumes_with_the_same_bits(two_places_on_one_gpu: None, tmp_path: Path) -> None:
+    model, data = save_model(tmp_path / "model", hidden_size=256), save_data(tmp_path / "data")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+
+    def arguments(folder: Path) -> list[str]:
+        words = ["policy.device=cuda", "policy.precision=bfloat16", "policy.deterministic=true", *ENGINE]
+        words += ["policy.generation.native_cfg.gpu_memory_utilization=0.4", "grpo.async_grpo.enabled=true"]
+        return [*grpo(model, data, folder, steps=4), *words]
+
+    assert run(arguments(whole)) == 0
+    assert max(row.get("train/trajectory_age_max", 0) for row in results_of(whole)) == 1
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "step_4")
+    assert run(arguments(resumed)) == 0
+    assert results_of(resumed) == results_of(whole)
+    assert weights_of(resumed / "step_4") == weights_of(whole / "step_4")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

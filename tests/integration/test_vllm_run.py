@@ -23,7 +23,7 @@ class World:
         self.data = root / "data"
         self.data.mkdir()
         # vLLM's attention has no heads smaller than 32.
-        self.model = tiny_runs.save_model(root / "model", hidden_size=64)
+        self.model = tiny_runs.save_model(root / "model", hidden_size=64, num_kv_heads=2)
         tiny_runs.write_rows(self.data / "questions.jsonl", tiny_runs.questions(20))
         tiny_runs.write_rows(self.data / "held_out_questions.jsonl", tiny_runs.questions(4, seed=1))
         (self.data / "rewards.py").write_text(tiny_runs.ODD_CHARACTERS)
@@ -84,11 +84,46 @@ def test_a_vllm_that_keeps_old_weights_stops_the_run(world: World, capfd: pytest
     assert not (folder / "metrics.jsonl").exists() or not rows(folder)
 
 
+def test_a_run_whose_vllm_dies_starts_again_by_itself(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    if world.python == vllm_pythons.REAL:
+        pytest.skip("the stand-in can die")
+    Path(world.python).with_name("fault").write_text("die")
+    code, folder = world.run("lost", "cluster.max_restarts=1", "grpo.val_period=0", steps=2)
+    error = capfd.readouterr().err
+    assert "ended during `generate`, signal 9 (SIGKILL)" in error
+    assert "restart 1 of 1 (cluster.max_restarts)" in error
+    assert code == 0
+    assert len(rows(folder)) == 2
+
+
 def test_rounds_carry_answers_over(world: World) -> None:
     code, folder = world.run("rounds", "grpo.async_grpo.enabled=true", "grpo.val_period=0", steps=3)
     assert code == 0
     draws = [json.loads(line)["draw"] for step in range(1, 4) for line in answers(folder, step)]
     assert sorted(draws) == list(range(12))
+
+
+@pytest.mark.slow
+def test_a_vllm_of_two_processes_on_places_of_its_own_samples_ahead(world: World) -> None:
+    """One rank, and one engine on two places, whose vLLM splits the layers itself."""
+    pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    code, folder = world.run(
+        "two",
+        "cluster.gpus_per_node=3",
+        "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.generation.vllm_cfg.check_period=1",
+        "grpo.async_grpo.enabled=true",
+        "grpo.val_period=0",
+        steps=3,
+    )
+    assert code == 0
+    assert [row["train/trajectory_age_max"] for row in rows(folder)] == [0, 1, 1]
+    assert {file.name for file in (folder / "logs").glob("*_*.log")} == {"rank_0.log", "engine_0.log"}
+    if world.python != vllm_pythons.REAL:
+        weights = Path(Path(world.python).with_name("weights").read_text())
+        assert weights.name.startswith("posttrain-weights-")
+        assert not weights.exists(), "what is in shared memory outlives no run"
 
 
 def test_adapters_are_pushed_alone(world: World) -> None:

@@ -281,9 +281,10 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
     for key in sorted(ARGUMENTS_OF_VLLM_IN_USE & generation.vllm_kwargs.keys()):
         instead = f"use policy.generation.vllm_cfg.{key}" if key in type(section).model_fields else "remove it"
         yield f"policy.generation.vllm_kwargs.{key}: posttrain sets this argument of vLLM itself; {instead}"
-    if size > 1 and config.policy.device != "cpu":
+    if size > 1 and not config.num_engines and config.policy.device != "cpu":
         yield (
-            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM has the one GPU of its rank; set it to 1"
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares GPUs with training has the one GPU of "
+            "its rank; set it to 1, or give vLLM GPUs of its own (policy.generation.colocated.enabled=false)"
         )
 
 

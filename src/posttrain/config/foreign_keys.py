@@ -90,10 +90,15 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule(
         "grpo.async_grpo.in_flight_weight_updates",
         _off,
-        "new weights during a round, which no resumed run could repeat; weights change between rounds",
+        "new weights during a round, which no resumed run could repeat; weights change between rounds: set it to false",
     ),
     KeyRule("grpo.async_grpo.recompute_kv_cache_after_weight_updates", _anything, "the KV cache is always recomputed"),
-    KeyRule("grpo.async_grpo.max_generation_failures", _off, "answers that may fail; a failed answer is unscored"),
+    KeyRule(
+        "grpo.async_grpo.max_generation_failures",
+        _off,
+        "a limit of failed answers; answers that cannot be scored are left out and counted, and an engine that fails is replaced "
+        "or ends the run: set it to 0",
+    ),
     KeyRule("grpo.invalid_tool_call_advantage", lambda value: value is None, "advantages of tool calls"),
     KeyRule("grpo.malformed_thinking_advantage", lambda value: value is None, "advantages of thinking tags"),
     KeyRule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),
@@ -130,7 +135,11 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
     KeyRule("policy.dtensor_cfg.expert_parallel_size", _at_most_one, "experts on ranks of their own"),
     KeyRule("policy.dtensor_cfg.sequence_parallel", _off, "norms on parts of a row; see context_parallel_size"),
-    KeyRule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
+    KeyRule(
+        "policy.dtensor_cfg.cpu_offload",
+        _off,
+        "keeping weights in CPU memory; policy.optimizer.offload_states=true keeps the optimizer's state there, which is larger",
+    ),
     KeyRule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _OWN_PLAN),
     KeyRule("policy.dtensor_cfg.moe_parallelizer", _off, _OWN_PLAN),
     KeyRule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _OWN_PLAN),
@@ -210,6 +219,7 @@ VLLM_RULES: tuple[KeyRule, ...] = (
                     "use_deep_gemm", "skip_tokenizer_init", "reset_encoder_cache_*")
     ),
     KeyRule("policy.generation.native_cfg.precision", lambda value: value == "auto", "FP8 in vLLM; use backend native"),
+    KeyRule("policy.generation.native_cfg.*", _anything, "settings of the native engine; vLLM samples and does not use them"),
     *(KeyRule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*")),
 )  # fmt: skip
 

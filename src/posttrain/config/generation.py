@@ -92,7 +92,7 @@ class TrainingVllmConfig(VllmConfig):
 
     tensor_parallel_size: PositiveInt = Field(
         default=1,
-        description="GPUs that share the layers of a native engine on GPUs that only sample; a vLLM has one GPU.",
+        description="GPUs that share the layers of an engine, native or vLLM, on GPUs that only sample.",
     )
     python: str | None = Field(
         default=None,

@@ -232,7 +232,7 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def gpus_per_sampler(self) -> int:
-        """That share the layers of what samples. A vLLM has whole layers, one on every rank."""
+        """That share the layers of what samples. A vLLM that shares the GPU of a rank has whole layers."""
         if self.num_engines or self.policy.generation.uses_vllm:
             return self.gpus_per_engine
         return self.policy.dtensor_cfg.tensor_parallel_size

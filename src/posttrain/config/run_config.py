@@ -83,9 +83,14 @@ class RunConfig(Section):
     def gpus_per_engine(self) -> int:
         """That share the layers of an engine which only samples."""
         generation = self.policy.generation
-        if generation is None or generation.colocated.enabled or generation.uses_vllm:
+        if generation is None or generation.colocated.enabled:
             return 1
         return generation.vllm_cfg.tensor_parallel_size
+
+    @property
+    def vllm_spans_gpus(self) -> bool:
+        """Each engine which only samples is a vLLM that splits its layers itself."""
+        return self.gpus_per_engine > 1 and self.policy.generation is not None and self.policy.generation.uses_vllm
 
     @property
     def num_engine_gpus(self) -> int:

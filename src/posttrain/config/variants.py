@@ -87,6 +87,7 @@ def unused_variants(config: GrpoRunConfig, is_set: IsSetByUser) -> list[str]:
             found.append(
                 f"grpo.adv_estimator.{key}: read by {' and '.join(readers)} only, and adv_estimator.name is {name}"
             )
+    found += _unused_resources(config)
     shaping, longest = config.grpo.reward_shaping, config.policy.generation.max_new_tokens
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and shaping.max_response_length is not None:
         begins = shaping.max_response_length - (shaping.overlong_buffer_length or 0)
@@ -96,6 +97,16 @@ def unused_variants(config: GrpoRunConfig, is_set: IsSetByUser) -> list[str]:
                 f"policy.generation.max_new_tokens = {longest}: lower max_response_length"
             )
     return found
+
+
+def _unused_resources(config: GrpoRunConfig) -> Iterator[str]:
+    colocated = config.policy.generation.colocated
+    for name, value in colocated.resources.model_dump().items():
+        if colocated.enabled and value not in (None, getattr(config.cluster, name)):
+            yield (
+                f"policy.generation.colocated.resources.{name} = {value}: policy.generation.colocated.enabled is true, so all "
+                "GPUs train and sample; set that to false for GPUs that only sample"
+            )
 
 
 def _dynamic_sampling(config: GrpoRunConfig) -> Iterator[str]:

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import HardwareError, InputError
+from posttrain.errors import HardwareError, InputError, RankLostError
 from posttrain.json_files import JsonObject
 
 SIDE = Path(__file__).parent / "vllm_side"
 _LENGTH = struct.Struct("<I")
 _NUM_LOG_LINES = 12
+START = "start"
 # Environment variables that would leak this process's packages or memory settings into the other environment.
 _OURS = (
     "PYTHONPATH",
@@ -42,7 +43,11 @@ _OURS = (
 
 
 class VllmError(HardwareError):
-    """vLLM ended, did not answer in time, or refused."""
+    """vLLM did not start, or refused a request."""
+
+
+class VllmLostError(VllmError, RankLostError):
+    """A vLLM that had started ended or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class VllmProcess:
         self._end = weakref.finalize(self, _end, self._process, ours, self._lifeline)
         self._send(options=dict(options))
         try:
-            self.version: str = self._answer("start", limits.start_s)["done"]["version"]
+            self.version: str = self._answer(START, limits.start_s)["done"]["version"]
         except VllmError as error:
             if "No module named 'vllm" not in str(error):
                 raise
@@ -133,23 +138,24 @@ class VllmProcess:
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except TimeoutError:
-            raise self._failure("does not read what it is sent") from None
+            raise self._failure("does not read what it is sent", VllmLostError) from None
         except OSError:
-            raise self._failure("has ended") from None
+            raise self._failure("has ended", VllmLostError) from None
 
     def _answer(self, operation: str, limit_s: float) -> JsonObject:
         """The next frame."""
+        kind = VllmError if operation == START else VllmLostError
         give_up_at = time.monotonic() + limit_s
         while (frame := self._whole_frame()) is None:
             ready, _, _ = select.select([self._socket], [], [], max(0.0, give_up_at - time.monotonic()))
             if not ready:
-                raise self._failure(f"has given no sign of life for {limit_s:.0f} s during `{operation}`")
+                raise self._failure(f"has given no sign of life for {limit_s:.0f} s during `{operation}`", kind)
             try:
                 data = self._socket.recv(1 << 20)
             except OSError:
                 data = b""
             if not data:
-                raise self._failure(f"ended during `{operation}`")
+                raise self._failure(f"ended during `{operation}`", kind)
             self._incoming += data
         if "error" in frame:
             raise self._failure(f"failed during `{operation}`: {frame['error']}")
@@ -166,7 +172,7 @@ class VllmProcess:
         del self._incoming[:end]
         return frame
 
-    def _failure(self, what: str) -> VllmError:
+    def _failure(self, what: str, kind: type[VllmError] = VllmError) -> VllmError:
         """Kill the process and return the error."""
         pid = self._process.pid
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,7 +184,7 @@ class VllmProcess:
         self.close()
         lines = self.log.read_text("utf-8", "replace").splitlines()[-_NUM_LOG_LINES:]
         listed = "".join(f"\n    {line[:300]}" for line in lines)
-        return VllmError(f"vLLM (process {pid}) {what}. The end of its log, {self.log}:{listed}")
+        return kind(f"vLLM (process {pid}) {what}. The end of its log, {self.log}:{listed}")
 
 
 class SampledAnswers:

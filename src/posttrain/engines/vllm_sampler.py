@@ -29,6 +29,7 @@ from posttrain.engines.vllm import allowed_rank, request_seed, sampling_argument
 from posttrain.engines.vllm_process import Deadlines, VllmError, VllmProcess
 from posttrain.engines.vllm_side.posttrain_weights import digest, handle_of, layout, lots, padded, views
 from posttrain.errors import InputError, StopRequested
+from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.contents import is_stored_otherwise, named_adapters, named_weights
 from posttrain.policy.runtime import shareable_memory
@@ -41,7 +42,8 @@ UNKNOWN = -1  # version of weights that were pushed before any was published
 
 
 class VllmSampler:
-    """`model` is the trained model; its tensors are read whenever weights are pushed."""
+    """`model` is the trained model, on `device`; its tensors are read whenever weights are pushed. vLLM is on the same GPU; if
+    the model is in host memory, on the GPUs of this process."""
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
@@ -62,6 +64,7 @@ class VllmSampler:
         self._is_awake = True
         self._num_adapters = 0
         self._shares_gpu = device.type == "cuda"
+        self._on_gpu = self._shares_gpu or resolve_device(policy.device).type == "cuda"
         self._folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=_shared_folder()))
         vllm = policy.generation.vllm_cfg
         assert vllm.python is not None, "refused when the config is loaded"
@@ -70,7 +73,7 @@ class VllmSampler:
             self.process = VllmProcess(
                 vllm.python,
                 self._options(policy, policy.generation) | {"model": folder},
-                _environment(policy, policy.generation, device),
+                _environment(policy, policy.generation, device.index or 0 if self._on_gpu else None),
                 Deadlines(vllm.start_timeout_s, vllm.timeout_s),
                 self._folder,
             )
@@ -98,8 +101,10 @@ class VllmSampler:
     def _options(self, policy: PolicyConfig, generation: GenerationConfig) -> dict[str, object]:
         section = generation.vllm_cfg
         extra = {"disable_log_stats": True, **generation.vllm_kwargs}
-        if self._device.type == "cpu":
+        if not self._on_gpu:
             extra.setdefault("enforce_eager", True)  # compiling takes minutes and gains little
+        if section.tensor_parallel_size > 1:
+            extra.setdefault("distributed_executor_backend", "mp")  # Ray would start workers on GPUs of others
         own: dict[str, object] = {
             "load_format": section.load_format or ("auto" if self._is_adapted else "dummy"),
             "max_model_len": section.max_model_len or self._max_tokens,
@@ -336,15 +341,17 @@ def _shared_folder() -> Path | None:
     return _SHARED_MEMORY if usable and shutil.disk_usage(_SHARED_MEMORY).free > 4 * _FILE_BUCKET_BYTES else None
 
 
-def _environment(policy: PolicyConfig, generation: GenerationConfig, device: torch.device) -> dict[str, str]:
+def _environment(policy: PolicyConfig, generation: GenerationConfig, first_gpu: int | None) -> dict[str, str]:
+    """`first_gpu` of this process that vLLM may use; None: it runs on the CPU."""
     found = dict(generation.vllm_cfg.env_vars or {})
-    if device.type == "cpu" or policy.deterministic:
+    if first_gpu is None or policy.deterministic:
         # A scheduler in a second process would start before it has received all requests.
         found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if device.type == "cpu":
+    if first_gpu is None:
         threads = str(policy.num_threads or torch.get_num_threads())
         usual = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
         return {**usual, **found}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": devices[device.index or 0], **found}
+    own = devices[first_gpu : first_gpu + generation.vllm_cfg.tensor_parallel_size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own), **found}

@@ -24,7 +24,8 @@ class RankLayout:
     is_process_group: bool = True  # False: independent ranks without a process group
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
     num_engines: int = 0
-    places_per_engine: int = 1  # actors that share the layers of one engine
+    places_per_engine: int = 1  # that share the layers of one engine
+    places_per_engine_actor: int = 1  # all of an engine: vLLM, which starts its own processes
     log_folder: Path | None = None  # the run folder, for the logs of ranks; None: they write none
 
     @property
@@ -44,20 +45,27 @@ class RankLayout:
         return self.ranks_per_node * self.gpus_per_rank
 
     def engine_places(self, engine: int) -> range:
+        """The first place of each of its actors."""
         first = self.num_ranks + engine * self.places_per_engine
-        return range(first, first + self.places_per_engine)
+        return range(first, first + self.places_per_engine, self.places_per_engine_actor)
+
+    def num_places_of(self, place: int) -> int:
+        """Of the actor that begins at this place."""
+        return self.places_per_engine_actor if place >= self.num_ranks else 1
 
     def place_in_group(self, place: int) -> tuple[int, int]:
         """Rank and size in its process group, which spans all ranks or one engine."""
         if place >= self.num_ranks:
-            return (place - self.num_ranks) % self.places_per_engine, self.places_per_engine
+            part = (place - self.num_ranks) % self.places_per_engine
+            return part // self.places_per_engine_actor, self.places_per_engine // self.places_per_engine_actor
         return (place, self.num_ranks) if self.is_process_group else (0, 1)
 
     def name_of(self, place: int) -> str:
         if place < self.num_ranks:
             return f"rank_{place}"
-        engine, part = divmod(place - self.num_ranks, self.places_per_engine)
-        return f"engine_{engine}" if self.places_per_engine == 1 else f"engine_{engine}_part_{part}"
+        engine = (place - self.num_ranks) // self.places_per_engine
+        part, num_parts = self.place_in_group(place)
+        return f"engine_{engine}" if num_parts == 1 else f"engine_{engine}_part_{part}"
 
 
 def start_workers(

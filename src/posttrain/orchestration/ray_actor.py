@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from posttrain.orchestration.ray_cluster import Places
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_CLOSING_S = 5.0
 CONTROL = "control"  # calls that run concurrently with the rank's current operation
 
 
@@ -73,6 +74,12 @@ class RankActor:
         if self.rank is not None:
             self.rank.request_stop()
 
+    @ray.method(concurrency_group=CONTROL)
+    def close(self) -> None:
+        """Ends processes that the rank has started, also during an operation."""
+        if isinstance(self.rank, Rank):
+            self.rank.close()
+
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with self.log.operation(operation):
             return getattr(self.rank, operation)(*args, **kwargs)
@@ -93,14 +100,21 @@ def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
     return (
         ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
         .options(
-            num_cpus=1,
-            num_gpus=layout.gpus_per_rank if places.use_gpu else 0,
+            num_cpus=layout.num_places_of(place),
+            num_gpus=layout.gpus_per_rank * layout.num_places_of(place) if places.use_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 places.group, placement_group_bundle_index=place // layout.ranks_per_node
             ),
         )
         .remote(place, layout)
     )
+
+
+def end_actors(workers: Sequence[RayWorker]) -> None:
+    """Ray ends an actor's child processes with it, so a vLLM could not remove its files."""
+    wait([future_of(worker.actor.close.remote()) for worker in workers], timeout=_CLOSING_S)
+    for worker in workers:
+        ray.kill(worker.actor)
 
 
 def _collective_timeout() -> timedelta | None:

@@ -1,4 +1,4 @@
-"""Dedicated engines, each replaced as a whole when one of its actors dies.
+"""Dedicated engines, each replaced as a whole when one of its actors dies, or its vLLM.
 
 Engines are independent. A replacement gets the newest weights and repeats the lost call with the same tasks and noise
 keys, so with the same bits.
@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import ray
-
+from posttrain.engines.vllm_process import VllmLostError
 from posttrain.engines.weight_handover import SentWeights
 from posttrain.errors import StopRequested
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.ray_actor import RayWorker, future_of, settle, start_actor
+from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
 from posttrain.policy.parallel import Mesh
@@ -63,10 +62,12 @@ class RayEngine:
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
                 return self._call_all(operation, *args, **kwargs)
-            except WorkerDiedError as error:
+            except (WorkerDiedError, VllmLostError) as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
                 if not self._is_asked_to_stop:
+                    if isinstance(error, VllmLostError):
+                        self._say(str(error))  # with the end of its log
                     self._replace(operation.__name__)
                 if self._is_asked_to_stop:  # perhaps meanwhile; the time that is left is for saving
                     raise StopRequested from error
@@ -88,8 +89,7 @@ class RayEngine:
 
     def _kill(self) -> None:
         """Stop all actors: the remaining ones would hold their place or wait for the dead one."""
-        for worker in self.workers:
-            ray.kill(worker.actor)
+        end_actors(self.workers)
 
     def _wait(self, pending: Sequence[Future[T]], operation: str) -> list[T]:
         limit_s = deadline_s(operation) + _GRACE_S

@@ -14,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.launch import RankLayout
-from posttrain.orchestration.ray_actor import RayWorker, future_of, start_actor
+from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.ray_engines import RayEngines
 from posttrain.orchestration.workers import WorkerGroup, gather
@@ -81,8 +81,7 @@ class RayWorkers:
     def close(self) -> None:
         if self._engines is not None:
             self._engines.close()
-        for worker in self.workers:
-            ray.kill(worker.actor)
+        end_actors(self.workers)
         if self._places is not None:
             remove_placement_group(self._places.group)
         if self._leaves_ray:

@@ -227,7 +227,7 @@ class TimeModel:
                 step = drafted if engine.num_drafts is not None else min(step, drafted)
             decoding += stretch.steps * step
             num_steps += stretch.steps
-        recordings = 0 if cache.is_kept else len(used)
+        recordings = len(used) if self.memory.captures_graphs and not cache.is_kept else 0
         recording = recordings * _NUM_RUNS_PER_CAPTURE * shape.layers * CALIBRATION.forward_host_s
         return prompts, decoding, recording, num_steps
 
@@ -254,7 +254,10 @@ class TimeModel:
         launches = 1.0 if settings.lora_rank is None else 2.0  # kernels of a layer, as a multiple of the plain one's
         layers += shape.layers * (launches * CALIBRATION.decode_layer_s + size * CALIBRATION.decode_row_s)
         head = self._few_rows_s(shape.head_products, size) + self._moved_s(2 * FP32 * shape.vocab * size)
-        return self._unfused * (layers + head)
+        device = self._unfused * (layers + head)
+        if self.memory.captures_graphs:
+            return device
+        return max(device, shape.layers * CALIBRATION.forward_host_s)
 
     def _few_rows_s(self, num_weights: float, rows: int, fp8_share: float = 0.0) -> float:
         """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates."""

@@ -64,15 +64,22 @@ class RankSetup:
     needs_reference: bool
     chat_template: str | None = None  # the one that the data was formatted with: saved with the checkpoints
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
+    in_host_memory: bool = False  # the weights of an engine whose vLLM needs all memory of several GPUs
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
 
-    def for_sampling(self, layer_shares: int) -> RankSetup:
+    def for_sampling(self, layer_shares: int, *, in_host_memory: bool = False) -> RankSetup:
         """Of an engine on devices of its own, this many of which share its layers. Its model is not trained."""
         alone = {"tensor_parallel_size": layer_shares, "context_parallel_size": 1, "dp_replicate_size": None}
         parallel = self.policy.dtensor_cfg.model_copy(update=alone)
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
-        return replace(self, policy=policy, needs_reference=False, trains=False)
+        return replace(self, policy=policy, needs_reference=False, trains=False, in_host_memory=in_host_memory)
+
+    def without_vllm(self) -> RankSetup:
+        """Of a rank that does not sample, because engines on devices of their own do."""
+        assert self.policy.generation is not None
+        generation = self.policy.generation.model_copy(update={"backend": "native"})
+        return replace(self, policy=self.policy.model_copy(update={"generation": generation}))
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class PolicyTrainer:
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
             prepare_determinism()
-        self.device = _this_rank(resolve_device(config.device))
+        self.device = _this_rank(resolve_device("cpu" if setup.in_host_memory else config.device))
         self.mesh = Mesh.over(dist.get_world_size() if dist.is_initialized() else 1, config.dtensor_cfg)
         self._axes = self.mesh.axes(self.device)
         if not setup.trains:

@@ -48,6 +48,17 @@ def test_the_cache_can_be_given_up_before_every_run() -> None:
     assert len(result["release_s"]) == len(result["run_s"]) == 2
 
 
+def test_sharded_modules_sample_the_same_tokens(tmp_path: Path) -> None:
+    """Each side is a process of its own, so the process group is too."""
+    found = []
+    for words in ([], ["--sharded"]):
+        out = tmp_path / "report.json"
+        usual = ["--shape", "tiny", "--engines", "native", "--workload", NAME, "--device", "cpu", "--repeats", "1"]
+        assert decode.main([*usual, "--out", str(out), *words]) == 0
+        found.append(json.loads(out.read_text())["engines"]["native"]["workloads"][NAME]["mean_logprob"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 def test_the_profile_names_the_largest_costs() -> None:
     result = decode.do_job(replace(JOB, profile=True).as_json())
     costs = result["profile"]["costs"]

@@ -173,7 +173,10 @@ def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* one GPU of its rank"),
+        (
+            ["policy.generation.vllm_cfg.tensor_parallel_size=2"],
+            "= 2: .* one GPU of its rank; .*colocated.enabled=false",
+        ),
         (["policy.generation.vllm_cfg.max_model_len=100"], "max_model_len = 100 is less than policy.max_total_seq"),
         (["grpo.async_grpo.enabled=true", "policy.generation.stop_strings=[x]"], "would overlook a stop string"),
         (
@@ -194,6 +197,29 @@ def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> No
 def test_settings_of_vllm_that_contradict_others_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config("grpo", None, [*VLLM, *overrides])
+
+
+def test_settings_of_the_native_engine_are_said_to_be_unused_where_vllm_samples() -> None:
+    settings = [
+        "policy.generation.native_cfg.num_speculative_tokens=3",
+        "policy.generation.native_cfg.max_batch_size=64",
+    ]
+    [warning] = load_config("grpo", None, [*VLLM, *settings]).warnings
+    assert "native_cfg.max_batch_size: settings of the native engine; vLLM samples" in warning
+    assert load_config("grpo", None, settings).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("grpo.async_grpo.in_flight_weight_updates=true", "set it to false"),
+        ("grpo.async_grpo.max_generation_failures=3", "set it to 0"),
+        ("policy.dtensor_cfg.cpu_offload=true", "policy.optimizer.offload_states=true"),
+    ],
+)
+def test_a_refusal_says_what_to_set_instead(override: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]}.*{instead}"):
+        load_config("grpo", None, [override])
 
 
 def test_an_asynchronous_vllm_needs_no_other_engine() -> None:

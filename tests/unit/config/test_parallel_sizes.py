@@ -120,6 +120,23 @@ def test_rounds_run_ahead_where_engines_have_gpus_of_their_own_and_the_age_allow
     assert (config.rounds_ahead, config.num_groups_in_flight) == (ahead, num_in_flight)
 
 
+def test_a_vllm_on_gpus_of_its_own_splits_its_layers_itself() -> None:
+    vllm = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.python=/env/bin/python"]
+    words = [DEDICATED, f"{GPUS}=4", f"{ENGINE_TP}=2"]
+    native, config = grpo_config(*words), grpo_config(*words, *vllm)
+    assert (config.num_engines, config.gpus_per_engine, config.num_ranks) == (2, 2, 4)
+    assert (native.vllm_spans_gpus, config.vllm_spans_gpus) == (False, True)
+    assert not grpo_config(DEDICATED, f"{GPUS}=4", *vllm).vllm_spans_gpus
+
+
+def test_gpus_for_sampling_are_said_to_be_unused_where_all_gpus_train() -> None:
+    words = [EIGHT, "data.default.env_name=math", f"{GPUS}=2"]
+    [warning] = load_config("grpo", None, words).warnings
+    assert "resources.gpus_per_node = 2: policy.generation.colocated.enabled is true" in warning
+    assert load_config("grpo", None, [*words, DEDICATED]).warnings == []
+    assert load_config("grpo", None, [*words[:2], f"{GPUS}=8"]).warnings == [], "all of them: what is done"
+
+
 def test_the_size_of_an_engine_is_said_to_be_ignored_only_where_the_gpus_that_train_sample() -> None:
     words = [EIGHT, "data.default.env_name=math", f"{ENGINE_TP}=2"]
     assert any(ENGINE_TP in warning for warning in load_config("grpo", None, words).warnings)

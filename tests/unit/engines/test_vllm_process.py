@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.engines.vllm_process import SIDE, Deadlines, VllmError, VllmProcess
-from posttrain.errors import InputError
+from posttrain.engines.vllm_process import SIDE, Deadlines, VllmError, VllmLostError, VllmProcess
+from posttrain.errors import InputError, RankLostError
 
 HEAD = f"""
 import os, signal, socket, sys, time
@@ -53,7 +53,7 @@ def test_nothing_of_this_environment_reaches_the_other_one(tmp_path: Path, monke
 def test_a_process_that_is_killed_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
     process = start(tmp_path, READY + "os.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.raises(
-        VllmError, match=rf"process {process.pid}\) ended during `generate`, signal 9 \(SIGKILL\)"
+        VllmLostError, match=rf"process {process.pid}\) ended during `generate`, signal 9 \(SIGKILL\)"
     ) as caught:
         process.call("generate")
     assert "a line of the log" in str(caught.value)
@@ -61,7 +61,7 @@ def test_a_process_that_is_killed_is_named_with_its_signal_and_its_log(tmp_path:
 
 def test_a_process_that_hangs_is_named_at_its_deadline_and_ended(tmp_path: Path) -> None:
     process = start(tmp_path, READY + "time.sleep(3600)\n", answer_s=0.2)
-    with pytest.raises(VllmError, match="no sign of life for 0 s during `bucket`"):
+    with pytest.raises(VllmLostError, match="no sign of life for 0 s during `bucket`"):
         process.call("bucket")
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
@@ -81,15 +81,17 @@ def test_signs_of_life_extend_the_deadline_of_sampling(tmp_path: Path) -> None:
 
 def test_an_error_of_vllm_is_passed_on(tmp_path: Path) -> None:
     process = start(tmp_path, READY + 'channel.send(error="RuntimeError: `sample` in state `asleep`")\n')
-    with pytest.raises(VllmError, match="failed during `resume`: RuntimeError: `sample` in state `asleep`"):
+    with pytest.raises(VllmError, match="failed during `resume`: RuntimeError: `sample` in state `asleep`") as caught:
         process.call("resume")
+    assert not isinstance(caught.value, RankLostError), "another attempt would fail too"
 
 
 def test_a_start_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(VllmError, match="failed during `start`: ValueError: no such model"):
         start(tmp_path, HEAD + 'channel.send(error="ValueError: no such model")\n')
-    with pytest.raises(VllmError, match="ended during `start`, exit code 3"):
+    with pytest.raises(VllmError, match="ended during `start`, exit code 3") as caught:
         start(tmp_path, HEAD + "sys.exit(3)\n")
+    assert not isinstance(caught.value, RankLostError)
     with pytest.raises(VllmError, match="no sign of life for 0 s during `start`"):
         start(tmp_path, HEAD + "time.sleep(3600)\n", start_s=0.2)
 

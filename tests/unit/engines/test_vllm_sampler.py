@@ -19,7 +19,7 @@ from posttrain.config import PolicyConfig, load_config
 from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE
 from posttrain.engines.vllm import vllm_options
 from posttrain.engines.vllm_process import VllmError
-from posttrain.engines.vllm_sampler import VllmSampler
+from posttrain.engines.vllm_sampler import VllmSampler, _environment
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, Unfinished
 
 TOKENIZER = byte_tokenizer()
@@ -30,6 +30,7 @@ TASKS = [Task(draw, f"t:{draw}", "", (5 + draw, 7, 9)) for draw in range(3)]
 
 def policy(python: str) -> PolicyConfig:
     words = [
+        "policy.device=cpu",
         "policy.precision=float32",
         "policy.num_threads=1",
         "policy.max_total_sequence_length=48",
@@ -105,6 +106,19 @@ def test_arguments_that_posttrain_sets_are_those_that_the_config_refuses(sampler
     plain = vllm_options(generation.vllm_cfg, {}, "float32")
     changed = {name for name, value in options.items() if plain.get(name) != value}
     assert changed - {"disable_log_stats", "max_num_seqs", "enforce_eager"} <= ARGUMENTS_OF_VLLM_IN_USE
+
+
+def test_a_vllm_of_several_gpus_gets_all_of_them_and_starts_its_own_workers(
+    sampler: VllmSampler, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    settings = policy(str(home / "python"))
+    for size, gpus, executor in ((1, "5", None), (2, "5,6", "mp")):
+        section = settings.generation.vllm_cfg.model_copy(update={"tensor_parallel_size": size})
+        generation = settings.generation.model_copy(update={"vllm_cfg": section})
+        assert _environment(settings, generation, 1)["CUDA_VISIBLE_DEVICES"] == gpus
+        options = sampler._options(settings, generation)
+        assert (options["tensor_parallel_size"], options.get("distributed_executor_backend")) == (size, executor)
 
 
 def test_seeds_follow_from_seed_step_draw_and_sample(sampler: VllmSampler) -> None:

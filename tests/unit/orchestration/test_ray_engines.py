@@ -10,6 +10,7 @@ import pytest
 
 ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
 
+from posttrain.engines.vllm_process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
 from posttrain.orchestration.launch import RankLayout  # noqa: E402
@@ -34,7 +35,7 @@ class FakeActor:
     def __init__(self, number: int, dies_at: set[str], log: list[tuple[int, str]]) -> None:
         self.number, self.dies_at, self.log = number, dies_at, log
         self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
-        self.address = Method(lambda: ("host", 1))
+        self.address, self.close = Method(lambda: ("host", 1)), Method(lambda: None)
         self.request_stop = Method(lambda: self._note("request_stop"))
 
     def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -44,6 +45,8 @@ class FakeActor:
         self.log.append((self.number, operation))
         if operation in self.dies_at:
             raise WorkerDiedError("gone")
+        if f"loses its vLLM in {operation}" in self.dies_at:
+            raise VllmLostError("vLLM (process 7) ended")
         if f"loses another in {operation}" in self.dies_at:
             raise RuntimeError("connection closed by peer")
         return self.number
@@ -59,7 +62,9 @@ class Actors:
         monkeypatch.setattr(ray_engines, "start_actor", lambda place, layout, places: next(actors))
         monkeypatch.setattr(ray_engines, "future_of", lambda outcome: outcome)
         monkeypatch.setattr("posttrain.orchestration.ray_actor.future_of", lambda outcome: outcome)
-        monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: self.log.append((actor.number, "kill")))
+        monkeypatch.setattr(
+            "posttrain.orchestration.ray_actor.ray.kill", lambda actor: self.log.append((actor.number, "kill"))
+        )
         self.engine = ray_engines.RayEngine(
             0, object, RankLayout(1, 1 + size, num_engines=1, places_per_engine=size), cast(Any, None), self.said.append
         )
@@ -80,6 +85,19 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch:
         (1, "sample_round"),
     ]
     assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+
+
+def test_an_engine_whose_vllm_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, {"loses its vLLM in sample_round"}, set())
+    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
+    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 1
+    assert [operation for number, operation in actors.log if number == 1] == [
+        "build",
+        "receive_weights",
+        "sample_round",
+    ]
+    assert actors.said[0] == "vLLM (process 7) ended"
+    assert actors.said[1] == "engine 0 died during sample_round: another one is started, and repeats it"
 
 
 def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
@@ -163,3 +181,13 @@ def test_places_ranks_and_logs_of_engines_of_two_parts() -> None:
     assert [layout.place_in_group(place) for place in range(6)] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 2), (1, 2)]
     names = ["rank_0", "rank_1", "engine_0_part_0", "engine_0_part_1", "engine_1_part_0", "engine_1_part_1"]
     assert [layout.name_of(place) for place in range(6)] == names
+    assert {layout.num_places_of(place) for place in range(6)} == {1}
+
+
+def test_an_engine_that_splits_its_layers_itself_is_one_actor_with_all_places() -> None:
+    layout = RankLayout(1, 6, num_engines=2, places_per_engine=2, places_per_engine_actor=2)
+    assert layout.num_ranks == 2
+    assert [list(layout.engine_places(engine)) for engine in range(2)] == [[2], [4]]
+    assert [layout.place_in_group(place) for place in (0, 2, 4)] == [(0, 2), (0, 1), (0, 1)]
+    assert [layout.name_of(place) for place in (1, 2, 4)] == ["rank_1", "engine_0", "engine_1"]
+    assert [layout.num_places_of(place) for place in (1, 2, 4)] == [1, 2, 2]

@@ -33,6 +33,15 @@ STEPS = {
         43.66,
         (102.1, 70.6, 135.6),
     ),
+    "8B, LoRA, training and sampling in FP8": (
+        (
+            *("llama-8b", 16, 32, 128, 772, 8192, 16384, *LORA),
+            "policy.fp8=true",
+            "policy.generation.native_cfg.precision=fp8",
+        ),
+        38.11,
+        (57.52, 25.96, 61.20),
+    ),
     "8B, LoRA": (("llama-8b", 16, 32, 128, 772, 8192, 16384, *LORA), 53.7, (71.9, 18.1, 45.7)),
     "1.5B, prompts of 1,024": (("llama-1.5b", 32, 16, 1024, 128, 8192, 16384), 3.66, (27.0, 30.2, 43.0)),
     "8B, LoRA, a context of 131,072": (

@@ -48,7 +48,7 @@ def test_without_a_tail_nothing_is_gained_by_asynchronous_sampling_on_shared_gpu
     found = find_splits(*planned("policy.generation.ignore_eos=true"))
     shared = {split.max_age: split.step_s for split in found.others if not split.config.num_engines}
     assert shared[1] >= 0.99 * shared[0]
-    assert not found.proposed
+    assert found.best is None or found.best.config.num_engines
 
 
 def test_older_answers_make_steps_shorter_and_the_proposal_keeps_to_one_step(splits: Splits) -> None:
@@ -56,7 +56,12 @@ def test_older_answers_make_steps_shorter_and_the_proposal_keeps_to_one_step(spl
     assert shared[0] > 1.1 * shared[1] > 1.1 * shared[2]
     assert splits.best is not None
     assert splits.best.max_age == 1
-    assert splits.proposed == {"grpo.async_grpo.enabled": "true", "grpo.async_grpo.max_trajectory_age_steps": "1"}
+    assert splits.proposed == {
+        "policy.generation.colocated.enabled": "false",
+        "policy.generation.colocated.resources.gpus_per_node": "4",
+        "grpo.async_grpo.enabled": "true",
+        "grpo.async_grpo.max_trajectory_age_steps": "1",
+    }, "GPUs that only sample decode with CUDA graphs"
 
 
 def test_a_config_that_allows_older_answers_gets_proposals_of_that_age() -> None:
@@ -84,6 +89,22 @@ def test_gpus_that_share_an_engine_hold_parts_of_the_model_and_are_counted_as_on
     tried = find_splits(found, config).others
     assert {split.config.num_engine_gpus for split in tried if split.max_age == 0} == {0, 2, 4, 6}
     assert {split.config.num_engines for split in tried if split.max_age == 0} == {0, 1, 2, 3}
+
+
+def test_a_vllm_has_a_copy_of_the_weights_also_on_one_gpu_and_where_ranks_share_layers() -> None:
+    vllm = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.python=/env/bin/python"]
+    two_each = [*FOUR_SAMPLE, "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    for words, trained, own in (
+        (["cluster.gpus_per_node=1"], 1, 1),
+        (["policy.dtensor_cfg.tensor_parallel_size=2"], 1 / 8, 1),
+        (FOUR_SAMPLE, 1, 1),  # the engine's process has them too
+        (two_each, 1 / 2, 0),  # in host memory
+    ):
+        found, _ = planned(*words, *vllm)
+        items = next(phase.items for phase in found.memory.phases if phase.name == SAMPLING)
+        weights = 2 * found.shape.num_weights
+        assert (items["weights"], items.get("weights of vLLM", 0)) == (trained * weights, own * weights)
+        assert "whole weights" not in items
 
 
 def test_every_rank_has_a_vllm_also_where_ranks_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:

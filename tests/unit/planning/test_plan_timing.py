@@ -10,6 +10,7 @@ import pytest
 from test_plan_memory import H200, LLAMA, PLAIN, workload
 
 from posttrain.engines.native import graphs
+from posttrain.planning.calibration import CALIBRATION
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
 from posttrain.planning.memory import plan_memory
 from posttrain.planning.timing import TimeModel
@@ -159,6 +160,20 @@ def test_drafts_shorten_the_tail_where_reading_weights_takes_the_time() -> None:
     assert decoding_s(None) < decoding_s(0)
     assert decoding_s(15) > decoding_s(None), "drafts that are always made cost where they do not pay"
     assert decoding_s(None, fixed=True) == decoding_s(0, fixed=True), "equal answers have no tail"
+
+
+def test_gpus_that_train_together_decode_without_graphs_at_the_pace_of_the_host() -> None:
+    def step_s(settings: RunSettings, rows: int) -> float:
+        return TimeModel(RankMemory(LLAMA, settings), H200).decode_step_s(rows, rows, 128, 300, 1)
+
+    eight = replace(PLAIN, ranks=8)
+    assert step_s(eight, 8) == LLAMA.layers * CALIBRATION.forward_host_s > 1.5 * step_s(PLAIN, 8)
+    assert step_s(eight, 512) == step_s(PLAIN, 512), "the device takes longer than launching its kernels"
+    assert step_s(replace(eight, trains=False), 8) < step_s(eight, 8), "parts of an engine that only samples"
+    vllm = replace(eight, engine=replace(eight.engine, has_own_weights=True))
+    assert step_s(vllm, 8) < step_s(eight, 8)
+    memory = RankMemory(LLAMA, eight)
+    assert TimeModel(memory, H200).step(workload(), plan_memory(memory, workload(), H200).cache).capture_s == 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 7, 8, 9, 100, 256, 257, 512, 1000])

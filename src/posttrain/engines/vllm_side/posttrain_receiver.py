@@ -63,14 +63,14 @@ class Receiver(base.WeightTransferEngine):
         if wrong:
             raise ValueError(f"unknown, repeated or of another shape: {', '.join(wrong[:3])}")
         with set_current_vllm_config(self.vllm_config):
-            self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in views(bucket, flat)])
+            self.model.load_weights(list(views(bucket, flat)))
         self.due -= {name for name, *_ in bucket.tensors}
         self.next, self.coming = bucket.index + 1, bucket.version
 
     def _bytes(self, bucket: WeightBucket) -> Tensor:
         """Memory that stays unchanged until the update is finished: vLLM holds views until a layer is complete."""
         if bucket.file:
-            return torch.from_file(bucket.file, shared=False, size=bucket.size, dtype=torch.uint8)
+            return torch.from_file(bucket.file, shared=False, size=bucket.size, dtype=torch.uint8).to(self.device)
         if self.memory is None or self.memory[0] != bucket.handle:
             self.memory = bucket.handle, open_handle(bucket.handle, self.device.index)
         return self.memory[1][: bucket.size].to(self.device, copy=True)

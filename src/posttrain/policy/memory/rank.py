@@ -67,6 +67,17 @@ class RankMemory:
         """Of one full copy of the model."""
         return self.settings.element * self.shape.num_weights
 
+    @property
+    def is_sharded(self) -> bool:
+        """By FSDP, for training."""
+        return self.settings.ranks > 1 and self.settings.trains
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs; those of sharded modules are not (engines/native/engine.py)."""
+        engine = self.settings.engine
+        return not self.is_sharded or (engine is not None and engine.has_own_weights)
+
     def resident(self) -> dict[str, float]:
         """Between steps, on one rank; sharded over all ranks."""
         s, ranks = self.settings, self.settings.ranks
@@ -124,8 +135,11 @@ class RankMemory:
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
-        is_sharded = self.settings.ranks > 1 and self.settings.trains
-        whole = {"whole weights": self.weights / self.settings.layer_shares} if is_sharded else {}
+        whole = {"whole weights": self.weights / self.settings.layer_shares} if self.is_sharded else {}
+        if engine.has_own_weights:
+            # On several GPUs that only sample, vLLM's parts are the only ones.
+            alone = not self.settings.trains and self.settings.ranks > 1
+            whole = {} if alone else {"weights of vLLM": self.weights}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 
     def fp8_weights(self) -> dict[str, float]:

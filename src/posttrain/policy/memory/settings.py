@@ -62,6 +62,7 @@ class EngineSettings:
     cache_in_fp8: bool = False
     layers_in_bf16: int = 0  # of a sampler in FP8
     num_drafts: int | None = 0  # tokens drafted for each answer; None: where that pays
+    has_own_weights: bool = False  # vLLM: not the sharded ones of the trainer
 
     @property
     def most_rows(self) -> int:
@@ -124,6 +125,7 @@ def run_settings(
             num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic)
             if ranks == 1
             else 0,
+            has_own_weights=policy.generation.uses_vllm,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
