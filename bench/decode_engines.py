@@ -12,13 +12,12 @@ from profiling import cost_table, largest_costs
 from shapes import PAD, open_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from workloads import Workload
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
-from posttrain.policy.parallel import whole_parameters
+from posttrain.policy.parallel import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"
@@ -175,12 +174,11 @@ def _of_requests(outputs: Sequence[Any]) -> Sampled:
     )
 
 
-def _shard_layers(model: PreTrainedModel, device: str) -> None:
+def _sharded(model: PreTrainedModel, device: str) -> None:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device, (1,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
+    shard(model, list(model.model.layers), init_device_mesh(device, (1,)))
+    model._get_fsdp_state()._lazy_init()  # what a first forward pass does
 
 
 def measure(job: DecodeJob) -> dict[str, Any]:
@@ -188,7 +186,7 @@ def measure(job: DecodeJob) -> dict[str, Any]:
     attention = {} if job.engine == NATIVE else {"attention": "sdpa"}
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed, **attention)
     if job.sharded:
-        _shard_layers(model, job.device)
+        _sharded(model, job.device)
     build: Callable[[], Engine]
     if job.engine == NATIVE:
         build = lambda: NativeSampling(model, tokenizer, native_settings(job))  # noqa: E731

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,17 +118,26 @@ def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> 
 
 @contextmanager
 def whole_parameters(root: nn.Module) -> Iterator[None]:
-    """All parameters whole on every rank. Inside, forward passes need no communication, so ranks may run different ones."""
+    """All parameters whole on every rank, and the hooks of FSDP off. Inside, forward passes use no communication and no
+    other stream, so ranks may run different ones, and a CUDA graph can capture them."""
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in sharded]
     for module in sharded:
         module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
+        module._forward_pre_hooks = _without_fsdp(module, module._forward_pre_hooks)
+        module._forward_hooks = _without_fsdp(module, module._forward_hooks)
     try:
         yield
     finally:
-        for module in sharded:
-            module.set_reshard_after_forward(module is not root, recurse=False)
+        for module, (before, after) in zip(sharded, hooks, strict=True):
+            module._forward_pre_hooks, module._forward_hooks = before, after
             module.reshard()
+
+
+def _without_fsdp(module: FSDPModule, hooks: dict[int, Any]) -> dict[int, Any]:
+    """Those that are not methods of the module's FSDP state."""
+    state = module._get_fsdp_state()
+    return OrderedDict((key, hook) for key, hook in hooks.items() if getattr(hook, "__self__", None) is not state)
 
 
 def reshard(root: nn.Module) -> None:

@@ -48,7 +48,7 @@ def test_without_a_tail_nothing_is_gained_by_asynchronous_sampling_on_shared_gpu
     found = find_splits(*planned("policy.generation.ignore_eos=true"))
     shared = {split.max_age: split.step_s for split in found.others if not split.config.num_engines}
     assert shared[1] >= 0.99 * shared[0]
-    assert found.best is None or found.best.config.num_engines
+    assert not found.proposed
 
 
 def test_older_answers_make_steps_shorter_and_the_proposal_keeps_to_one_step(splits: Splits) -> None:
@@ -56,12 +56,7 @@ def test_older_answers_make_steps_shorter_and_the_proposal_keeps_to_one_step(spl
     assert shared[0] > 1.1 * shared[1] > 1.1 * shared[2]
     assert splits.best is not None
     assert splits.best.max_age == 1
-    assert splits.proposed == {
-        "policy.generation.colocated.enabled": "false",
-        "policy.generation.colocated.resources.gpus_per_node": "4",
-        "grpo.async_grpo.enabled": "true",
-        "grpo.async_grpo.max_trajectory_age_steps": "1",
-    }, "GPUs that only sample decode with CUDA graphs"
+    assert splits.proposed == {"grpo.async_grpo.enabled": "true", "grpo.async_grpo.max_trajectory_age_steps": "1"}
 
 
 def test_a_config_that_allows_older_answers_gets_proposals_of_that_age() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from posttrain.errors import reason_of
 
 _MAX_GRAPHS = 128  # a run needs a few dozen; changing sampling settings or adapters would add more without bound
+# Other threads, such as NCCL's watchdog, may query events while this one captures.
+_ERROR_MODE = "thread_local"
 _NUM_WARM_UPS = 1  # before capture, so that kernels are compiled and libraries have their workspaces
 
 
@@ -78,12 +80,12 @@ class CudaGraphCache:
         """`torch.cuda.graph` first returns all cached memory to the driver, pinned memory too. That makes room for a new
         pool. For each further graph in the pool it would cost several times as much as the capture."""
         if not self._graphs:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=_ERROR_MODE):
                 yield
             return
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(stream):
-            graph.capture_begin(self._pool)
+            graph.capture_begin(self._pool, capture_error_mode=_ERROR_MODE)
             try:
                 yield
             finally:

@@ -102,14 +102,15 @@ class NativeEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
-        # Sharded modules use other streams, which cannot be captured, and their weights move in memory.
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self.forward = ForwardPass(model)
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
-        self._is_sharded = sharded
-        self._use_graphs = not sharded and self.forward.device.type == "cuda"  # until a capture fails
+        # Until a capture fails. Modules that are sharded are sampled with whole parameters (`policy/parallel.py`), which
+        # have other addresses in every call; then graphs are captured again. Those of tensor parallel layers communicate.
+        shares_layers = sharded and self.forward.head.tensor_group is not None
+        self._use_graphs = self.forward.device.type == "cuda" and not shares_layers
         self._workspace: Workspace | None = None
         self.should_stop: Callable[[], bool] = lambda: (
             False
@@ -321,7 +322,7 @@ class NativeEngine:
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
         """None if it is off, or if its timing-based choice could change the bits of a run that must be reproducible."""
         wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
-        if wanted == 0 or self._is_sharded or self.forward.head.tensor_group is not None:
+        if wanted == 0 or self.forward.head.tensor_group is not None:
             return None  # ranks that share layers would have to agree
         if wanted == "auto" and (not on_gpu or graphs is None or self.settings.deterministic):
             return None

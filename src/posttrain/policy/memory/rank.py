@@ -74,9 +74,11 @@ class RankMemory:
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs; those of sharded modules are not (engines/native/engine.py)."""
+        """Whether decode steps are CUDA graphs; those of ranks that train with shared layers are not
+        (engines/native/engine.py)."""
         engine = self.settings.engine
-        return not self.is_sharded or (engine is not None and engine.has_own_weights)
+        shares_layers = self.is_sharded and self.settings.layer_shares > 1
+        return not shares_layers or (engine is not None and engine.has_own_weights)
 
     def resident(self) -> dict[str, float]:
         """Between steps, on one rank; sharded over all ranks."""
