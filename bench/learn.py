@@ -86,6 +86,7 @@ def evaluate(args: argparse.Namespace) -> int:
         for point in wanted:
             if "accuracy" not in point:
                 point |= accuracy(str(Path(point["weights"]) / "policy/weights/model"), rows, args)
+                path.write_text(json.dumps(found, indent=1))  # each takes half a minute
                 print(f"{folder.name}, {point['seconds']:.0f} s: {_shown(point)}", flush=True)
         if args.start is not None and "start" not in found:
             found["start"] = accuracy(str(args.start), rows, args)
