@@ -65,7 +65,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sharded",
         action="store_true",
-        help="the native engine as on several GPUs that train: modules of FSDP, no graphs",
+        help="the native engine as on several GPUs that train: modules of FSDP",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
