@@ -350,7 +350,7 @@ class TrainingRun:
 
 
 def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
-    """An engine on each device of the run's cluster, with the run's initial weights. The engines are independent."""
+    """An engine on each device of the run's cluster, or on the GPUs of one vLLM, with the run's initial weights. Independent."""
     size = config.gpus_per_engine if config.vllm_spans_gpus else 1
     layout = RankLayout(
         config.cluster.num_nodes,

@@ -68,7 +68,7 @@ class Grpo:
         clock.add(taken.timings_s)
 
         # Log-probabilities of all rows that advantages and the loss need in addition to the update's forward pass. None
-        # are needed without a KL penalty.
+        # are needed without a KL penalty, recorded answers and `seq_logprob_error_threshold`.
         with clock("policy_and_reference_logprobs"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
             is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)

@@ -107,8 +107,8 @@ class NativeEngine:
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
-        # Until a capture fails. Modules that are sharded are sampled with whole parameters (`policy/parallel.py`), which
-        # have other addresses in every call; then graphs are captured again. Those of tensor parallel layers communicate.
+        # Until a capture fails. Sharded modules are sampled with whole parameters (`policy/parallel.py`), whose addresses may
+        # differ between calls; then graphs are captured again. Ranks that train with shared layers sample without graphs.
         shares_layers = sharded and self.forward.head.tensor_group is not None
         self._use_graphs = self.forward.device.type == "cuda" and not shares_layers
         self._workspace: Workspace | None = None
