@@ -6,8 +6,10 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.noise import sequence_key, token_keys, uniform
@@ -15,6 +17,7 @@ from posttrain.engines.native.sampler import TokenSampler
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
+from posttrain.policy.parallel import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
 pytestmark = [
@@ -106,3 +109,23 @@ def test_cache_memory_is_freed() -> None:
     engine.generate(make_tasks(), 2, SAMPLING, KEY)
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_a_sharded_model_is_captured_and_samples_the_same_tokens() -> None:
+    """By FSDP over one rank, as on several GPUs that train. Parameters have other addresses in the second call."""
+    plain = NativeEngine(tiny_model("llama").cuda(), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model("llama").cuda()
+        shard(model, list(model.get_decoder().layers), init_device_mesh("cuda", (1,)))
+        model._get_fsdp_state()._lazy_init()  # what a first forward pass does
+        engine = NativeEngine(model, TOKENIZER, SETTINGS)
+        for _ in range(2):
+            with whole_parameters(model):
+                found = engine.generate(make_tasks(), 3, SAMPLING, KEY)
+            assert engine._use_graphs, "no capture failed"
+            assert [[c.token_ids for c in group] for group in found] == [
+                [c.token_ids for c in group] for group in plain
+            ]
+    finally:
+        dist.destroy_process_group()

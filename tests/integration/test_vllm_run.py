@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_runs
 import vllm_pythons
 
 from posttrain.cli.main import main
+from posttrain.policy.trainer import PolicyTrainer
 
 STEPS = 4
 
@@ -84,16 +87,27 @@ def test_a_vllm_that_keeps_old_weights_stops_the_run(world: World, capfd: pytest
     assert not (folder / "metrics.jsonl").exists() or not rows(folder)
 
 
-def test_a_run_whose_vllm_dies_starts_again_by_itself(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_vllm_dies_starts_again_by_itself(
+    world: World, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if world.python == vllm_pythons.REAL:
         pytest.skip("the stand-in can die")
+    models: list[weakref.ref[PolicyTrainer]] = []
+    initialise = PolicyTrainer.__init__
+
+    def counted(self: PolicyTrainer, *args: Any, **options: Any) -> None:
+        assert not any(model() for model in models), "the lost run's model is still in memory"
+        models.append(weakref.ref(self))
+        initialise(self, *args, **options)
+
+    monkeypatch.setattr(PolicyTrainer, "__init__", counted)
     Path(world.python).with_name("fault").write_text("die")
     code, folder = world.run("lost", "cluster.max_restarts=1", "grpo.val_period=0", steps=2)
     error = capfd.readouterr().err
     assert "ended during `generate`, signal 9 (SIGKILL)" in error
     assert "restart 1 of 1 (cluster.max_restarts)" in error
     assert code == 0
-    assert len(rows(folder)) == 2
+    assert len(rows(folder)) == len(models) == 2
 
 
 def test_rounds_carry_answers_over(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,14 @@ def start_run(
                 raise
             num_restarts += 1
             print(f"{error}\nrestart {num_restarts} of {limit} (cluster.max_restarts)", file=sys.stderr, flush=True)
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """Of a model that this process trained before it was lost. Models contain reference cycles."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFolder:

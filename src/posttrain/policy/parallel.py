@@ -122,11 +122,11 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
     other stream, so ranks may run different ones, and a CUDA graph can capture them."""
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in sharded]
-    for module in sharded:
-        module.unshard()
-        module._forward_pre_hooks = _without_fsdp(module, module._forward_pre_hooks)
-        module._forward_hooks = _without_fsdp(module, module._forward_hooks)
     try:
+        for module in sharded:
+            module.unshard()
+            module._forward_pre_hooks = _without_fsdp(module, module._forward_pre_hooks)
+            module._forward_hooks = _without_fsdp(module, module._forward_hooks)
         yield
     finally:
         for module, (before, after) in zip(sharded, hooks, strict=True):

@@ -28,7 +28,7 @@ from posttrain.policy.fused.products import Product
 
 _LEAST_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 tensor cores
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix library
-_MOST_DEFERRED = 1024  # rows of a product that leaves their factors to the next kernel; with more it gains nothing
+_MOST_DEFERRED = 512  # rows of a product that leaves their factors to the next kernel; with more it gains nothing
 
 
 class ScaledRows(NamedTuple):
@@ -191,6 +191,7 @@ class Fp8Product(Product):
 
     def _deferred(self, rows: ScaledRows, x: Tensor | None) -> Tensor | ScaledRows:
         assert self.one is not None, "ask `defers` first"
+        assert not torch.is_grad_enabled(), "autograd does not see this product"
         out = torch._scaled_mm(
             rows.values, self.copy.values.T, scale_a=self.one, scale_b=self.copy.factors[0],
             out_dtype=self.weight.dtype, use_fast_accum=True,
