@@ -10,6 +10,7 @@ from launch_profiles import CRDS, make_profile, make_request
 
 from posttrain.errors import InputError
 from posttrain.launch.lint.check import CustomSchemas, check_manifests
+from posttrain.launch.local import local_cluster
 from posttrain.launch.manifest_files import Manifest
 from posttrain.launch.run_checkpoints import pod_spec
 from posttrain.launch.workloads import render_run
@@ -45,3 +46,13 @@ def test_a_local_profile_keeps_the_values_that_it_sets(tmp_path: Path) -> None:
 def test_gpus_on_this_machine_are_refused(tmp_path: Path, nodes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="pods have no GPUs"):
         make_profile(tmp_path, {**LOCAL, "nodes": nodes})
+
+
+def test_a_python_that_pods_would_not_find_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_cluster.sys, "platform", "linux")
+    monkeypatch.setattr(local_cluster, "ip_command", lambda: "/sbin/ip")
+    monkeypatch.setattr(local_cluster.sys, "prefix", "/tmp/clone/.venv")
+    found = local_cluster.why_impossible()
+    assert found == (
+        "a pod has a /tmp of its own, and would not find /tmp/clone/.venv: install posttrain outside of /tmp"
+    )

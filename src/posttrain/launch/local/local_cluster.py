@@ -53,6 +53,9 @@ def why_impossible() -> str | None:
         return f"pods are made of Linux namespaces, and this is {sys.platform}; use a Linux machine, or a profile of a cluster"
     if ip_command() is None:
         return "the program `ip` is missing, which connects pods: install the package iproute2"
+    for path in (sys.prefix, __file__):
+        if Path(path).resolve().is_relative_to("/tmp"):
+            return f"a pod has a /tmp of its own, and would not find {path}: install posttrain outside of /tmp"
     probe = [sys.executable, "-I", "-S", namespaces.__file__, "probe"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 0:
