@@ -38,7 +38,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-# Configs of the guides on two Ray nodes, runs as jobs of a Ray cluster, further cases of slow tests: some seven minutes.
+# Configs of the guides on two Ray nodes, runs as jobs of a Ray cluster, lost machines, further cases of slow tests: some fifteen minutes.
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests
 

@@ -134,6 +134,7 @@ def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) 
     assert "ray get-auth-token" in shown
 
 
+@pytest.mark.long
 def test_a_run_goes_on_by_itself_with_the_same_bits_when_a_node_is_lost_and_another_one_joins(
     nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes,
     assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows_of(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_one_node_trains_in_two_parts_and_the_other_samples_ahead_in_two_parts(
     nodes: RayNodes, inputs: Path, tmp_path: Path
 ) -> None:

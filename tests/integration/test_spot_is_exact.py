@@ -43,9 +43,9 @@ def whole(folder: Path, material: tuple[Path, Path]) -> SpotRun:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("scheduler", ["jobset", pytest.param("volcano", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scheduler", ["jobset", "volcano"])
 def test_a_run_that_loses_machines_ends_as_the_one_that_does_not(
     folder: Path, material: tuple[Path, Path], whole: SpotRun, scheduler: str
 ) -> None:

@@ -117,7 +117,7 @@ def test_rounds_carry_answers_over(world: World) -> None:
     assert sorted(draws) == list(range(12))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_vllm_of_two_processes_on_places_of_its_own_samples_ahead(world: World) -> None:
     """One rank, and one engine on two places, whose vLLM splits the layers itself."""
     pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")

@@ -124,6 +124,7 @@ def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("even") / "model", num_kv_heads=2)
 
 
+@pytest.mark.long
 def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_survives_the_death_of_a_part(
     fault_at: Callable[..., None], even_model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
