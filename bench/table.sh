@@ -6,8 +6,9 @@
 # VLLM_PYTHON: Python of an environment with vLLM (docs/vllm.md), for `vllm` and `serving`. SFT: a model trained on GSM8K, and TEST: its
 # held-out problems, for `drafts` and `gap`. SHAPE=tiny tries the script on a CPU. Each part writes OUT/NAME.json and OUT/NAME.log.
 set -u
+[ $# -gt 0 ] || { echo "usage: bench/table.sh OUT [PART ...]" >&2; exit 64; }
+OUT=$(realpath -m "$1"); shift
 cd "$(dirname "$0")/.."
-OUT=$(realpath -m "${1:?usage: bench/table.sh OUT [PART ...]}"); shift
 PARTS=${*:-sampling vllm training grpo serving drafts gap tests}
 SHAPE=${SHAPE:-llama-8b}; PYTHON=${PYTHON:-python}
 WORK="512x128+256 512x128+900 long-tail"; FP8="--set policy.fp8=true --set policy.generation.native_cfg.precision=fp8"
@@ -48,21 +49,26 @@ await() {  # PORT SECONDS
 }
 export -f serve await; export OUT SHAPE PYTHON
 
+needs() {  # VARIABLE ...: whether all are set
+  for name; do [ -n "${!name:-}" ] || { echo "== $part: skipped, $name is not set"; return 1; }; done
+}
+
 for part in $PARTS; do case $part in
   sampling)
     run sampling-bf16 300 "$PYTHON" bench/decode.py --shape "$SHAPE" --workload $WORK --engines native --release --out "$OUT/sampling-bf16.json"
     run sampling-fp8 300 "$PYTHON" bench/decode.py --shape "$SHAPE" --workload $WORK --engines native --release --native precision=fp8 --out "$OUT/sampling-fp8.json" ;;
   vllm)
-    run vllm-bf16 300 "${VLLM_PYTHON:?}" bench/decode.py --shape "$SHAPE" --workload $WORK --engines vllm --out "$OUT/vllm-bf16.json"
+    needs VLLM_PYTHON || continue
+    run vllm-bf16 300 "$VLLM_PYTHON" bench/decode.py --shape "$SHAPE" --workload $WORK --engines vllm --out "$OUT/vllm-bf16.json"
     run vllm-fp8 300 "$VLLM_PYTHON" bench/decode.py --shape "$SHAPE" --workload $WORK --engines vllm --vllm quantization=fp8 --out "$OUT/vllm-fp8.json" ;;
   training) run training 200 "$PYTHON" bench/train.py --shape "$SHAPE" $TRAIN $REDUCED --out "$OUT/training.json" ;;
   grpo)
     run grpo-lora 200 "$PYTHON" bench/grpo_step.py --shape "$SHAPE" $PROMPTS --lora $FP8 --out "$OUT/grpo-lora.json"
     run grpo-full 200 "$PYTHON" bench/grpo_step.py --shape "$SHAPE" $PROMPTS $FP8 $REDUCED --out "$OUT/grpo-full.json" ;;
   serving) run serving 420 bash -c serve ;;
-  drafts) run drafts 150 "$PYTHON" bench/speculation.py --model "${SFT:?}" --data "${TEST:?}" --prompts 8 --samples 16 --new-tokens 512 --batch 128 \
+  drafts) needs SFT TEST && run drafts 150 "$PYTHON" bench/speculation.py --model "$SFT" --data "$TEST" --prompts 8 --samples 16 --new-tokens 512 --batch 128 \
       --temperature 0.7 --drafts auto 3 7 --out "$OUT/drafts.json" ;;
-  gap) run gap 150 "$PYTHON" bench/sampler_gap.py --model "${SFT:?}" --out "$OUT/gap.json" ;;
+  gap) needs SFT && run gap 150 "$PYTHON" bench/sampler_gap.py --model "$SFT" --out "$OUT/gap.json" ;;
   tests) run tests 600 "$PYTHON" -m pytest tests/gpu -q -n 5 -p no:cacheprovider ;;
   *) echo "no part $part" >&2; exit 64 ;;
 esac; done
