@@ -4,6 +4,9 @@ pieces.
 All softmax arithmetic is in base 2 and in float32: `scale` carries log2(e), and pieces store their sums as log2(sum of
 2^score). A piece is the part [low, high) of a sequence that one program reads; every kernel computes the same pieces
 from the lengths (`_piece`), so programs without work exit immediately and no unwritten piece is read.
+
+The number of pieces depends on the batch size. It is an argument, not a constant: a kernel takes most of a second to
+compile, and a call whose answers end one after another meets a dozen batch sizes.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from posttrain.engines.native.kernels.attend_fp8 import attend_fp8
 
 
 @triton.jit
-def _piece(begin, end, index, SPLITS: tl.constexpr, BLOCK: tl.constexpr, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _piece(begin, end, index, splits, BLOCK: tl.constexpr, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Positions [low, high) of piece `index` of [begin, end), and how many pieces are not empty."""
     span = tl.maximum(end - begin, 0)
-    size = (span + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
+    size = (span + splits * BLOCK - 1) // (splits * BLOCK) * BLOCK
     size = tl.maximum(size, MIN_TOKENS)
     low = begin + index * size
     return low, tl.minimum(low + size, end), (span + size - 1) // size
@@ -134,16 +137,16 @@ def _with_pieces(  # type: ignore[no-untyped-def]
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "slots", "prefix_splits"])
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [rows, heads, KEY_DIM], strides below, the last one 1
     key_ptr,  # [pages, PAGE_SIZE, KV_HEADS, KEY_DIM]
     value_ptr,  # [pages, PAGE_SIZE, KV_HEADS, VALUE_DIM]
     key_factor_ptr,  # [pages, PAGE_SIZE, KV_HEADS], float32; read if FP8
     value_factor_ptr,
-    out_ptr,  # [rows, heads, VALUE_DIM]; unused if SPLITS > 1
-    piece_ptr,  # [rows, heads, SLOTS, VALUE_DIM], float32
-    piece_sum_ptr,  # [rows, heads, SLOTS], float32: log2 of the sum of a piece
+    out_ptr,  # [rows, heads, VALUE_DIM]; unused if IS_SPLIT
+    piece_ptr,  # [rows, heads, slots, VALUE_DIM], float32
+    piece_sum_ptr,  # [rows, heads, slots], float32: log2 of the sum of a piece
     table_ptr,  # [rows, most pages], int32
     length_ptr,  # [rows], int32
     start_ptr,  # [rows], int32: positions before it are in a shared tile; read if HAS_START
@@ -153,6 +156,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     query_row_stride,
     query_head_stride,
     table_stride,
+    splits,
+    slots,
+    prefix_splits,  # the first slots hold pieces of a shared prefix, written earlier; read if HAS_START
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     GROUP_PADDED: tl.constexpr,
@@ -162,11 +168,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     VALUE_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,  # the first slots hold pieces of a shared prefix, written earlier
     PREFIX_BLOCK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # splits > 1
     HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -187,8 +191,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     first = start
     if HAS_WINDOW:
         first = tl.maximum(first, length - window)
-    low, high, _ = _piece(first, length, split, SPLITS, BLOCK, MIN_TOKENS)
-    if SPLITS > 1:  # noqa: SIM102  (one is compile-time, the other run-time)
+    low, high, _ = _piece(first, length, split, splits, BLOCK, MIN_TOKENS)
+    if IS_SPLIT:  # noqa: SIM102  (one is compile-time, the other run-time)
         if low >= high:
             return
 
@@ -213,29 +217,29 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     at_head = row * (KV_HEADS * GROUP) + heads
     out_mask = (g < GROUP)[:, None] & (dv < VALUE_DIM)[None, :]
-    if SPLITS == 1:
-        if PREFIX_SPLITS > 0:
-            _, _, num_shared = _piece(0, start, 0, PREFIX_SPLITS, PREFIX_BLOCK, MIN_TOKENS)
+    if IS_SPLIT:
+        at_slot = at_head * slots + (prefix_splits + split)
+        tl.store(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], acc, mask=out_mask)
+        tl.store(piece_sum_ptr + at_slot, piece_sum, mask=g < GROUP)
+    else:
+        if HAS_START:
+            _, _, num_shared = _piece(0, start, 0, prefix_splits, PREFIX_BLOCK, MIN_TOKENS)
             acc = _with_pieces(
-                acc, piece_sum, piece_ptr, piece_sum_ptr, at_head * SLOTS, num_shared, dv, g < GROUP, VALUE_DIM
+                acc, piece_sum, piece_ptr, piece_sum_ptr, at_head * slots, num_shared, dv, g < GROUP, VALUE_DIM
             )
         at_out = at_head[:, None] * VALUE_DIM + dv[None, :]
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    else:
-        at_slot = at_head * SLOTS + (PREFIX_SPLITS + split)
-        tl.store(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], acc, mask=out_mask)
-        tl.store(piece_sum_ptr + at_slot, piece_sum, mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "slots"])
 def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     query_ptr,
     key_ptr,
     value_ptr,
     key_factor_ptr,
     value_factor_ptr,
-    piece_ptr,  # [rows, heads, SLOTS, VALUE_DIM], float32
-    piece_sum_ptr,  # [rows, heads, SLOTS], float32
+    piece_ptr,  # [rows, heads, slots, VALUE_DIM], float32
+    piece_sum_ptr,  # [rows, heads, slots], float32
     table_ptr,  # [rows, most pages], int32
     length_ptr,  # [rows], int32
     tile_rows_ptr,  # [tiles, SAMPLES], int32: rows that share a prefix, -1 behind the last
@@ -246,6 +250,8 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     query_row_stride,
     query_head_stride,
     table_stride,
+    splits,
+    slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SAMPLES: tl.constexpr,
@@ -256,9 +262,7 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     VALUE_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
@@ -269,7 +273,7 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    low, high, _ = _piece(0, tl.load(tile_length_ptr + tile), split, SPLITS, BLOCK, MIN_TOKENS)
+    low, high, _ = _piece(0, tl.load(tile_length_ptr + tile), split, splits, BLOCK, MIN_TOKENS)
     if low >= high:
         return
 
@@ -306,26 +310,26 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
             QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
             HAS_WINDOW, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
         )  # fmt: skip
-    at_slot = (row * (KV_HEADS * GROUP) + heads) * SLOTS + split
+    at_slot = (row * (KV_HEADS * GROUP) + heads) * slots + split
     out_mask = present[:, None] & (dv < VALUE_DIM)[None, :]
     tl.store(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], acc, mask=out_mask)
     tl.store(piece_sum_ptr + at_slot, piece_sum, mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "slots", "prefix_splits"])
 def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [rows, heads, VALUE_DIM]
-    piece_ptr,  # [rows, heads, SLOTS, VALUE_DIM], float32
-    piece_sum_ptr,  # [rows, heads, SLOTS], float32
+    piece_ptr,  # [rows, heads, slots, VALUE_DIM], float32
+    piece_sum_ptr,  # [rows, heads, slots], float32
     length_ptr,
     start_ptr,
     window,
+    splits,
+    slots,
+    prefix_splits,  # the first slots are those of the shared prefix
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
-    SLOTS: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,  # the first slots are those of the shared prefix
-    SPLITS: tl.constexpr,
     PREFIX_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
@@ -341,15 +345,15 @@ def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     written = slot < 0
     if HAS_START:
         start = tl.load(start_ptr + row)
-        _, _, num_shared = _piece(0, start, 0, PREFIX_SPLITS, PREFIX_BLOCK, MIN_TOKENS)
+        _, _, num_shared = _piece(0, start, 0, prefix_splits, PREFIX_BLOCK, MIN_TOKENS)
         written = slot < num_shared
     first = start
     if HAS_WINDOW:
         first = tl.maximum(first, length - window)
-    _, _, num_own = _piece(first, length, 0, SPLITS, BLOCK, MIN_TOKENS)
-    written = written | ((slot >= PREFIX_SPLITS) & (slot < PREFIX_SPLITS + num_own))
+    _, _, num_own = _piece(first, length, 0, splits, BLOCK, MIN_TOKENS)
+    written = written | ((slot >= prefix_splits) & (slot < prefix_splits + num_own))
 
-    at_slot = (row * tl.num_programs(0) + head) * SLOTS + slot
+    at_slot = (row * tl.num_programs(0) + head) * slots + slot
     sums = tl.load(piece_sum_ptr + at_slot, mask=written, other=float("-inf"))
     best = tl.max(sums, 0)
     weights = tl.exp2(sums - tl.where(best == float("-inf"), 0.0, best))

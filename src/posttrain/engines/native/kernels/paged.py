@@ -145,21 +145,20 @@ def attend_to_own(
     slots = num_slots_of(splits, prefix_splits)
     paged_attention_kernel[(kv_heads, rows, splits)](
         query, *as_read(keys, values, factors), out, pieces, sums, table, lengths, starts_or_any,
-        inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
+        inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0), splits, slots, prefix_splits,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
         KEY_DIM=dim, KEY_PADDED=padded_dim(dim, factors),
         VALUE_DIM=value_dim, VALUE_PADDED=padded_dim(value_dim, factors),
-        PAGE_SIZE=page_size, BLOCK=tile.block, SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS,
-        SLOTS=slots, PREFIX_SPLITS=prefix_splits, PREFIX_BLOCK=prefix_block, HAS_START=has_start,
+        PAGE_SIZE=page_size, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
+        PREFIX_BLOCK=prefix_block, IS_SPLIT=splits > 1, HAS_START=has_start,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, FP8=factors is not None,
         IN_ASSEMBLY=not triton.knobs.runtime.interpret, EXACT_WEIGHTS=exact_weights(tile, query),
         PRECISION=dot_precision(query), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
         combine_pieces_kernel[(heads, rows)](
-            out, pieces, sums, lengths, starts_or_any, window_or_0,
-            VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim), SLOTS=slots,
-            SLOTS_PADDED=next_power_of_two(slots), PREFIX_SPLITS=prefix_splits, SPLITS=splits,
+            out, pieces, sums, lengths, starts_or_any, window_or_0, splits, slots, prefix_splits,
+            VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim), SLOTS_PADDED=max(8, next_power_of_two(slots)),
             PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
             HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
