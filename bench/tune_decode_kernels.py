@@ -258,7 +258,7 @@ def time_sampling(shape: str, rows: int, dtype: torch.dtype, roof: float) -> dic
     width = int(shape_of(shape).sizes["vocab_size"])
     logits = [torch.randn(rows, width, device="cuda", dtype=dtype) * 3 for _ in range(4)]
     keys = torch.randint(0, 2**60, (rows,), device="cuda")
-    index = torch.arange(rows, device="cuda")
+    index, inverse = torch.arange(rows, device="cuda"), torch.full((rows,), 1 / 0.7, device="cuda")
     num_bytes = logits[0].numel() * dtype.itemsize
     timings = []
     usual = sampling._LOGITS_PER_PROGRAM
@@ -267,7 +267,7 @@ def time_sampling(shape: str, rows: int, dtype: torch.dtype, roof: float) -> dic
         timings.append(
             tried(
                 f"one pass, {count} logits per program",
-                lambda i: sample_rows(logits[i % 4], keys, index, temperature=0.7, vocab_size=width),
+                lambda i: sample_rows(logits[i % 4], keys, index, inverse, vocab_size=width),
                 num_bytes,
                 "now" if count == usual else "",
             )

@@ -89,6 +89,10 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     return sequence_keys.cuda(), (torch.arange(rows) % 5).cuda()
 
 
+def at_temperature(temperature: float, rows: int) -> Tensor:
+    return torch.full((rows,), TokenSampler(Sampling(1, temperature), 1).inverse_temperature, device="cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("width", "vocab_size", "temperature"),
@@ -103,7 +107,9 @@ def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature:
     # On a CPU the sampler is plain torch.
     sampler = TokenSampler(Sampling(1, temperature=temperature), vocab_size)
     expected, expected_logprobs = (x.cuda() for x in sampler.draw(logits.cpu(), *(x.cpu() for x in keys(rows))))
-    tokens, logprobs = kernels.sample_rows(logits, *keys(rows), temperature=temperature, vocab_size=vocab_size)
+    tokens, logprobs = kernels.sample_rows(
+        logits, *keys(rows), at_temperature(temperature, rows), vocab_size=vocab_size
+    )
     # At most a near-tie may go the other way.
     assert (tokens != expected).sum() <= 1
     same = tokens == expected
@@ -114,10 +120,26 @@ def test_greedy_is_the_argmax_of_the_vocabulary() -> None:
     from posttrain.engines.native import kernels
 
     logits = torch.randn(200, 128_256, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1))
-    tokens, logprobs = kernels.sample_rows(logits, *keys(200), temperature=0.0, vocab_size=128_000)
+    tokens, logprobs = kernels.sample_rows(logits, *keys(200), at_temperature(0.0, 200), vocab_size=128_000)
     assert torch.equal(tokens, logits[:, :128_000].argmax(-1))
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_each_row_is_drawn_at_its_own_temperature() -> None:
+    """The bits of a draw in which all rows have that temperature."""
+    from posttrain.engines.native import kernels
+
+    temperatures, rows = (0.0, 0.3, 1.0, 1.7), 240
+    logits = torch.randn(rows, 128_256, device="cuda", generator=torch.Generator(device="cuda").manual_seed(2)) * 3
+    mixed = torch.stack([at_temperature(temperatures[row % 4], 1)[0] for row in range(rows)])
+    tokens, logprobs = kernels.sample_rows(logits, *keys(rows), mixed, vocab_size=128_000)
+    for place, temperature in enumerate(temperatures):
+        alike, expected = kernels.sample_rows(
+            logits, *keys(rows), at_temperature(temperature, rows), vocab_size=128_000
+        )
+        assert torch.equal(tokens[place::4], alike[place::4])
+        assert torch.equal(logprobs[place::4], expected[place::4])
 
 
 @pytest.mark.parametrize("vocab_size", [64, 1000, 5_000])
@@ -129,7 +151,7 @@ def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
     rows = 60_000
     sequence_keys = torch.tensor([sequence_key(7, 0, 0, sample) for sample in range(rows)]).cuda()
     tokens, _ = kernels.sample_rows(
-        logits.expand(rows, -1), sequence_keys, torch.zeros_like(sequence_keys), temperature=temperature,
+        logits.expand(rows, -1), sequence_keys, torch.zeros_like(sequence_keys), at_temperature(temperature, rows),
         vocab_size=vocab_size,
     )  # fmt: skip
     assert chi_square_excess(tokens, (logits / temperature).softmax(0)) < 5
@@ -142,7 +164,7 @@ def test_nan_logits_give_nan_logprobs() -> None:
     logits = torch.zeros(4, 128_256, device="cuda", dtype=torch.bfloat16)
     logits[0, 77_777], logits[1], logits[2, 5] = NAN, NAN, float("inf")
     for temperature in (0.0, 1.0):
-        tokens, logprobs = kernels.sample_rows(logits, *keys(4), temperature=temperature, vocab_size=128_256)
+        tokens, logprobs = kernels.sample_rows(logits, *keys(4), at_temperature(temperature, 4), vocab_size=128_256)
         assert logprobs.isnan().tolist() == [True, True, True, False]
         assert ((tokens >= 0) & (tokens < 128_256)).all()
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.policy.runtime import to_device
+
 _DENSE_BLOCK_TOKENS = 192  # up to this size a masked product over all pairs is cheaper than one call per segment
 
 
@@ -75,7 +77,7 @@ class PackedAttention:
         queries = [s.length for s in self.segments]
         keys = [s.length + s.prefix_length for s in self.segments]
         shared = any(s.prefix_length for s in self.segments)
-        gather = torch.cat(index).to(self.device) if shared else None
+        gather = to_device(torch.cat(index), self.device) if shared else None
         return gather, _cumulative(queries, self.device), _cumulative(keys, self.device), max(queries), max(keys)
 
     # -- everywhere else: a few small attentions per tree ---------------------------------------------------------------
@@ -151,8 +153,8 @@ class PackedAttention:
                 at[own] = torch.arange(s.prefix_length, s.prefix_length + s.length)
             if window is not None:
                 visible &= at[:, None] - at[None, :] < window
-            mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf")).to(like.device)
-            self._masks[index, window] = mask
+            mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf"))
+            self._masks[index, window] = mask = to_device(mask, like.device)
         return mask
 
 
@@ -186,8 +188,7 @@ def _varlen_runs(query: Tensor, softcap: float | None) -> bool:
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    return ends.to(device=device, dtype=torch.int32)
+    return to_device(torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0, dtype=torch.int32), device)
 
 
 def _varlen(

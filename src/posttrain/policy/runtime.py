@@ -1,4 +1,4 @@
-"""How a process computes: memory of the GPU, deterministic algorithms, evaluation mode.
+"""How a process computes: memory of the GPU and copies to it, deterministic algorithms, evaluation mode.
 
 Determinism: no code of posttrain adds up in a nondeterministic order. Three of torch's operations do on a GPU: the
 backward pass of attention and of a lookup add with atomics, and cuBLAS may choose another workspace for a stream.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -44,6 +44,13 @@ def shareable_memory() -> Iterator[None]:
 def _set_expandable_segments(wanted: bool) -> None:
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(f"expandable_segments:{wanted}")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor of the host that does not wait for the device. From pageable memory, a copy waits until all that was
+    launched before it has run.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PeakMemory:

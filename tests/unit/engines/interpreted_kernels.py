@@ -371,7 +371,8 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
-    return kernels.sample_rows(logits, *keys(len(logits)), temperature=temperature, vocab_size=vocab_size)
+    inverse = torch.full((len(logits),), TokenSampler(Sampling(1, temperature), vocab_size).inverse_temperature)
+    return kernels.sample_rows(logits, *keys(len(logits)), inverse, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +386,31 @@ def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature:
     tokens, logprobs = draw(logits, temperature, vocab_size)
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logprobs, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_each_row_is_drawn_at_its_own_temperature() -> None:
+    """With greedy rows, columns of padding and a damaged row among them."""
+    temperatures, vocab_size = [1.0, 0.0, 0.6, 1.3, 0.0, 0.05, 1.0], 257
+    samplers = [TokenSampler(Sampling(1, temperature), vocab_size) for temperature in temperatures]
+    inverse = torch.tensor([sampler.inverse_temperature for sampler in samplers])
+    rows = len(samplers)
+    logits = torch.randn(rows, 300, generator=torch.Generator().manual_seed(3)) * 3
+    logits[:, vocab_size:] += 4
+    logits[3, 90] = NAN
+    tokens, logprobs = kernels.sample_rows(logits, *keys(rows), inverse, vocab_size=vocab_size)
+    together = torch_sampler.draw_plain(logits, *keys(rows), inverse, vocab_size)
+    sequence_keys, index = keys(rows)
+    for row, sampler in enumerate(samplers):
+        at = slice(row, row + 1)
+        token, logprob = sampler.draw(logits[at], sequence_keys[at], index[at])
+        assert torch.equal(together[1][at], logprob) or row == 3
+        if row == 3:
+            assert logprobs[row].isnan()
+            assert together[1][row].isnan()
+            assert 0 <= int(tokens[row]) < vocab_size
+        else:
+            assert tokens[row] == together[0][row] == token[0]
+            torch.testing.assert_close(logprobs[at], logprob, atol=1e-5, rtol=1e-5)
 
 
 def test_logprob_is_that_of_the_whole_row_also_where_padding_outweighs_it() -> None:

@@ -22,10 +22,10 @@ import posttrain.engines.native.graphs as graphs_module
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, GraphCaptureError, batch_sizes
-from posttrain.engines.native.graphs import SharedPrefixes
+from posttrain.engines.native.graphs import GraphsPerAdapter, SharedPrefixes
 from posttrain.engines.native.kv_cache import GIB, LayerShape, PagedKvCache
 from posttrain.engines.native.scheduler import PromptGroup
-from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
+from posttrain.engines.native.session import GenerationSession
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -67,6 +67,18 @@ def ahead(
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, **settings))
     engine._keeps_workspace = engine._use_graphs = True
     return engine
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch, graphs: type[CudaGraphCache] = SimulatedGraphs) -> None:
+    """Sessions that are made from now on decode as on a GPU."""
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", graphs)
+    allocate = GenerationSession._allocate
+
+    def allocating(self: GenerationSession) -> None:
+        allocate(self)
+        self._graphs = GraphsPerAdapter(self.forward, self._decoding.new_paged)
+
+    monkeypatch.setattr(GenerationSession, "_allocate", allocating)
 
 
 def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
@@ -242,37 +254,6 @@ def test_progress_of_completions_of_one_token(model: nn.Module, monkeypatch: pyt
     assert_same(found, NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, Sampling(1), KEY))
     assert sum(received) == 20
     assert len(received) >= 5, "one call per batch, not one at the end"
-
-
-def session_tokens(session: GenerationSession, tasks: list[Task], samplings: list[Sampling]) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    for task, sampling in zip(tasks, samplings, strict=True):
-        session.add(SessionRequest(task.id, task.prompt_ids, sampling, seed=task.draw))
-    while session.unfinished:
-        for event in session.step():
-            assert isinstance(event, TokenEvent)
-            tokens.setdefault(event.request_id, []).append(event.token_id)
-    return tokens
-
-
-def test_session_replays_graphs_up_to_the_logits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    samplings = [
-        SAMPLING,
-        Sampling(9, temperature=0.0, ignore_eos=True),
-        Sampling(20, top_k=5),
-        Sampling(3, top_p=0.7, temperature=0.8),
-        Sampling(30, ignore_eos=True),
-    ]
-    settings = NativeSettings(page_size=4, max_batch_size=3, max_total_tokens=80)
-    expected = session_tokens(GenerationSession(NativeEngine(model, TOKENIZER, settings)), make_tasks(), samplings)
-    monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
-    session = GenerationSession(NativeEngine(model, TOKENIZER, settings))
-    session._decoding.use_graphs = True
-    assert session_tokens(session, make_tasks(), samplings) == expected
-    session.add(SessionRequest("lost", make_tasks()[1].prompt_ids, SAMPLING, seed=9))
-    session.step()
-    session.reset()  # the next requests get the admission numbers of those that were dropped
-    assert session_tokens(session, make_tasks(), samplings) == expected
 
 
 def test_batch_sizes_cover_every_batch_in_fine_steps() -> None:

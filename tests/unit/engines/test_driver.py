@@ -13,8 +13,9 @@ from torch import nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.decoding import SingleBackend
+from posttrain.engines.native.drawn_tokens import Drawn
 from posttrain.engines.native.driver import Driver, NewToken, Request
-from posttrain.engines.native.graphs import DecodeGraphs, Drawn
+from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
@@ -57,7 +58,8 @@ def driver_of(engine: NativeEngine, requests: Sequence[Request]) -> Driver:
     workspace.begin(groups, 2)
     scheduler = Scheduler(workspace.num_pages, 4, 8)
     decoding = SingleBackend(engine.forward, workspace.decode)
-    driver = Driver(engine.forward, workspace.cache, scheduler, decoding, 64, graphs=workspace.graphs)
+    graphs = None if workspace.graphs is None else {"": workspace.graphs}
+    driver = Driver(engine.forward, workspace.cache, scheduler, decoding, 64, graphs=graphs)
     for request in requests:
         driver.add(request)
     return driver
@@ -103,8 +105,8 @@ def test_with_graphs_a_step_is_launched_before_the_previous_one_is_read(
     num_launched_at_read: dict[int, int] = {}
     step, read = DecodeGraphs.step, Drawn.read
 
-    def launching(self: DecodeGraphs, samples: Any, sampler: Any) -> Drawn:
-        launched.append(step(self, samples, sampler))
+    def launching(self: DecodeGraphs, *args: Any) -> Drawn:
+        launched.append(step(self, *args))
         return launched[-1]
 
     def reading(self: Drawn) -> Any:

@@ -109,7 +109,7 @@ def test_rotation_and_draw_compile(compiled: Compiled) -> None:
     # No multiply-add where torch rounds between the two.
     assert "fma.rn.f32" not in compiled["_write_kv_rope_kernel"].asm["ptx"]
     logits = torch.zeros(1, 151_936, dtype=BF16)
-    kernels.sample_rows(logits, slots[:1], slots[:1], temperature=0.7, vocab_size=151_669)
+    kernels.sample_rows(logits, slots[:1], slots[:1], torch.ones(1), vocab_size=151_669)
     # Sixteen bytes at a time.
     assert "ld.global.v4.b32" in compiled["_block_masses_kernel"].asm["ptx"]
     assert "_draw_kernel" in compiled

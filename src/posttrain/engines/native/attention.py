@@ -20,6 +20,7 @@ from torch import Tensor
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
+from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
@@ -65,7 +66,7 @@ class PrefillAttention:
         slots = [
             self.cache.slots(piece.pages, start, end) for piece, (start, end) in zip(self.pieces, ranges, strict=True)
         ]
-        return torch.from_numpy(np.concatenate(slots)).to(self.cache.device)
+        return to_device(torch.from_numpy(np.concatenate(slots)), self.cache.device)
 
     def attend(
         self,
@@ -226,9 +227,9 @@ class PagedDecode:
         lengths = [sample.num_cached + 1 for sample in samples]
         self.longest = max(lengths)
         used = pages_for(self.longest, self.cache.page_size)
-        # A contiguous copy: the transfer may still be running when the next step changes the host's table.
-        self.table = torch.from_numpy(self.host_table[: len(samples), :used].copy()).to(device, non_blocking=True)
-        self.lengths = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
+        # A copy: the transfer may still be running when the next step changes the host's table.
+        self.table = to_device(torch.from_numpy(self.host_table[: len(samples), :used].copy()), device)
+        self.lengths = to_device(torch.tensor(lengths, dtype=torch.int32), device)
         self.slots = slots
 
     def attend(

@@ -6,12 +6,16 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.errors import reason_of
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _MAX_GRAPHS = 128  # a run needs a few dozen; changing sampling settings or adapters would add more without bound
 # Other threads, such as NCCL's watchdog, may query events while this one captures.
@@ -30,17 +34,19 @@ class _CapturedGraph:
 
 
 class CudaGraphCache:
-    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool; the least recently used graph
-    is evicted when there are too many."""
+    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool, that of `like` if given; the least
+    recently used graph is evicted when there are too many."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, like: CudaGraphCache | None = None) -> None:
         self.device = device
         self._graphs: dict[Hashable, _CapturedGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool: _POOL_HANDLE | None = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle() if like is None else like._pool
 
     def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
-        """The result of `compute`, valid until the next `run`. `changes` is the state that `compute` advances in place;
-        it is restored after warm-up.
+        """The result of `compute`, valid until the next `run` with the same pool. `changes` is the state that `compute`
+        advances in place; it is restored after warm-up.
         """
         captured = self._graphs.pop(key, None)
         if captured is None:

@@ -1,4 +1,4 @@
-"""Decode backends for next-token logits: CUDA graphs, dense copies of the pages on a CPU, or the pages in place.
+"""Decode backends for next-token logits without CUDA graphs: dense copies of the pages on a CPU, or the pages in place.
 
 All of them write to the same pages, which hold every key and value. A dense copy is a faster view of the pages. It may
 be dropped at any time, and must be dropped after steps that did not update it.
@@ -16,7 +16,6 @@ from torch import Tensor
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
 from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
 from posttrain.engines.native.forward import ForwardPass
-from posttrain.engines.native.graphs import LogitGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.scheduler import Sample, pages_for
 
@@ -56,17 +55,9 @@ class BackendPerAdapter:
         self._forward, self._cache, self._num_pages = forward, cache, num_pages
         self._max_rows, self._max_total_tokens = max_rows, max_total_tokens
         self.copies: dict[str, DenseDecode] = {}  # by adapter
-        self.use_graphs = cache.device.type == "cuda"  # until a capture fails
-        self._graphs: dict[str, LogitGraphs] = {}  # by adapter: a graph is captured with one adapter
-        self._paged = self._new_paged()
+        self._paged = self.new_paged()
 
     def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
-        if self.use_graphs:
-            try:
-                return self._graphs_of(adapter).logits(samples)
-            except GraphCaptureError as error:
-                warn_without_graphs(error)
-                self.use_graphs = False
         longest = 1 + max(sample.num_cached for sample in samples)
         return self._forward.next_logits(self.decode_backend_for(adapter, len(samples), longest), samples)
 
@@ -76,8 +67,7 @@ class BackendPerAdapter:
     def forget_rows(self) -> None:
         """Later samples may have the admission numbers of earlier ones."""
         self.drop_copies()
-        for decode in (self._paged, *(graphs.decode for graphs in self._graphs.values())):
-            decode.forget_rows()
+        self._paged.forget_rows()
 
     def decode_backend_for(self, adapter: str, num_rows: int, longest: int) -> DenseDecode | PagedDecode:
         """On a CPU the dense copies together never take more memory than the pages."""
@@ -96,12 +86,7 @@ class BackendPerAdapter:
             self.drop_copies()  # refilled on next use
         return self.copies.setdefault(adapter, DenseDecode(self._cache, longest_ever))
 
-    def _graphs_of(self, adapter: str) -> LogitGraphs:
-        if adapter not in self._graphs:
-            self._graphs[adapter] = LogitGraphs(self._forward, self._new_paged())
-        return self._graphs[adapter]
-
-    def _new_paged(self) -> PagedDecode:
+    def new_paged(self) -> PagedDecode:
         most = pages_for(self._max_total_tokens, self._cache.page_size) + 1
         return PagedDecode(self._cache, self._max_rows, most)
 

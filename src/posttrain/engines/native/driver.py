@@ -4,7 +4,8 @@
 draws one more token for every active sample; the two alternate while samples wait. The scheduler decides which samples run.
 
 With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
-read. A sample that drew a stop token then takes part in one more step, whose token is discarded.
+read. A sample that drew a stop token then takes part in one more step, whose token is discarded. Pages of a sample that has
+left may still be written by that step; their next user writes later on the same stream.
 
 With `Speculation` the last samples are decoded with drafts: a step then draws one token or more for each. It starts
 when no sample waits, and ends when it is no longer faster or pages run short. The host reads all tokens when it starts
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
 from posttrain.engines.native.decoding import Decoding, warn_without_graphs
+from posttrain.engines.native.drawn_tokens import Drawn, ModelLogprobs, draw, top_logprobs
 from posttrain.engines.native.forward import ForwardPass, first_logits, prefill
-from posttrain.engines.native.graphs import DecodeGraphs, Drawn, ModelLogprobs
+from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
@@ -74,9 +76,9 @@ Update = NewToken | NanLogits
 
 
 class Driver:
-    """`graphs` and `speculation` require that all requests have equal sampling settings and no adapter. `activate` is called
-    with the name of the adapter whose samples come next, whenever it changes. `max_admitted_tokens` limits the prefill of one
-    step."""
+    """`graphs` are those of each adapter. `speculation` requires that all requests have equal sampling settings and no
+    adapter. `activate` is called with the name of an adapter before the model runs for its samples, whenever it changes.
+    `max_admitted_tokens` limits the prefill of one step."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Driver:
         decoding: Decoding,
         max_prefill_tokens: int,
         *,
-        graphs: DecodeGraphs | None = None,
+        graphs: Mapping[str, DecodeGraphs] | None = None,
         speculation: Speculation | None = None,
         activate: Callable[[str], None] | None = None,
         max_admitted_tokens: int | None = None,
@@ -102,7 +104,8 @@ class Driver:
         self._activate = activate
         self._adapter: str | None = None  # the active one
         self._requests: dict[PromptGroup, Request] = {}
-        self._in_flight: list[Drawn] = []  # drawn on the device, not read yet
+        self._in_flight: list[Drawn] = []  # drawn on the device, not read yet; in the order of their launches
+        self._has_read_nan = False
         self._prefilled_last = False
 
     @property
@@ -152,22 +155,24 @@ class Driver:
             # Without graphs the host needs the tokens. A sample can only be preempted with all its tokens on the host.
             updates += self._read_all()
         scheduler.reserve_step()
-        for samples in self._by_adapter(list(scheduler.active)):
-            try:
-                launched = self._launch(samples)
-            except GraphCaptureError as error:
-                warn_without_graphs(error)
-                assert self.graphs is not None
-                self.graphs.give_up()
-                self.graphs = self.speculation = None
-                return updates  # the next step computes these tokens without graphs
-            if self.speculation is not None:
-                self.speculation.launched_without(len(samples))
-            updates += self._read_all()  # tokens of the previous step, while the device computes this one
-            self._in_flight = [launched]
-            if self.graphs is None:
-                updates += self._read_all()
-        return updates
+        num_before = len(self._in_flight)
+        try:
+            for adapter, samples in self._by_adapter(scheduler.active):
+                self._in_flight.append(self._launch(adapter, samples))
+        except GraphCaptureError as error:
+            warn_without_graphs(error)
+            self._give_up_graphs()
+            return updates  # the next step computes the missing tokens without graphs
+        if self.speculation is not None and len(self._in_flight) > num_before:
+            self.speculation.launched_without(len(self._in_flight[-1].samples))
+        updates += self._read(num_before)  # tokens of the previous step, while the device computes this one
+        return updates if self.graphs is not None else updates + self._read_all()
+
+    def _give_up_graphs(self) -> None:
+        assert self.graphs is not None
+        for graphs in self.graphs.values():
+            graphs.give_up()
+        self.graphs = self.speculation = None
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -218,82 +223,70 @@ class Driver:
             self.speculation = None
         self.decoding.drop_copies()
         if self.graphs is not None:
-            self.graphs.forget_rows()
-            self.graphs.join(self.scheduler.active)
+            self.graphs[""].forget_rows()
+            self.graphs[""].join(self.scheduler.active)
         return updates
 
     # -- prompts and adapters ------------------------------------------------------------------------------------------
 
-    def _by_adapter(self, samples: list[Sample]) -> Iterator[list[Sample]]:
-        """The samples of each adapter, with that adapter active. The currently active one comes first."""
+    def _by_adapter(self, samples: Sequence[Sample]) -> list[tuple[str, list[Sample]]]:
+        """Each adapter with its samples. The currently active one comes first."""
         if self._activate is None:
-            if samples:
-                yield samples
-            return
+            return [("", list(samples))] if samples else []
         groups: dict[str, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group.adapter, []).append(sample)
-        for adapter in sorted(groups, key=lambda name: (name != self._adapter, name)):
-            if adapter != self._adapter:
-                self._activate(adapter)
-                self._adapter = adapter
-            yield groups[adapter]
+        return sorted(groups.items(), key=lambda item: (item[0] != self._adapter, item[0]))
+
+    def _use(self, adapter: str) -> None:
+        if self._activate is not None and adapter != self._adapter:
+            self._activate(adapter)
+            self._adapter = adapter
 
     def _start(self, admission: Admission) -> list[Update]:
-        for samples in self._by_adapter(admission.samples):
+        for adapter, samples in self._by_adapter(admission.samples):
             groups = dict.fromkeys(sample.group for sample in samples)
-            self._prefill([admission.prompts[group] for group in groups if group in admission.prompts])
+            self._prefill(adapter, [admission.prompts[group] for group in groups if group in admission.prompts])
         self.scheduler.remember_prompts(admission)
         self.cache.copy_pages(admission.copies)
-        updates: list[Update] = []
-        for samples in self._by_adapter(admission.samples):
-            self._prefill([admission.resumed[sample] for sample in samples if sample in admission.resumed])
+        for adapter, samples in self._by_adapter(admission.samples):
+            self._prefill(adapter, [admission.resumed[sample] for sample in samples if sample in admission.resumed])
             if self.graphs is not None and (known := [sample for sample in samples if sample.token_ids]):
-                self.graphs.join(known)
+                self.graphs[adapter].join(known)
             if fresh := [sample for sample in samples if not sample.token_ids]:
-                self._in_flight.append(self._draw(fresh, first_logits(self.forward, fresh), joins=True))
-            if self.graphs is None or not self.scheduler.active:  # no decode step follows to overlap with the wait
-                updates += self._read_all()
-        return updates
+                self._in_flight.append(self._draw_first(adapter, fresh))
+        if self.graphs is None or not self.scheduler.active:  # no decode step follows to overlap with the wait
+            return self._read_all()
+        return []
 
-    def _prefill(self, jobs: Sequence[Prefill]) -> None:
-        prefill(self.forward, self.cache, jobs, self._max_prefill_tokens)
+    def _prefill(self, adapter: str, jobs: Sequence[Prefill]) -> None:
+        if jobs:
+            self._use(adapter)
+            prefill(self.forward, self.cache, jobs, self._max_prefill_tokens)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _launch(self, samples: Sequence[Sample]) -> Drawn:
+    def _launch(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
         """One more token for each of `samples`."""
         if self.graphs is not None:
-            sampler = self._requests[samples[0].group].sampler
-            return self._launched(self.graphs.step(samples, sampler))
-        return self._draw(samples, self.decoding.next_logits(self._adapter or "", samples))
+            settings = [self._requests[sample.group] for sample in samples]
+            return self._launched(self.graphs[adapter].step(samples, settings, lambda: self._use(adapter)))
+        self._use(adapter)
+        return self._draw(samples, self.decoding.next_logits(adapter, samples))[1]
 
-    def _draw(self, samples: Sequence[Sample], logits: Tensor, *, joins: bool = False) -> Drawn:
-        keys = [sample.noise_key for sample in samples]
-        index = [sample.noise_index for sample in samples]
-        noise = torch.tensor([keys, index], dtype=torch.long).to(self.cache.device, non_blocking=True)
-        rows_of: dict[TokenSampler, list[int]] = {}  # rows with equal settings are drawn together
-        for row, sample in enumerate(samples):
-            rows_of.setdefault(self._requests[sample.group].sampler, []).append(row)
-        if len(rows_of) == 1:
-            values = _draw_rows(next(iter(rows_of)), logits, noise)
-        else:
-            values = torch.empty(2, len(samples), dtype=torch.float64, device=self.cache.device)
-            for sampler, rows in rows_of.items():
-                at = torch.tensor(rows, device=self.cache.device)
-                values.index_copy_(1, at, _draw_rows(sampler, logits[at], noise[:, at]))
-        if joins and self.graphs is not None:
-            self.graphs.join(samples, values[0].long())
-        drawn = Drawn.to_host(samples, values)
-        wanted = {
-            row: number
-            for row, sample in enumerate(samples)
-            if (number := self._requests[sample.group].num_top_logprobs) is not None
-        }
-        if wanted:
-            vocab_size = self._requests[samples[0].group].sampler.vocab_size
-            drawn.model_logprobs = _model_logprobs(wanted, logits, values[0], vocab_size)
-        return self._launched(drawn)
+    def _draw_first(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
+        self._use(adapter)
+        tokens, drawn = self._draw(samples, first_logits(self.forward, samples))
+        if self.graphs is not None:
+            self.graphs[adapter].join(samples, tokens)
+        return drawn
+
+    def _draw(self, samples: Sequence[Sample], logits: Tensor) -> tuple[Tensor, Drawn]:
+        """The tokens on the device, and on their way to the host."""
+        settings = [self._requests[sample.group] for sample in samples]
+        tokens, logprobs = draw(samples, settings, logits)
+        values = torch.stack([tokens.double(), logprobs.double()])
+        return tokens, self._launched(Drawn.to_host(samples, values, top_logprobs(settings, logits, tokens)))
 
     def _launched(self, drawn: Drawn) -> Drawn:
         for sample in drawn.samples:
@@ -308,41 +301,47 @@ class Driver:
                 self.scheduler.leave(sample)
 
     def _read_all(self) -> list[Update]:
-        """Wait for the tokens in flight and append them; finished samples leave the batch."""
+        return self._read(len(self._in_flight))
+
+    def _read(self, count: int) -> list[Update]:
+        """Wait for the tokens of the first `count` launches in flight and append them; finished samples leave the batch."""
+        launches, self._in_flight = self._in_flight[:count], self._in_flight[count:]
         updates: list[Update] = []
-        for drawn in self._in_flight:
-            if isinstance(drawn, DrawnWithDrafts):
-                updates += self._read_drafts(drawn)
-                continue
-            tokens, logprobs = drawn.read()
-            if self.graphs is None:  # samples with NaN logits keep their pages until those are cleared
-                rows = zip(drawn.samples, logprobs, strict=True)
-                self._leave_at_limit(sample for sample, logprob in rows if not math.isnan(logprob))
-            for row, (sample, token, logprob) in enumerate(zip(drawn.samples, tokens, logprobs, strict=True)):
-                sample.in_flight -= 1
-                if sample.is_cancelled or sample.finish_reason is not None:
-                    if math.isnan(logprob):
-                        self._clear_damaged_pages()
-                    continue  # drawn before the end of the sample was known
-                updates.append(self._append(sample, token, logprob, drawn.model_logprobs.get(row)))
-        self._in_flight = []
+        for drawn in launches:
+            rows = self._read_drafts(drawn) if isinstance(drawn, DrawnWithDrafts) else self._read_rows(drawn)
+            updates += [self._append(*row) for row in rows]
+        if self._has_read_nan:
+            self._has_read_nan = False
+            self._clear_damaged_pages()
         return updates
 
-    def _read_drafts(self, drawn: DrawnWithDrafts) -> Iterator[Update]:
+    def _read_rows(self, drawn: Drawn) -> Iterator[tuple[Sample, int, float, ModelLogprobs | None]]:
+        """The tokens of samples that have not ended."""
+        tokens, logprobs = drawn.read()
+        model_logprobs = drawn.read_model_logprobs()
+        if self.graphs is None:  # samples with NaN logits keep their pages until those are cleared
+            rows = zip(drawn.samples, logprobs, strict=True)
+            self._leave_at_limit(sample for sample, logprob in rows if not math.isnan(logprob))
+        for row, (sample, token, logprob) in enumerate(zip(drawn.samples, tokens, logprobs, strict=True)):
+            sample.in_flight -= 1
+            self._has_read_nan |= math.isnan(logprob)
+            if not (sample.is_cancelled or sample.finish_reason is not None):  # else drawn before its end was known
+                yield sample, token, logprob, model_logprobs.get(row)
+
+    def _read_drafts(self, drawn: DrawnWithDrafts) -> Iterator[tuple[Sample, int, float, ModelLogprobs | None]]:
         assert self.speculation is not None
         for sample, tokens in zip(drawn.samples, self.speculation.read(drawn), strict=True):
             sample.in_flight -= 1 + drawn.num_drafts
             for token, logprob in tokens:
+                self._has_read_nan |= math.isnan(logprob)
                 if sample.is_cancelled or sample.finish_reason is not None:
-                    if math.isnan(logprob):
-                        self._clear_damaged_pages()
                     break
-                yield self._append(sample, token, logprob, None)
+                yield sample, token, logprob, None
 
     def _append(self, sample: Sample, token: int, logprob: float, model_logprobs: ModelLogprobs | None) -> Update:
         request = self._requests[sample.group]
         if math.isnan(logprob):
-            self._fail(request)
+            self.cancel(request)
             return NanLogits(sample)
         sample.token_ids.append(token)
         sample.logprobs.append(logprob)
@@ -359,11 +358,6 @@ class Driver:
         if not request.unfinished:
             self._forget(request)
 
-    def _fail(self, request: Request) -> None:
-        """Cancel a request whose logits are NaN."""
-        self.cancel(request)
-        self._clear_damaged_pages()
-
     def _clear_damaged_pages(self) -> None:
         """After NaN logits, clear all pages before reuse. A mask does not stop NaN (0 * NaN is NaN), and the damaged
         page may be that of a request that has already finished. Requests that hold a damaged page fail on their own.
@@ -373,24 +367,3 @@ class Driver:
         pages = self.scheduler.pages
         pages.clear_when_free(range(pages.num_pages), self.cache.clear_pages)
         self.decoding.drop_copies()
-
-
-def _draw_rows(sampler: TokenSampler, logits: Tensor, noise: Tensor) -> Tensor:
-    """Token ids and log-probabilities [2, rows] as float64, which holds every token id and every float32."""
-    tokens, logprobs = sampler.draw(logits, noise[0], noise[1])
-    return torch.stack([tokens.double(), logprobs.double()])
-
-
-def _model_logprobs(
-    wanted: Mapping[int, int], logits: Tensor, tokens: Tensor, vocab_size: int
-) -> dict[int, ModelLogprobs]:
-    """For each row in `wanted`: log-probabilities of its token and of the requested number of most probable tokens."""
-    at = torch.tensor(list(wanted), device=logits.device)
-    logprobs = logits[at].float().log_softmax(dim=-1)
-    of_token = logprobs.gather(1, tokens[at].long()[:, None])[:, 0].tolist()
-    best = logprobs[:, :vocab_size].topk(min(max(1, *wanted.values()), vocab_size), dim=-1)
-    tops = [
-        tuple(zip(ids[:number], values[:number], strict=True))
-        for ids, values, number in zip(best.indices.tolist(), best.values.tolist(), wanted.values(), strict=True)
-    ]
-    return {row: ModelLogprobs(*found) for row, found in zip(wanted, zip(of_token, tops, strict=True), strict=True)}

@@ -253,7 +253,7 @@ class NativeEngine:
             scheduler,
             decoding,
             self.settings.max_prefill_tokens,
-            graphs=workspace.graphs,
+            graphs=None if workspace.graphs is None else {"": workspace.graphs},
             # The end of a round determines which weights draw a token. It must not depend on the number of accepted
             # drafts.
             speculation=workspace.speculation if is_over is None else None,

@@ -15,6 +15,7 @@ from posttrain.models.attention_interface import ATTENTION, AttentionContext, at
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import LayerShape, check_length, observe_layers
+from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +63,7 @@ class ForwardPass:
             sample.pages[position // size] * size + position % size
             for sample, position in zip(samples, at, strict=True)
         ]
-        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(decode.cache.device, non_blocking=True)
+        inputs = to_device(torch.tensor([last, at, slots], dtype=torch.long), decode.cache.device)
         decode.prepare(samples, inputs[2])
         return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
@@ -88,7 +89,10 @@ class ForwardPass:
 
 
 def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], max_tokens: int) -> None:
-    """Compute prompts into the cache: several in one packed row; a prompt that is longer than a row is split."""
+    """Compute prompts into the cache: several in one packed row; a prompt that is longer than a row is split.
+
+    Does not synchronise with the device.
+    """
     for row in packed_rows(jobs, max_tokens):
         tokens: list[int] = []
         positions: list[int] = []
@@ -100,11 +104,14 @@ def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], 
             positions += range(job.start + begin, job.start + end)
             if job.group is not None and end == len(job.token_ids):
                 ends.append((job.group, len(tokens) - 1))
-        inputs = torch.tensor([tokens, positions], dtype=torch.long).to(cache.device)
+        inputs = to_device(torch.tensor([tokens, positions], dtype=torch.long), cache.device)
         hidden = forward.hidden(PrefillAttention(cache, pieces), inputs[0], inputs[1])
-        last = hidden.index_select(0, torch.tensor([at for _, at in ends], dtype=torch.long).to(hidden.device))
-        for (group, _), vector in zip(ends, last, strict=True):
-            group.last_hidden = vector.clone()  # not a view, which would keep the whole row alive
+        if not ends:
+            continue
+        places = to_device(torch.tensor([at for _, at in ends]), hidden.device)
+        # A copy of these vectors only: a view of `hidden` would keep the whole row alive.
+        for (group, _), vector in zip(ends, hidden.index_select(0, places), strict=True):
+            group.last_hidden = vector
 
 
 def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
@@ -112,7 +119,7 @@ def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
     groups = list(dict.fromkeys(sample.group for sample in samples))
     row_of = {group: row for row, group in enumerate(groups)}
     logits = forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
-    rows = torch.tensor([row_of[sample.group] for sample in samples]).to(logits.device)
+    rows = to_device(torch.tensor([row_of[sample.group] for sample in samples]), logits.device)
     return logits.index_select(0, rows)
 
 

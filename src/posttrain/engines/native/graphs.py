@@ -1,15 +1,19 @@
 """Decode steps on a GPU as CUDA graphs: captured once per batch size, replayed for every token.
 
 A step launches several hundred small kernels. Launching them from Python takes several times as long as running them.
-`DecodeGraphs` keeps the state of its rows (last token, position, noise key) on the device, and the step itself advances
-it. So the next step can be launched before the host has read the tokens of this one.
+`DecodeGraphs` keeps the state of its rows (last token, position, noise key, temperature) on the device, and the step itself
+advances it. So the next step can be launched before the host has read the tokens of this one.
+
+Tokens are drawn inside the graph, at any temperature. If a row needs top-k, top-p or the model's log-probabilities, the
+graph ends at the logits, and its tokens are drawn after it: the settings of requests would otherwise add graphs without
+bound.
 
 Batches are padded to the next captured size. Padding rows write to the scratch page, and their state does not advance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,50 +22,18 @@ from torch import Tensor
 
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, batch_sizes
+from posttrain.engines.native.drawn_tokens import Drawn, DrawSettings, draw, top_logprobs
 from posttrain.engines.native.forward import ForwardPass
-from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.sampler import draw_plain
 from posttrain.engines.native.scheduler import PromptGroup, Sample
 from posttrain.policy.fused.adapters import capture_key
+from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
 
 # Rows of the device's state.
 _TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
-
-
-@dataclass(frozen=True)
-class ModelLogprobs:
-    """The model's log-probabilities at temperature 1: of the drawn token, and of the most probable ones."""
-
-    of_token: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass
-class Drawn:
-    """The next token of each sample and its log-probability, with the copy to the host in flight."""
-
-    samples: Sequence[Sample]
-    values: Tensor  # [2, samples]; float64 holds every token id and every float32
-    arrived: torch.cuda.Event | None = None
-    model_logprobs: Mapping[int, ModelLogprobs] = field(default_factory=dict)  # by row, if requested
-
-    @classmethod
-    def to_host(cls, samples: Sequence[Sample], values: Tensor) -> Drawn:
-        """`values` may be overwritten by the next step: the copy to the host is queued before it."""
-        if not values.is_cuda:
-            return cls(samples, values.clone())
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(samples, host, arrived)
-
-    def read(self) -> tuple[list[int], list[float]]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values[0].long().tolist(), self.values[1].tolist()
 
 
 @dataclass
@@ -150,11 +122,11 @@ class SharedPrefixes:
 
 
 class DecodeGraphs:
-    """Decode steps of requests with equal sampling settings, tokens drawn inside the graph. Same lifetime as its KV
-    cache.
+    """Decode steps of the requests of one adapter. Same lifetime as its KV cache. `like`: other graphs, which never run at the
+    same time and share the memory of these.
     """
 
-    def __init__(self, forward: ForwardPass, decode: PagedDecode) -> None:
+    def __init__(self, forward: ForwardPass, decode: PagedDecode, like: DecodeGraphs | None = None) -> None:
         self.forward = forward
         self.decode = decode
         self.scratch_page = decode.cache.scratch_page
@@ -163,13 +135,16 @@ class DecodeGraphs:
         self.sizes = batch_sizes(max_rows)
         most = self.sizes[-1]
         self.state = torch.zeros(5, most, dtype=torch.long, device=device)
+        self.inverse_temperature = torch.zeros(most, dtype=torch.float32, device=device)
         self.table = torch.full((most, width), self.scratch_page, dtype=torch.int32, device=device)
         # The rows of the next step. The token's entry holds the index at which `_arrange` finds the token.
         self._new_rows = torch.zeros_like(self.state)
         self._staged_rows, self._staged_table = Staging(self._new_rows), Staging(self.table)
+        self._staged_temperature = Staging(self.inverse_temperature)
         self._order: list[int] = []  # admissions of the samples in the rows
+        self._draws_inside = True  # whether the graph draws the tokens of these rows
         self._fresh = FreshTokens()
-        self.cache = CudaGraphCache(device)
+        self.cache: CudaGraphCache = CudaGraphCache(device, None if like is None else like.cache)
         self._prefixes = SharedPrefixes(decode)
         self._model_state: int | None = None
 
@@ -187,7 +162,7 @@ class DecodeGraphs:
         """Samples that take part from the next step on, with their last tokens; None: those that the host has read."""
         if tokens is None:
             last = torch.tensor([sample.token_ids[-1] for sample in samples], dtype=torch.long)
-            tokens = last.to(self.state.device)
+            tokens = to_device(last, self.state.device)
         self._fresh.add(samples, tokens)
 
     def forget_rows(self) -> None:
@@ -195,22 +170,40 @@ class DecodeGraphs:
         self._order = []
         self._fresh.clear()
 
-    def step(self, samples: Sequence[Sample], sampler: TokenSampler) -> Drawn:
-        """Launch one more token for each sample. Does not synchronise with the device."""
-        size = next(size for size in self.sizes if size >= len(samples))
-        self._arrange(samples)
+    def step(
+        self,
+        samples: Sequence[Sample],
+        settings: Sequence[DrawSettings],
+        activate: Callable[[], None] = lambda: None,
+    ) -> Drawn:
+        """Launch one more token for each sample. Does not synchronise with the device.
+
+        `activate` is called before the model is run by Python: to capture a graph, not to replay it.
+        """
+        count = len(samples)
+        size = next(size for size in self.sizes if size >= count)
+        self._arrange(samples, settings)
         self._send_table(samples)
         if self._model_state is None:  # after the first prefill, which may move weights to another address
+            activate()
             self._model_state = capture_key(self.forward.base)
-        drawing = sampler.sampling
-        settings = (drawing.temperature, drawing.top_p, drawing.top_k)
-        key = (size, *settings, self._prefixes.samples_per_tile, self._model_state)
-        # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots.
-        drawn = self.cache.run(key, lambda: self._compute(size, sampler), changes=self.state)
-        self._fresh.clear()
-        return Drawn.to_host(samples, drawn[:, : len(samples)])
+        vocab_size = settings[0].sampler.vocab_size if self._draws_inside else None
 
-    def _arrange(self, samples: Sequence[Sample]) -> None:
+        def compute() -> Tensor:
+            activate()
+            return self._compute(size, vocab_size)
+
+        key = (size, vocab_size, self._prefixes.samples_per_tile, self._model_state)
+        # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots.
+        result = self.cache.run(key, compute, changes=self.state)
+        self._fresh.clear()
+        if self._draws_inside:
+            return Drawn.to_host(samples, result[:, :count])
+        logits = result[:count]
+        tokens, logprobs = draw(samples, settings, logits)
+        return Drawn.to_host(samples, self._move_on(tokens, logprobs), top_logprobs(settings, logits, tokens))
+
+    def _arrange(self, samples: Sequence[Sample], settings: Sequence[DrawSettings]) -> None:
         """Arrange the device's rows in the order of `samples`: rows move, join and leave."""
         order = [sample.admission for sample in samples]
         if order == self._order:
@@ -231,6 +224,11 @@ class DecodeGraphs:
         tokens = torch.cat([self.state[_TOKEN], self._fresh.tokens(self.state.device)])
         self.state.copy_(self._new_rows)
         self.state[_TOKEN] = tokens.index_select(0, self._new_rows[_TOKEN])
+        temperature = self._staged_temperature.fill()
+        temperature[:count] = [one.sampler.inverse_temperature for one in settings]
+        temperature[count:] = 0.0
+        self._staged_temperature.send(self.inverse_temperature)
+        self._draws_inside = all(one.sampler.is_plain and one.num_top_logprobs is None for one in settings)
         self._order = order
         self._prefixes.send(samples)
 
@@ -244,11 +242,18 @@ class DecodeGraphs:
         table[len(samples) :] = self.scratch_page
         self._staged_table.send(self.table)
 
-    def _compute(self, size: int, sampler: TokenSampler) -> Tensor:
-        token, position, key, index, live = self.state[:, :size]
+    def _compute(self, size: int, vocab_size: int | None) -> Tensor:
+        """Tokens and log-probabilities [2, size]; without `vocab_size` the logits."""
+        token, position, key, index, _ = self.state[:, :size]
         self.decode.point_at(self.table[:size], position)
-        hidden = self.forward.hidden(self.decode, token, position)
-        tokens, logprobs = sampler.draw(self.forward.head.logits(hidden), key, index)
+        logits = self.forward.head.logits(self.forward.hidden(self.decode, token, position))
+        if vocab_size is None:
+            return logits
+        return self._move_on(*draw_plain(logits, key, index, self.inverse_temperature[:size], vocab_size))
+
+    def _move_on(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Advance the state of the first rows. Returns both as float64, [2, rows]."""
+        token, position, _, index, live = self.state[:, : len(tokens)]
         if (kernel := self.decode.kernel) is not None:
             drawn: Tensor = kernel.move_on(token, position, index, live, tokens, logprobs)
             return drawn
@@ -258,37 +263,20 @@ class DecodeGraphs:
         return torch.stack([tokens.double(), logprobs.double()])
 
 
-class LogitGraphs:
-    """Decode steps up to the logits, for requests with different sampling settings. The host has read all tokens."""
+class GraphsPerAdapter(dict[str, DecodeGraphs]):
+    """The decode steps of each adapter, made on first use: rows keep their state while another adapter steps."""
 
-    def __init__(self, forward: ForwardPass, decode: PagedDecode) -> None:
-        self.forward = forward
-        self.decode = decode
-        self.scratch_page = decode.cache.scratch_page
-        device = decode.cache.device
-        max_rows, width = decode.host_table.shape
-        self.sizes = batch_sizes(max_rows)
-        self.rows = torch.zeros(2, self.sizes[-1], dtype=torch.long, device=device)  # token, position
-        self.table = torch.full((self.sizes[-1], width), self.scratch_page, dtype=torch.int32, device=device)
-        self._staged_rows, self._staged_table = Staging(self.rows), Staging(self.table)
-        self._cache = CudaGraphCache(device)
+    def __init__(self, forward: ForwardPass, new_decode: Callable[[], PagedDecode]) -> None:
+        super().__init__()
+        self._forward, self._new_decode = forward, new_decode
 
-    def logits(self, samples: Sequence[Sample]) -> Tensor:
-        """[samples, vocabulary], valid until the next call."""
-        count = len(samples)
-        size = next(size for size in self.sizes if size >= count)
-        rows, table = self._staged_rows.fill(), self._staged_table.fill()
-        rows[:, count:] = 0
-        rows[_TOKEN, :count] = [sample.token_ids[-1] for sample in samples]
-        rows[_POSITION, :count] = [sample.num_cached for sample in samples]
-        self._staged_rows.send(self.rows)
-        self.decode.update_table(samples)
-        table[:count] = self.decode.host_table[:count]
-        table[count:] = self.scratch_page
-        self._staged_table.send(self.table)
-        return self._cache.run(size, lambda: self._compute(size))[:count]
+    def __missing__(self, adapter: str) -> DecodeGraphs:
+        like = next(iter(self.values()), None)
+        graphs = self[adapter] = DecodeGraphs(self._forward, self._new_decode(), like)
+        return graphs
 
-    def _compute(self, size: int) -> Tensor:
-        token, position = self.rows[:, :size]
-        self.decode.point_at(self.table[:size], position)
-        return self.forward.head.logits(self.forward.hidden(self.decode, token, position))
+    def forget_rows(self) -> None:
+        """Later samples may have the admission numbers of earlier ones."""
+        for graphs in self.values():
+            graphs.forget_rows()
+            graphs.decode.forget_rows()

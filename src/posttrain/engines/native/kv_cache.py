@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posttrain.errors import InputError
 from posttrain.policy.model_support import LayerShape
+from posttrain.policy.runtime import to_device
 
 GIB = 2**30
 _CPU_DEFAULT_BYTES = 2 * GIB
@@ -81,13 +82,13 @@ class PagedKvCache:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:
             return
-        source, target = torch.tensor(copies, dtype=torch.long).T.contiguous().to(self.device)
+        source, target = to_device(torch.tensor(copies, dtype=torch.long).T.contiguous(), self.device)
         for pool in self._pools():
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros: masked positions must be finite, see `zeros`."""
-        at = torch.tensor(pages, dtype=torch.long, device=self.device)
+        at = to_device(torch.tensor(pages, dtype=torch.long), self.device)
         for pool in self._pools():
             pool.index_fill_(0, at, 0)
 

@@ -29,26 +29,32 @@ _BLOCK_INDEX = 1 << 40
 _NUCLEUS_GUESS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSampler:
     """`vocab_size` is the tokenizer's: output columns beyond it are padding and never drawn."""
 
     sampling: Sampling
     vocab_size: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither top-k nor top-p."""
+        return not self.sampling.top_k and self.sampling.top_p == 1.0
+
+    @property
+    def inverse_temperature(self) -> float:
+        """0: greedy."""
+        return 0.0 if self.sampling.temperature == 0.0 else 1.0 / self.sampling.temperature
+
     def draw(self, logits: Tensor, sequence_keys: Tensor, token_index: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities, both [rows], for logits [rows, head's vocabulary]."""
         temperature = self.sampling.temperature
-        if (
-            logits.is_cuda
-            and not self.sampling.top_k
-            and self.sampling.top_p == 1.0
-            and (kernel := _kernel()) is not None
-        ):
-            return kernel(logits, sequence_keys, token_index, temperature=temperature, vocab_size=self.vocab_size)
+        if self.is_plain and logits.is_cuda and (kernel := _kernel()) is not None:
+            inverse = logits.new_full((len(logits),), self.inverse_temperature, dtype=torch.float32)
+            return kernel(logits, sequence_keys, token_index, inverse, vocab_size=self.vocab_size)
         scores = logits.float()
         if temperature not in (0.0, 1.0):
-            scores = scores * (1.0 / temperature)
+            scores = scores * self.inverse_temperature
         candidates, padding = scores[:, : self.vocab_size], scores[:, self.vocab_size :]
         top = candidates.amax(dim=-1, keepdim=True)
         masses = (candidates - top).exp_()
@@ -78,6 +84,24 @@ class TokenSampler:
         values = scores.gather(1, members.clamp(max=scores.shape[1] - 1)).double() + gumbel(keys[:, None], members)
         values = values.masked_fill(members >= scores.shape[1], float("-inf"))
         return members.gather(1, values.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def draw_plain(
+    logits: Tensor, sequence_keys: Tensor, token_index: Tensor, inverse_temperature: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """`TokenSampler.draw` of rows with different temperatures, without top-k and top-p.
+
+    `inverse_temperature`: [rows], float32; 0: greedy.
+    """
+    if logits.is_cuda and (kernel := _kernel()) is not None:
+        return kernel(logits, sequence_keys, token_index, inverse_temperature, vocab_size=vocab_size)
+    is_greedy = inverse_temperature == 0.0
+    scores = logits.float() * inverse_temperature.masked_fill(is_greedy, 1.0)[:, None]
+    best, drawn = (
+        TokenSampler(Sampling(1, temperature), vocab_size).draw(scores, sequence_keys, token_index)
+        for temperature in (0.0, 1.0)
+    )
+    return torch.where(is_greedy, best[0], drawn[0]), torch.where(is_greedy, best[1], drawn[1])
 
 
 @cache

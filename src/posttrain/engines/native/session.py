@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 
 from posttrain.engines.native.decoding import BackendPerAdapter
+from posttrain.engines.native.drawn_tokens import ModelLogprobs
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
 from posttrain.engines.native.fp8 import fp8_weights
-from posttrain.engines.native.graphs import ModelLogprobs
+from posttrain.engines.native.graphs import GraphsPerAdapter
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
@@ -140,6 +141,8 @@ class GenerationSession:
         self._decoding = BackendPerAdapter(
             self.forward, self._cache, self.num_pages, settings.max_batch_size, settings.max_total_tokens
         )
+        on_gpu = self._cache.device.type == "cuda"
+        self._graphs = GraphsPerAdapter(self.forward, self._decoding.new_paged) if on_gpu else None
 
     def _new_driver(self) -> Driver:
         settings = self.settings
@@ -154,6 +157,7 @@ class GenerationSession:
             scheduler,
             self._decoding,
             tokens,
+            graphs=self._graphs,
             activate=self._activate,
             max_admitted_tokens=tokens,
         )
@@ -229,6 +233,10 @@ class GenerationSession:
         lost = list(self._requests)
         self._requests.clear()
         self._decoding.forget_rows()
+        if self.driver.graphs is None:  # no graphs, or a capture has failed
+            self._graphs = None
+        elif self._graphs is not None:
+            self._graphs.forget_rows()
         self._num_preemptions, self._num_reused_tokens = self.num_preemptions, self.num_reused_tokens
         self.driver = self._new_driver()
         return lost
@@ -237,7 +245,9 @@ class GenerationSession:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """One step of the driver: prefill waiting requests, or draw one more token for every active sample."""
+        """One step of the driver: prefill waiting requests, or draw one more token for every active sample. On a GPU it returns
+        the tokens of the previous step, while the device computes this one.
+        """
         events: list[Event] = []
         for update in self.driver.step():
             request_id = update.sample.group.task.id

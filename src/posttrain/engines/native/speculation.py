@@ -22,13 +22,14 @@ from posttrain.engines.native import drafting
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, batch_sizes
 from posttrain.engines.native.drafting import END, FROM, INDEX, KEY, LEFT, NUM_FIELDS, POSITION, TO, lay_out
+from posttrain.engines.native.drawn_tokens import Drawn
 from posttrain.engines.native.forward import ForwardPass
-from posttrain.engines.native.graphs import Drawn
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, pages_for
 from posttrain.policy.fused.adapters import capture_key
 from posttrain.policy.memory.settings import MOST_DRAFTED_SAMPLES, draft_length
+from posttrain.policy.runtime import to_device
 
 _TEXT_CAPACITY = 1 << 22  # tokens
 _NUM_TIMED = 5  # minimum number of timed steps
@@ -247,7 +248,7 @@ class Speculation:
         row_of: Mapping[int, int] = {admission: row for row, admission in enumerate(self._order)}
         padding = [self._no_sample] * (self.state.shape[1] - len(order))
         source = torch.tensor([row_of[admission] for admission in order] + padding, dtype=torch.long)
-        self.state.copy_(self.state.index_select(1, source.to(self.state.device, non_blocking=True)))
+        self.state.copy_(self.state.index_select(1, to_device(source, self.state.device)))
         self._order = order
 
     def _send_table(self, samples: Sequence[Sample]) -> None:

@@ -7,6 +7,8 @@ log-probability. Noise has the bits of `noise.py` up to its logarithms, which ar
 from `TokenSampler`'s only where two candidates are equal to rounding (a block's mass is summed in another order).
 
 Columns from `vocab_size` on are padding of the output head: never drawn, but part of the softmax's denominator.
+
+Every row has its own temperature, so one captured step serves rows with different settings.
 """
 
 from __future__ import annotations
@@ -46,6 +48,12 @@ def _gumbel(key, index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _factor(inverse_temperature):  # type: ignore[no-untyped-def]
+    """Of the logits. Greedy rows have the log-probabilities of temperature 1."""
+    return tl.where(inverse_temperature == 0.0, 1.0, inverse_temperature)
+
+
+@triton.jit
 def _best_and_mass(scores):  # type: ignore[no-untyped-def]
     """Per block: the maximum score and the sum of exponentials relative to it; NaN if any score is NaN."""
     best = tl.max(scores, 1)
@@ -58,7 +66,7 @@ def _block_masses_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [rows, WIDTH]
     best_ptr,  # [rows, 2, BLOCKS]: candidates, then padding
     mass_ptr,
-    inverse_temperature,
+    inverse_temperature_ptr,  # [rows], float32
     row_stride,
     vocab_size,
     width,
@@ -70,7 +78,7 @@ def _block_masses_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     logits = tl.load(logits_ptr + row * row_stride + column, mask=column < width, other=float("-inf"))
-    scores = logits.to(tl.float32) * inverse_temperature
+    scores = logits.to(tl.float32) * _factor(tl.load(inverse_temperature_ptr + row))
     best, mass = _best_and_mass(tl.where(column < vocab_size, scores, float("-inf")))
     at = row * 2 * blocks + block
     tl.store(best_ptr + at, best, mask=block < blocks)
@@ -90,14 +98,13 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     token_index_ptr,  # [rows], int64
     token_ptr,  # [rows], int64
     logprob_ptr,  # [rows], float32
-    inverse_temperature,
+    inverse_temperature_ptr,  # [rows], float32
     row_stride,
     vocab_size,
     blocks,
     first_padding_block,
     SIZE: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    GREEDY: tl.constexpr,
     HAS_PADDING: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -106,25 +113,21 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     best = tl.load(best_ptr + at, mask=block < blocks, other=float("-inf"))
     mass = tl.load(mass_ptr + at, mask=block < blocks, other=0.0)
     top = tl.max(best, 0)
-    key = tl.load(sequence_key_ptr + row)
-    if GREEDY:
-        chosen = tl.argmax(best, 0)
-    else:
-        key = _hash(key, tl.load(token_index_ptr + row)).to(tl.int64)
-        log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0).to(tl.float64)) + best.to(tl.float64)
-        # Blocks with mass 0 or NaN are excluded.
-        log_mass = tl.where(mass > 0.0, log_mass, float("-inf"))
-        chosen = tl.argmax(log_mass + _gumbel(key, block.to(tl.int64) + _BLOCK_INDEX), 0)
+    inverse_temperature = tl.load(inverse_temperature_ptr + row)
+    is_greedy, factor = inverse_temperature == 0.0, _factor(inverse_temperature)
+    key = _hash(tl.load(sequence_key_ptr + row), tl.load(token_index_ptr + row)).to(tl.int64)
+    log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0).to(tl.float64)) + best.to(tl.float64)
+    # Blocks with mass 0 or NaN are excluded.
+    log_mass = tl.where(mass > 0.0, log_mass, float("-inf"))
+    log_mass += _gumbel(key, block.to(tl.int64) + _BLOCK_INDEX)
+    chosen = tl.argmax(tl.where(is_greedy, best.to(tl.float64), log_mass), 0)
 
     member = chosen.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     logits = tl.load(logits_ptr + row * row_stride + member, mask=member < vocab_size, other=float("-inf"))
-    scores = logits.to(tl.float32) * inverse_temperature
-    if GREEDY:
-        winner = tl.argmax(scores, 0)
-    else:
-        winner = tl.argmax(scores.to(tl.float64) + _gumbel(key, member), 0)
+    scores = (logits.to(tl.float32) * factor).to(tl.float64)
+    winner = tl.argmax(tl.where(is_greedy, scores, scores + _gumbel(key, member)), 0)
     token = tl.minimum(chosen.to(tl.int64) * SIZE + winner, vocab_size - 1)
-    score = tl.load(logits_ptr + row * row_stride + token).to(tl.float32) * inverse_temperature
+    score = tl.load(logits_ptr + row * row_stride + token).to(tl.float32) * factor
 
     # Relative to the maximum score: large logits would lose precision.
     reference = top
@@ -145,8 +148,8 @@ def sample_rows(
     logits: Tensor,  # [rows, head's vocabulary], bf16, fp16 or fp32; rows may be strided
     sequence_keys: Tensor,  # [rows], int64
     token_index: Tensor,  # [rows], int64
+    inverse_temperature: Tensor,  # [rows], float32; 0: greedy
     *,
-    temperature: float,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Token ids (int64) and log-probabilities (float32), both [rows]: `TokenSampler.draw` without top-k and top-p."""
@@ -155,8 +158,13 @@ def sample_rows(
     assert 0 < vocab_size <= width, f"a vocabulary of {vocab_size} in {width} columns"
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     assert rows < 2**16, f"{rows} rows are more than a launch can have"
-    for name, numbers in (("sequence_keys", sequence_keys), ("token_index", token_index)):
-        assert numbers.dtype == torch.int64, f"{name} is {numbers.dtype}, int64 is expected"
+    for name, numbers, dtype in (
+        ("sequence_keys", sequence_keys, torch.int64),
+        ("token_index", token_index, torch.int64),
+        ("inverse_temperature", inverse_temperature, torch.float32),
+    ):
+        assert numbers.shape == (rows,), f"{name} has the shape {tuple(numbers.shape)} for {rows} rows"
+        assert numbers.dtype == dtype, f"{name} is {numbers.dtype}, {dtype} is expected"
         assert numbers.stride(0) == 1 or rows == 1, f"{name} must be contiguous"
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -167,7 +175,6 @@ def sample_rows(
     per_program = max(1, _LOGITS_PER_PROGRAM // size)
     best = torch.empty((rows, 2, blocks), dtype=torch.float32, device=logits.device)
     mass = torch.empty_like(best)
-    inverse_temperature = 1.0 if temperature == 0.0 else 1.0 / temperature
     _block_masses_kernel[(-(-blocks // per_program), rows)](
         logits, best, mass, inverse_temperature, logits.stride(0), vocab_size, width, blocks,
         SIZE=size, BLOCKS_PER_PROGRAM=per_program, num_warps=4, num_stages=1,
@@ -175,6 +182,6 @@ def sample_rows(
     _draw_kernel[(rows,)](
         logits, best, mass, sequence_keys, token_index, tokens, logprobs, inverse_temperature, logits.stride(0),
         vocab_size, blocks, vocab_size // size, SIZE=size, BLOCKS_PADDED=next_power_of_two(blocks),
-        GREEDY=temperature == 0.0, HAS_PADDING=vocab_size < width, num_warps=4, num_stages=1,
+        HAS_PADDING=vocab_size < width, num_warps=4, num_stages=1,
     )  # fmt: skip
     return tokens, logprobs
