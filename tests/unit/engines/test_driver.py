@@ -14,12 +14,13 @@ from torch import nn
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.decoding import SingleBackend
 from posttrain.engines.native.drawn_tokens import Drawn
-from posttrain.engines.native.driver import Driver, NewToken, Request
+from posttrain.engines.native.driver import _ENOUGH_TO_PREFILL, _STEPS_BETWEEN_PREFILLS, Driver, NewToken, Request
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
-from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
+from posttrain.engines.native.scheduler import Admission, PromptGroup, Sample, Scheduler
 from posttrain.engines.native.stopping import StopRules
+from posttrain.types import Sampling, Task
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,13 @@ def requests_of(engine: NativeEngine, begun: Sequence[Request] = ()) -> list[Req
     return requests
 
 
-def driver_of(engine: NativeEngine, requests: Sequence[Request]) -> Driver:
+def driver_of(engine: NativeEngine, requests: Sequence[Request], *, later: Sequence[Request] = ()) -> Driver:
+    """With memory for `later` as well."""
     with torch.no_grad():
-        groups = [request.group for request in requests]
+        groups = [request.group for request in (*requests, *later)]
         workspace = engine._workspace_for(groups, 2, 64)
     workspace.begin(groups, 2)
-    scheduler = Scheduler(workspace.num_pages, 4, 8)
+    scheduler = Scheduler(workspace.num_pages, 4, engine.settings.max_batch_size)
     decoding = SingleBackend(engine.forward, workspace.decode)
     graphs = None if workspace.graphs is None else {"": workspace.graphs}
     driver = Driver(engine.forward, workspace.cache, scheduler, decoding, 64, graphs=graphs)
@@ -151,3 +153,56 @@ def test_unfinished_samples_continue_in_another_driver(engine: NativeEngine, mod
     assert later
     finish(driver_of(engine, later))
     assert tokens_of(first) | tokens_of(later) == expected_tokens(model)
+
+
+def prefills_of(driver: Driver, arrivals: Sequence[Sequence[Request]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples started by each step; `arrivals[n]` are added before step n."""
+    started = [0] * len(arrivals)
+    admit = Scheduler.admit
+
+    def counting(self: Scheduler, max_tokens: int | None = None) -> Admission:
+        admission = admit(self, max_tokens)
+        started[step] += len(admission.samples)
+        return admission
+
+    monkeypatch.setattr(Scheduler, "admit", counting)
+    with torch.no_grad():
+        for step, requests in enumerate(arrivals):  # noqa: B007  (read by `counting`)
+            for request in requests:
+                driver.add(request)
+            driver.step()
+    return started
+
+
+@pytest.fixture
+def wide(model: nn.Module) -> NativeEngine:
+    return NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, max_batch_size=32))
+
+
+def single(engine: NativeEngine, number: int) -> Request:
+    sampling = Sampling(60, ignore_eos=True)
+    group = PromptGroup(Task(number, f"t{number}", "", (3 + number, 4, 5)), sampling.max_new_tokens)
+    stop = StopRules.of(engine.forward.base, TOKENIZER, sampling)
+    return Request(group, [Sample(group, 0, number)], TokenSampler(sampling, engine.vocab_size), stop)
+
+
+def test_prompts_that_arrive_one_by_one_are_prefilled_together(
+    wide: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    period = _STEPS_BETWEEN_PREFILLS + 1
+    requests = [single(wide, number) for number in range(2 * period + 1)]
+    driver = driver_of(wide, [], later=requests)
+    started = prefills_of(driver, [[request] for request in requests], monkeypatch)
+    assert started == [1, *[0] * (period - 1), period, *[0] * (period - 1), period]
+
+
+def test_enough_prompts_are_prefilled_after_one_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *many = (single(wide, number) for number in range(1 + _ENOUGH_TO_PREFILL))
+    driver = driver_of(wide, [first], later=many)
+    assert prefills_of(driver, [[], many, []], monkeypatch) == [1, 0, _ENOUGH_TO_PREFILL]
+
+
+def test_a_backlog_is_prefilled_after_each_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = driver_of(wide, [single(wide, number) for number in range(6)])
+    driver._max_admitted_tokens = 6  # two prompts
+    assert prefills_of(driver, [[]] * 6, monkeypatch) == [2, 0, 2, 0, 2, 0]

@@ -19,6 +19,7 @@ from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise,
 from torch import nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native.driver import _STEPS_BETWEEN_PREFILLS
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
@@ -353,10 +354,10 @@ def test_a_page_of_a_failed_request_is_not_reused_after_its_other_holder_is_canc
 ) -> None:
     session = session_of(model, keeps_prefixes=True)
     prompt = tuple(range(10, 21))
-    holder, lost, again = (SessionRequest(name, prompt, Sampling(8, 0.0, ignore_eos=True), 0) for name in "abc")
+    holder, lost, again = (SessionRequest(name, prompt, Sampling(12, 0.0, ignore_eos=True), 0) for name in "abc")
     session.add(holder)
-    session.step()
-    session.step()  # the next one prefills
+    for _ in range(1 + _STEPS_BETWEEN_PREFILLS):
+        session.step()  # the next one may prefill
     page = session.driver.scheduler.active[0].pages[0]
     for values in session._cache.values.values():
         values[page] = float("nan")

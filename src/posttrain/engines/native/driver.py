@@ -1,7 +1,7 @@
 """The continuous batching loop, shared by `NativeEngine.generate`, sessions and the server.
 
 `add` requests and call `step` until none is left. A step either prefills waiting samples and draws their first tokens, or
-draws one more token for every active sample; the two alternate while samples wait. The scheduler decides which samples run.
+draws one more token for every active sample. The scheduler decides which samples run.
 
 With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
 read. A sample that drew a stop token then takes part in one more step, whose token is discarded. Pages of a sample that has
@@ -74,6 +74,11 @@ class NanLogits(NamedTuple):
 
 Update = NewToken | NanLogits
 
+# A prefill of a few prompts reads all weights, as a decode step of the whole batch does. So while samples are active, prompts
+# that arrive one by one are collected over this many decode steps.
+_STEPS_BETWEEN_PREFILLS = 4
+_ENOUGH_TO_PREFILL = 16  # samples that are not collected further
+
 
 class Driver:
     """`graphs` are those of each adapter. `speculation` requires that all requests have equal sampling settings and no
@@ -106,7 +111,8 @@ class Driver:
         self._requests: dict[PromptGroup, Request] = {}
         self._in_flight: list[Drawn] = []  # drawn on the device, not read yet; in the order of their launches
         self._has_read_nan = False
-        self._prefilled_last = False
+        self._num_steps_since_prefill = _STEPS_BETWEEN_PREFILLS
+        self._has_backlog = False  # the last prefill took fewer samples than could start
 
     @property
     def unfinished(self) -> bool:
@@ -144,12 +150,13 @@ class Driver:
         scheduler = self.scheduler
         if (num_drafts := self._num_drafts()) is not None:
             return self._step_with_drafts(num_drafts)
-        if scheduler.waiting and not (self._prefilled_last and scheduler.active):
+        if self._may_prefill():
             admission = scheduler.admit(self._max_admitted_tokens)
             if admission.samples:
-                self._prefilled_last = True
+                self._num_steps_since_prefill = 0
+                self._has_backlog = self._num_startable > 0
                 return self._start(admission)
-        self._prefilled_last = False
+        self._num_steps_since_prefill += 1
         updates: list[Update] = []
         if self.graphs is None or scheduler.may_run_short or not scheduler.active:
             # Without graphs the host needs the tokens. A sample can only be preempted with all its tokens on the host.
@@ -167,6 +174,18 @@ class Driver:
             self.speculation.launched_without(len(self._in_flight[-1].samples))
         updates += self._read(num_before)  # tokens of the previous step, while the device computes this one
         return updates if self.graphs is not None else updates + self._read_all()
+
+    @property
+    def _num_startable(self) -> int:
+        """Waiting samples that have a slot."""
+        return min(len(self.scheduler.waiting), self.scheduler.max_batch_size - len(self.scheduler.active))
+
+    def _may_prefill(self) -> bool:
+        if not (num_startable := self._num_startable):
+            return False
+        enough = self._has_backlog or num_startable >= _ENOUGH_TO_PREFILL
+        needed = 1 if enough else _STEPS_BETWEEN_PREFILLS
+        return not self.scheduler.active or self._num_steps_since_prefill >= needed
 
     def _give_up_graphs(self) -> None:
         assert self.graphs is not None
