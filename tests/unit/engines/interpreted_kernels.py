@@ -476,9 +476,10 @@ def test_stepping_kernels_equal_torch(rows: int) -> None:
 # -- all of them, in the engine ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_engine_with_kernels_equals_engine_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again."""
+@pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8)])
+def test_engine_with_kernels_equals_engine_without(family: str, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again. With
+    top-p, tokens are drawn after the graph."""
     from test_decode_ahead import SimulatedGraphs, assert_same
     from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
@@ -492,7 +493,8 @@ def test_engine_with_kernels_equals_engine_without(family: str, monkeypatch: pyt
         Task(draw, f"t:{draw}", "", tuple(torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()))
         for draw, length in enumerate((3, 16, 9))
     ]
-    sampling, key = Sampling(5, temperature=1.0, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40))), NoiseKey(3, 5)
+    sampling = Sampling(5, temperature=1.0, top_p=top_p, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40)))
+    key = NoiseKey(3, 5)
     expected = NativeEngine(tiny_model(family), byte_tokenizer()).generate(tasks, 2, sampling, key)
 
     used: list[str] = []

@@ -99,9 +99,19 @@ def test_rows_of_any_temperature_are_drawn_in_one_graph(
     found: Any = KeepingKeys.keys
     assert {"logits" if vocab_size is None else "tokens" for _, vocab_size, *_ in found} == kinds
     assert len(found) == len(kinds), "one graph of each kind for a batch of up to 8 rows"
-    session.add(replace(wanted[0], id="lost"))
-    session.step()
-    session.reset()  # the next requests get the admission numbers of those that were dropped
+
+
+def test_rows_are_forgotten_by_a_reset(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next requests get the admission numbers of those that were dropped."""
+    wanted = requests(PLAIN + NARROW, num_samples=2)
+    expected = run(session_of(model), wanted)
+    simulate_graphs(monkeypatch)
+    session = session_of(model)
+    for request in reversed(wanted):
+        session.add(request)
+    for _ in range(3):
+        session.step()
+    assert set(session.reset()) == {request.id for request in wanted}
     assert not session.unfinished
     assert_same(run(session, wanted), expected)
 
@@ -222,18 +232,20 @@ def test_a_cancelled_request_frees_its_pages_at_once(model: nn.Module, monkeypat
     assert not session.unfinished
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("length", range(5, 14))
-def test_pages_of_an_answer_that_ended_in_flight_hold_its_tokens(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, length: int
+def test_cached_pages_of_an_answer_hold_its_tokens(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, length: int, is_ahead: bool
 ) -> None:
-    """By its limit and by a stop token: pages of the prefix cache are reused with what the step in flight wrote."""
+    """Of answers that end by their limit and by a stop token. Ahead, the step in flight writes the keys of the last token."""
     prompt = make_tasks()[2].prompt_ids
     whole = session_of(model)
     [tokens] = run(whole, [SessionRequest("a", prompt, Sampling(length, 0.0, ignore_eos=True), 0)]).values()
     answer = [event.token_id for event in tokens]
     stops = Sampling(40, 0.0, stop_token_ids=(answer[-1],))
     expected = run(whole, [SessionRequest("b", (*prompt, *answer, 7), Sampling(6, 0.0, ignore_eos=True), 0)])
-    simulate_graphs(monkeypatch)
+    if is_ahead:
+        simulate_graphs(monkeypatch)
     for sampling in (Sampling(length, 0.0, ignore_eos=True), stops):
         session = session_of(model, keeps_prefixes=True)
         run(session, [SessionRequest("a", prompt, sampling, 0)])
