@@ -39,7 +39,7 @@ model.save_pretrained('$folder'); make_tokenizer(model.config.vocab_size).save_p
     await 8001 240 && against=(--against http://127.0.0.1:8001)
   fi
   word=""; [ "$SHAPE" = tiny ] || word=--shape-words
-  "$PYTHON" bench/serve_load.py http://127.0.0.1:8000 "${against[@]}" $word --streams 200 --requests 800 --max-tokens 128 --rounds 2 \
+  "$PYTHON" bench/serve_load.py http://127.0.0.1:8000 "${against[@]}" $word --streams 200 --requests 800 --max-tokens 128 --rounds 2 --pid "${servers%% *}" \
     --json "$OUT/serving.json"
   kill $servers
 }

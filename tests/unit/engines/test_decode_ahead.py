@@ -22,7 +22,7 @@ import posttrain.engines.native.graphs as graphs_module
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, GraphCaptureError, batch_sizes
-from posttrain.engines.native.graphs import GraphsPerAdapter, SharedPrefixes
+from posttrain.engines.native.graphs import SharedPrefixes
 from posttrain.engines.native.kv_cache import GIB, LayerShape, PagedKvCache
 from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.engines.native.session import GenerationSession
@@ -76,7 +76,7 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, graphs: type[CudaGraphCache
 
     def allocating(self: GenerationSession) -> None:
         allocate(self)
-        self._graphs = GraphsPerAdapter(self.forward, self._decoding.new_paged)
+        self._graphs = self._new_graphs()
 
     monkeypatch.setattr(GenerationSession, "_allocate", allocating)
 
@@ -263,4 +263,4 @@ def test_batch_sizes_cover_every_batch_in_fine_steps() -> None:
         assert sizes[-1] >= most
         assert all(size % 8 == 0 for size in sizes)
     large = batch_sizes(1024)
-    assert max(b - a for a, b in pairwise(large)) <= 64
+    assert max(b - a for a, b in pairwise(large)) <= 80

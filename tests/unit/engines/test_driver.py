@@ -14,7 +14,7 @@ from torch import nn
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.decoding import SingleBackend
 from posttrain.engines.native.drawn_tokens import Drawn
-from posttrain.engines.native.driver import _ENOUGH_TO_PREFILL, _STEPS_BETWEEN_PREFILLS, Driver, NewToken, Request
+from posttrain.engines.native.driver import Driver, NewToken, Request
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
@@ -160,8 +160,8 @@ def prefills_of(driver: Driver, arrivals: Sequence[Sequence[Request]], monkeypat
     started = [0] * len(arrivals)
     admit = Scheduler.admit
 
-    def counting(self: Scheduler, max_tokens: int | None = None) -> Admission:
-        admission = admit(self, max_tokens)
+    def counting(self: Scheduler, *args: Any, **limits: Any) -> Admission:
+        admission = admit(self, *args, **limits)
         started[step] += len(admission.samples)
         return admission
 
@@ -176,7 +176,7 @@ def prefills_of(driver: Driver, arrivals: Sequence[Sequence[Request]], monkeypat
 
 @pytest.fixture
 def wide(model: nn.Module) -> NativeEngine:
-    return NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, max_batch_size=32))
+    return NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, max_batch_size=64))
 
 
 def single(engine: NativeEngine, number: int) -> Request:
@@ -189,7 +189,7 @@ def single(engine: NativeEngine, number: int) -> Request:
 def test_prompts_that_arrive_one_by_one_are_prefilled_together(
     wide: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    period = _STEPS_BETWEEN_PREFILLS + 1
+    period = 5  # four decode steps and a prefill
     requests = [single(wide, number) for number in range(2 * period + 1)]
     driver = driver_of(wide, [], later=requests)
     started = prefills_of(driver, [[request] for request in requests], monkeypatch)
@@ -197,9 +197,10 @@ def test_prompts_that_arrive_one_by_one_are_prefilled_together(
 
 
 def test_enough_prompts_are_prefilled_after_one_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *many = (single(wide, number) for number in range(1 + _ENOUGH_TO_PREFILL))
+    """An eighth of the batch."""
+    first, *many = (single(wide, number) for number in range(9))
     driver = driver_of(wide, [first], later=many)
-    assert prefills_of(driver, [[], many, []], monkeypatch) == [1, 0, _ENOUGH_TO_PREFILL]
+    assert prefills_of(driver, [[], many, []], monkeypatch) == [1, 0, 8]
 
 
 def test_a_backlog_is_prefilled_after_each_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from test_decode_ahead import simulate_graphs
 from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
+import posttrain.engines.native.driver as driver_module
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.engines.native.driver import _STEPS_BETWEEN_PREFILLS
-from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest, TokenEvent
+from posttrain.engines.native.scheduler import Prefill
+from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -353,10 +355,11 @@ def test_a_page_of_a_failed_request_is_not_reused_after_its_other_holder_is_canc
     model: nn.Module, is_ahead: bool
 ) -> None:
     session = session_of(model, keeps_prefixes=True)
+    session.driver._max_prompt_rows = 0  # the prompt is computed before the next token of the other holder
     prompt = tuple(range(10, 21))
     holder, lost, again = (SessionRequest(name, prompt, Sampling(12, 0.0, ignore_eos=True), 0) for name in "abc")
     session.add(holder)
-    for _ in range(1 + _STEPS_BETWEEN_PREFILLS):
+    for _ in range(5):
         session.step()  # the next one may prefill
     page = session.driver.scheduler.active[0].pages[0]
     for values in session._cache.values.values():
@@ -395,3 +398,78 @@ def test_impossible_requests_are_refused(model: nn.Module, prompt: tuple[int, ..
     with pytest.raises(InputError, match=words):
         session.add(SessionRequest("r", prompt, Sampling(new), seed=0))
     assert_empty(session)
+
+
+# -- prompts as rows of a decode step ----------------------------------------------------------------------------------
+
+
+def count_prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Appends the number of tokens of every prefill outside of decode steps."""
+    counts: list[int] = []
+    prefill = driver_module.prefill
+
+    def counting(forward: Any, cache: Any, jobs: Sequence[Prefill], max_tokens: int) -> None:
+        counts.append(sum(len(job.token_ids) for job in jobs))
+        prefill(forward, cache, jobs, max_tokens)
+
+    monkeypatch.setattr(driver_module, "prefill", counting)
+    return counts
+
+
+def drawn_by(events: Sequence[Event], request_id: str, sample: int = 0) -> list[int]:
+    drawn = [event for event in events if isinstance(event, TokenEvent)]
+    return [event.token_id for event in drawn if (event.request_id, event.sample) == (request_id, sample)]
+
+
+@pytest.mark.parametrize("is_ahead", ["ahead"], indirect=True)
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_decode_steps_compute_short_prompts(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, keeps_prefixes: bool
+) -> None:
+    """Requests that arrive one by one beside others get the answers that each gets alone."""
+    rng = random.Random(1)
+    start = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(9))
+    wanted = [
+        SessionRequest(
+            f"r{n}", start + tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(1 + n)),
+            Sampling(6 + n, rng.choice([0.0, 0.8]), top_p=0.9 if n == 4 else 1.0), seed=n,
+            num_top_logprobs=2 if n == 5 else None,
+        )
+        for n in range(9)
+    ]  # fmt: skip
+    session = session_of(model, keeps_prefixes=keeps_prefixes)
+    counts = count_prefilled(monkeypatch)
+    events = []
+    for request in wanted:
+        session.add(request)
+        events += session.step()
+    while session.unfinished:
+        events += session.step()
+    assert counts == []
+    assert_empty(session)
+    assert (session.num_reused_tokens > 0) == keeps_prefixes
+    for request in wanted:
+        assert drawn_by(events, request.id) == engine_answers(model, request)[request.id, 0][0]
+
+
+@pytest.mark.parametrize("is_ahead", ["ahead"], indirect=True)
+def test_longer_prompts_and_several_samples_are_prefilled(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(model)
+    session.driver._max_prompt_rows = 10
+    counts = count_prefilled(monkeypatch)
+    wanted = [
+        SessionRequest("short", (5, 6, 7), Sampling(20, 0.0, ignore_eos=True), 0),
+        SessionRequest("long", tuple(range(10, 21)), Sampling(8, 0.0), 0),
+        SessionRequest("two", (8, 9), Sampling(8, 1.0), 0, num_samples=2),
+    ]
+    events = []
+    for request in wanted:
+        session.add(request)
+        for _ in range(6):
+            events += session.step()
+    while session.unfinished:
+        events += session.step()
+    assert counts == [11, 2]
+    for request in wanted:
+        for (name, index), (answer, *_) in engine_answers(model, request).items():
+            assert drawn_by(events, name, index) == answer

@@ -53,9 +53,9 @@ class BackendPerAdapter:
         self, forward: ForwardPass, cache: PagedKvCache, num_pages: int, max_rows: int, max_total_tokens: int
     ) -> None:
         self._forward, self._cache, self._num_pages = forward, cache, num_pages
-        self._max_rows, self._max_total_tokens = max_rows, max_total_tokens
+        self._max_total_tokens = max_total_tokens
         self.copies: dict[str, DenseDecode] = {}  # by adapter
-        self._paged = self.new_paged()
+        self._paged = self.new_paged(max_rows)
 
     def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
         longest = 1 + max(sample.num_cached for sample in samples)
@@ -86,9 +86,9 @@ class BackendPerAdapter:
             self.drop_copies()  # refilled on next use
         return self.copies.setdefault(adapter, DenseDecode(self._cache, longest_ever))
 
-    def new_paged(self) -> PagedDecode:
+    def new_paged(self, max_rows: int) -> PagedDecode:
         most = pages_for(self._max_total_tokens, self._cache.page_size) + 1
-        return PagedDecode(self._cache, self._max_rows, most)
+        return PagedDecode(self._cache, max_rows, most)
 
 
 def warn_without_graphs(error: GraphCaptureError) -> None:

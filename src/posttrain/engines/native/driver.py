@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -74,16 +75,20 @@ class NanLogits(NamedTuple):
 
 Update = NewToken | NanLogits
 
-# A prefill of a few prompts reads all weights, as a decode step of the whole batch does. So while samples are active, prompts
-# that arrive one by one are collected over this many decode steps.
-_STEPS_BETWEEN_PREFILLS = 4
-_ENOUGH_TO_PREFILL = 16  # samples that are not collected further
+# Waiting samples that are not collected further: this many, or the share of the batch that may stay idle meanwhile.
+_ENOUGH_TO_PREFILL = 16
+_IDLE_SHARE = 1 / 8
 
 
 class Driver:
     """`graphs` are those of each adapter. `speculation` requires that all requests have equal sampling settings and no
     adapter. `activate` is called with the name of an adapter before the model runs for its samples, whenever it changes.
-    `max_admitted_tokens` limits the prefill of one step."""
+
+    `max_admitted_tokens` limits the prefill of one step. A prefill of a few prompts reads all weights, as a decode step of the
+    whole batch does. So while samples are active, prompts that arrive one by one are collected over
+    `steps_between_prefills` decode steps. Prompts of up to `max_prompt_rows` tokens together are computed by a decode step
+    instead, if its graphs have rows for them.
+    """
 
     def __init__(
         self,
@@ -97,6 +102,8 @@ class Driver:
         speculation: Speculation | None = None,
         activate: Callable[[str], None] | None = None,
         max_admitted_tokens: int | None = None,
+        steps_between_prefills: int = 4,
+        max_prompt_rows: int = 0,
     ) -> None:
         self.forward = forward
         self.cache = cache
@@ -111,7 +118,9 @@ class Driver:
         self._requests: dict[PromptGroup, Request] = {}
         self._in_flight: list[Drawn] = []  # drawn on the device, not read yet; in the order of their launches
         self._has_read_nan = False
-        self._num_steps_since_prefill = _STEPS_BETWEEN_PREFILLS
+        self._max_prompt_rows = max_prompt_rows
+        self._steps_between_prefills = self._num_steps_since_prefill = steps_between_prefills
+        self._enough_to_prefill = min(_ENOUGH_TO_PREFILL, max(1, int(scheduler.max_batch_size * _IDLE_SHARE)))
         self._has_backlog = False  # the last prefill took fewer samples than could start
 
     @property
@@ -150,11 +159,12 @@ class Driver:
         scheduler = self.scheduler
         if (num_drafts := self._num_drafts()) is not None:
             return self._step_with_drafts(num_drafts)
-        if self._may_prefill():
+        joining = scheduler.admit(max_samples=self._num_that_may_join())
+        if not joining.samples and self._may_prefill():
             admission = scheduler.admit(self._max_admitted_tokens)
             if admission.samples:
                 self._num_steps_since_prefill = 0
-                self._has_backlog = self._num_startable > 0
+                self._has_backlog = scheduler.num_startable > 0
                 return self._start(admission)
         self._num_steps_since_prefill += 1
         updates: list[Update] = []
@@ -162,30 +172,42 @@ class Driver:
             # Without graphs the host needs the tokens. A sample can only be preempted with all its tokens on the host.
             updates += self._read_all()
         scheduler.reserve_step()
+        scheduler.remember_prompts(joining)  # steps that reuse them are launched later
         num_before = len(self._in_flight)
         try:
             for adapter, samples in self._by_adapter(scheduler.active):
-                self._in_flight.append(self._launch(adapter, samples))
+                self._in_flight.append(self._launch(adapter, samples, joining))
         except GraphCaptureError as error:
             warn_without_graphs(error)
             self._give_up_graphs()
-            return updates  # the next step computes the missing tokens without graphs
+            # The next step computes the missing tokens without graphs.
+            missing = [sample for sample in joining.samples if not sample.num_drawn]
+            prompts = {sample.group: joining.prompts[sample.group] for sample in missing}
+            return updates + self._start(Admission(prompts, samples=missing))
         if self.speculation is not None and len(self._in_flight) > num_before:
             self.speculation.launched_without(len(self._in_flight[-1].samples))
         updates += self._read(num_before)  # tokens of the previous step, while the device computes this one
         return updates if self.graphs is not None else updates + self._read_all()
 
-    @property
-    def _num_startable(self) -> int:
-        """Waiting samples that have a slot."""
-        return min(len(self.scheduler.waiting), self.scheduler.max_batch_size - len(self.scheduler.active))
-
     def _may_prefill(self) -> bool:
-        if not (num_startable := self._num_startable):
+        if not (num_startable := self.scheduler.num_startable):
             return False
-        enough = self._has_backlog or num_startable >= _ENOUGH_TO_PREFILL
-        needed = 1 if enough else _STEPS_BETWEEN_PREFILLS
+        enough = self._has_backlog or num_startable >= self._enough_to_prefill
+        needed = 1 if enough else self._steps_between_prefills
         return not self.scheduler.active or self._num_steps_since_prefill >= needed
+
+    def _num_that_may_join(self) -> int:
+        """Samples at the head of the queue whose prompts a decode step may compute: all that can start, or none."""
+        if self.graphs is None or not self._max_prompt_rows:
+            return 0
+        count, num_rows = self.scheduler.num_startable, 0
+        for sample in islice(self.scheduler.waiting, count):
+            if sample.token_ids or len(self._requests[sample.group].samples) > 1:
+                return 0  # a continued answer, or several samples that share the prompt's pages
+            num_rows += self.scheduler.num_to_prefill(sample.group)
+            if num_rows > self._max_prompt_rows:
+                return 0
+        return count
 
     def _give_up_graphs(self) -> None:
         assert self.graphs is not None
@@ -285,11 +307,14 @@ class Driver:
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _launch(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
-        """One more token for each of `samples`."""
+    def _launch(self, adapter: str, samples: Sequence[Sample], joining: Admission) -> Drawn:
+        """One more token for each of `samples`, the first one for those that join."""
         if self.graphs is not None:
-            settings = [self._requests[sample.group] for sample in samples]
-            return self._launched(self.graphs[adapter].step(samples, settings, lambda: self._use(adapter)))
+            graphs, settings = self.graphs[adapter], [self._requests[sample.group] for sample in samples]
+            if joining.samples:
+                prompts = {one: joining.prompts[one.group] for one in joining.samples if one.group.adapter == adapter}
+                graphs.join_prompts(prompts)
+            return self._launched(graphs.step(samples, settings, lambda: self._use(adapter)))
         self._use(adapter)
         return self._draw(samples, self.decoding.next_logits(adapter, samples))[1]
 

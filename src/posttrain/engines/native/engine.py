@@ -257,6 +257,7 @@ class NativeEngine:
             # The end of a round determines which weights draw a token. It must not depend on the number of accepted
             # drafts.
             speculation=workspace.speculation if is_over is None else None,
+            steps_between_prefills=16,
         )
         for request in requests:
             driver.add(request)

@@ -8,14 +8,17 @@ Tokens are drawn inside the graph, at any temperature. If a row needs top-k, top
 graph ends at the logits, and its tokens are drawn after it: the settings of requests would otherwise add graphs without
 bound.
 
+A step may also compute short prompts of samples that join, a row for each token. A prefill of its own would read all weights
+for a few tokens, and launching its kernels from Python takes longer than that.
+
 Batches are padded to the next captured size. Padding rows write to the scratch page, and their state does not advance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, b
 from posttrain.engines.native.drawn_tokens import Drawn, DrawSettings, draw, top_logprobs
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.engines.native.sampler import draw_plain
-from posttrain.engines.native.scheduler import PromptGroup, Sample
+from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
 from posttrain.policy.fused.adapters import capture_key
 from posttrain.policy.runtime import to_device
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 # Rows of the device's state.
 _TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
+# In the order of rows: a row that computes a token of a prompt, in place of an admission. Not part of any later step.
+_OF_PROMPT = -1
 
 
 @dataclass
@@ -44,11 +49,14 @@ class FreshTokens:
     _place: dict[int, int] = field(default_factory=dict)  # admission -> place
     _count: int = 0
 
-    def add(self, samples: Sequence[Sample], tokens: Tensor) -> None:
+    def add(self, samples: Sequence[Sample], tokens: Tensor) -> int:
+        """The first of `tokens` are those of `samples`. Returns the place of the token behind them."""
         self._drawn.append(tokens)
         for place, sample in enumerate(samples, start=self._count):
             self._place[sample.admission] = place
-        self._count += len(samples)
+        behind = self._count + len(samples)
+        self._count += len(tokens)
+        return behind
 
     def place(self, sample: Sample) -> int:
         return self._place[sample.admission]
@@ -58,6 +66,14 @@ class FreshTokens:
 
     def clear(self) -> None:
         self._drawn, self._place, self._count = [], {}, 0
+
+
+class PromptRow(NamedTuple):
+    """One token of a prompt that a decode step computes."""
+
+    sample: Sample
+    position: int
+    place: int  # among the fresh tokens
 
 
 class SharedPrefixes:
@@ -144,6 +160,7 @@ class DecodeGraphs:
         self._order: list[int] = []  # admissions of the samples in the rows
         self._draws_inside = True  # whether the graph draws the tokens of these rows
         self._fresh = FreshTokens()
+        self._prompt_rows: list[PromptRow] = []  # of the next step
         self.cache: CudaGraphCache = CudaGraphCache(device, None if like is None else like.cache)
         self._prefixes = SharedPrefixes(decode)
         self._model_state: int | None = None
@@ -165,10 +182,28 @@ class DecodeGraphs:
             tokens = to_device(last, self.state.device)
         self._fresh.add(samples, tokens)
 
+    def join_prompts(self, jobs: Mapping[Sample, Prefill]) -> None:
+        """Samples whose prompts the next step computes, with a row for each token. The row of a prompt's last token draws the
+        first token of its sample; the other rows are behind all samples. Every layer writes the keys and values of all
+        rows before it reads any.
+        """
+        last = [job.token_ids[-1] for job in jobs.values()]
+        earlier = [
+            (sample, position, token)
+            for sample, job in jobs.items()
+            for position, token in enumerate(job.token_ids[:-1], start=job.start)
+        ]
+        tokens = torch.tensor([*last, *(token for _, _, token in earlier)], dtype=torch.long)
+        behind = self._fresh.add(list(jobs), to_device(tokens, self.state.device))
+        self._prompt_rows += [
+            PromptRow(sample, position, place) for place, (sample, position, _) in enumerate(earlier, start=behind)
+        ]
+
     def forget_rows(self) -> None:
         """Make all samples join again, after steps outside of this class have advanced them."""
         self._order = []
         self._fresh.clear()
+        self._prompt_rows = []
 
     def step(
         self,
@@ -180,10 +215,10 @@ class DecodeGraphs:
 
         `activate` is called before the model is run by Python: to capture a graph, not to replay it.
         """
-        count = len(samples)
-        size = next(size for size in self.sizes if size >= count)
+        count, rows = len(samples), [*samples, *(row.sample for row in self._prompt_rows)]
+        size = next(size for size in self.sizes if size >= len(rows))
         self._arrange(samples, settings)
-        self._send_table(samples)
+        self._send_table(rows)
         if self._model_state is None:  # after the first prefill, which may move weights to another address
             activate()
             self._model_state = capture_key(self.forward.base)
@@ -197,6 +232,7 @@ class DecodeGraphs:
         # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots.
         result = self.cache.run(key, compute, changes=self.state)
         self._fresh.clear()
+        self._prompt_rows = []
         if self._draws_inside:
             return Drawn.to_host(samples, result[:, :count])
         logits = result[:count]
@@ -204,17 +240,20 @@ class DecodeGraphs:
         return Drawn.to_host(samples, self._move_on(tokens, logprobs), top_logprobs(settings, logits, tokens))
 
     def _arrange(self, samples: Sequence[Sample], settings: Sequence[DrawSettings]) -> None:
-        """Arrange the device's rows in the order of `samples`: rows move, join and leave."""
-        order = [sample.admission for sample in samples]
-        if order == self._order:
+        """Arrange the device's rows in the order of `samples`, prompts behind them: rows move, join and leave."""
+        prompts = self._prompt_rows
+        order = [*(sample.admission for sample in samples), *[_OF_PROMPT] * len(prompts)]
+        if order == self._order and not prompts:
             return
         row_of = {admission: row for row, admission in enumerate(self._order)}
         most, count = self.state.shape[1], len(samples)
         source = [
-            row_of[a] if a in row_of else most + self._fresh.place(s) for a, s in zip(order, samples, strict=True)
+            row_of[a] if a in row_of else most + self._fresh.place(s) for a, s in zip(order, samples, strict=False)
         ]
         rows = self._staged_rows.fill()
         rows[:, count:] = 0
+        rows[_TOKEN, count : len(order)] = [most + row.place for row in prompts]
+        rows[_POSITION, count : len(order)] = [row.position for row in prompts]
         rows[_TOKEN, :count] = source
         rows[_POSITION, :count] = [sample.num_cached for sample in samples]
         rows[_KEY, :count] = [sample.noise_key for sample in samples]

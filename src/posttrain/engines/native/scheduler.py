@@ -132,13 +132,18 @@ class Scheduler:
             sample.group.num_waiting += 1
         self.waiting.extend(samples)
 
-    def admit(self, max_tokens: int | None = None) -> Admission:
+    @property
+    def num_startable(self) -> int:
+        """Waiting samples that have a slot."""
+        return min(len(self.waiting), self.max_batch_size - len(self.active))
+
+    def admit(self, max_tokens: int | None = None, max_samples: int | None = None) -> Admission:
         """Start as many waiting samples as slots and pages allow, in the order of the queue.
 
         `max_tokens`: start no more than have about this many tokens to prefill, but at least one.
         """
         admission = Admission()
-        slots = self.max_batch_size - len(self.active)
+        slots = self.num_startable if max_samples is None else min(self.num_startable, max_samples)
         if max_tokens is not None:
             slots = self._num_within(max_tokens, slots)
         while self.waiting and len(admission.samples) < slots and self._fits(self.waiting[0]):
@@ -168,7 +173,7 @@ class Scheduler:
         self.num_reused_tokens += len(known) * self.page_size
         return known
 
-    def _num_to_prefill(self, group: PromptGroup) -> int:
+    def num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
         if group.pages is not None:
             return 0
@@ -190,7 +195,7 @@ class Scheduler:
         for sample in self.waiting:
             if count == slots:
                 break
-            cost = len(sample.token_ids) + (0 if sample.group in seen else self._num_to_prefill(sample.group))
+            cost = len(sample.token_ids) + (0 if sample.group in seen else self.num_to_prefill(sample.group))
             if count and cost > max_tokens:
                 break
             seen.add(sample.group)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, p
 from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
 from posttrain.types import FinishReason, Sampling, Task
+
+# Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by then.
+_MAX_PROMPT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,11 @@ class GenerationSession:
             self.forward, self._cache, self.num_pages, settings.max_batch_size, settings.max_total_tokens
         )
         on_gpu = self._cache.device.type == "cuda"
-        self._graphs = GraphsPerAdapter(self.forward, self._decoding.new_paged) if on_gpu else None
+        self._graphs = self._new_graphs() if on_gpu else None
+
+    def _new_graphs(self) -> GraphsPerAdapter:
+        max_rows = self.settings.max_batch_size + _MAX_PROMPT_ROWS
+        return GraphsPerAdapter(self.forward, partial(self._decoding.new_paged, max_rows))
 
     def _new_driver(self) -> Driver:
         settings = self.settings
@@ -160,6 +168,7 @@ class GenerationSession:
             graphs=self._graphs,
             activate=self._activate,
             max_admitted_tokens=tokens,
+            max_prompt_rows=_MAX_PROMPT_ROWS,
         )
 
     # -- state ---------------------------------------------------------------------------------------------------------
