@@ -17,6 +17,7 @@ from workloads import Workload
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.parallel import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
@@ -177,6 +178,7 @@ def _of_requests(outputs: Sequence[Any]) -> Sampled:
 def _sharded(model: PreTrainedModel, device: str) -> None:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fuse_layers(model.get_decoder(), may_join=False)  # as a trainer does, before sharding
     shard(model, list(model.model.layers), init_device_mesh(device, (1,)))
     model._get_fsdp_state()._lazy_init()  # what a first forward pass does
 

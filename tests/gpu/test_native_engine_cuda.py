@@ -15,6 +15,7 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.noise import sequence_key, token_keys, uniform
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.models.attention_interface import attention_context
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel import shard, whole_parameters
@@ -117,6 +118,7 @@ def test_a_sharded_model_is_captured_and_samples_the_same_tokens() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = tiny_model("llama").cuda()
+        fuse_layers(model.get_decoder(), may_join=False)  # as a trainer does, before sharding
         shard(model, list(model.get_decoder().layers), init_device_mesh("cuda", (1,)))
         model._get_fsdp_state()._lazy_init()  # what a first forward pass does
         engine = NativeEngine(model, TOKENIZER, SETTINGS)
