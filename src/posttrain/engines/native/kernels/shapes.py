@@ -42,6 +42,11 @@ TILES: dict[int, AttentionTile] = {
 }
 
 
+# For the queries of one sequence, where another tile is faster. On an H200, 64 rows of 1,200 tokens take 76 us instead of 92, and 512
+# rows of 252 tokens 129 us with either.
+SINGLE_TILES: dict[int, AttentionTile] = {256: AttentionTile(block=32, num_warps=2, num_stages=4)}
+SMALLEST_TILE = 16  # rows of a product on the tensor cores
+
 # Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more unpacking work.
 FP8_TILE = AttentionTile(block=64, num_warps=2, num_stages=3)
 
@@ -50,6 +55,8 @@ def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionT
     """The tile for keys of `padded_dim` numbers; one program has `tile_rows` queries."""
     row_bytes = min(max(padded_dim * itemsize, min(TILES)), max(TILES))
     tile = FP8_TILE if itemsize == 1 else TILES[row_bytes]
+    if itemsize == 2 and tile_rows <= SMALLEST_TILE:
+        tile = SINGLE_TILES.get(row_bytes, tile)
     if tile_rows * padded_dim >= 64 * 256 or tile_rows >= 128:
         # The accumulators of a tile this large need the registers of eight warps.
         return AttentionTile(min(tile.block, 64), 8, min(tile.num_stages, 2), tile.exact_weights)
