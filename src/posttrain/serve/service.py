@@ -53,6 +53,10 @@ class Version:
         """In characters: a text of n characters has at least n divided by this many tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
+    @cached_property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        return self.chat.stop_token_ids
+
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
         return stop_token_ids(self.session.limits.model_ends, self.tokenizer, sampling)
 
