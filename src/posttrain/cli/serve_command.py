@@ -305,6 +305,6 @@ def _check(args: argparse.Namespace) -> None:
 def _require_extra() -> None:
     import importlib.util
 
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"`posttrain serve` needs {package}: pip install 'posttrain[serve]'")

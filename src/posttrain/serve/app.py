@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from posttrain.engines.native.session import TokenEvent
 from posttrain.serve.canary import CANARY
 from posttrain.serve.jobs import chat_job, choices_of, completion_job
 from posttrain.serve.options import is_loopback
@@ -27,8 +31,8 @@ from posttrain.serve.protocol import (
     parse_completion,
     parse_feedback,
 )
-from posttrain.serve.responses import DONE, JsonObject, Piece, ResponseWriter, server_sent
-from posttrain.serve.service import Job, Service, Ticket
+from posttrain.serve.responses import DONE, Answer, JsonObject, ResponseWriter, server_sent
+from posttrain.serve.service import Job, Service
 
 log = logging.getLogger("posttrain.serve")
 
@@ -39,9 +43,8 @@ SLOW_READER_S = 30.0  # after the time limit of a request, for a client to read 
 CLIENT_CLOSED_REQUEST = 499  # for logs only: the client has disconnected
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """The caller starts and stops `service.engine`."""
-    app = FastAPI(title="posttrain", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def api_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -57,12 +60,8 @@ def create_app(service: Service) -> FastAPI:
         log.error("a request crashed", exc_info=error)
         return JSONResponse(failed("internal error").body, 500)
 
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, crash)
-    _add_routes(app, service)
-    app.add_middleware(_OneLength)
-    return app
+    handlers = {ApiError: api_error, HTTPException: http_error, Exception: crash}
+    return Starlette(routes=_routes(service), exception_handlers=handlers, middleware=[Middleware(_OneLength)])
 
 
 class _OneLength:
@@ -79,40 +78,44 @@ class _OneLength:
             await self._app(scope, receive, send)
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers use either
-    async def health() -> Response:
+def _routes(service: Service) -> list[Route]:
+    async def health(_request: Request) -> Response:
         return _health(service)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_request: Request) -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
     async def models(request: Request) -> Response:
         _authorise(service, request)
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.models]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str, request: Request) -> Response:
+    async def model(request: Request) -> Response:
         _authorise(service, request)
+        name = request.path_params["name"]
         service.version_for(name, "")  # raises if it does not exist
         return JSONResponse(_model(service, name))
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parse_chat(await _read(service, request))
         return await _answer(service, request, body, await chat_job(service, body, _key(request)))
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_completion(await _read(service, request))
         return await _answer(service, request, body, await completion_job(service, body, _key(request)))
 
-    @app.post("/v1/feedback")
     async def feedback(request: Request) -> Response:
         body = parse_feedback(await _read(service, request))
         return JSONResponse({"id": body.id, "version": service.rate(body.id, body.score), "score": body.score})
+
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/feedback", feedback, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -196,92 +199,138 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         includes_usage=body.includes_usage,
     )
     headers = {"x-request-id": job.id, "x-posttrain-version": job.version.name}
-    ticket = service.admit(job)
+    answer = Answer(choices_of(job))
     if body.streams:
-        return _Stream(ticket, _events(ticket, writer, body.includes_usage), headers)
+        return _Stream(service, job, answer, writer, body.includes_usage, headers)
     try:
-        whole = await _unless_disconnected(request, _whole(ticket, writer))
+        whole = await _whole(service, request, job, answer, writer)
     except ApiError as error:
         error.headers.update(headers)
         raise
-    finally:
-        ticket.close()
     if whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(whole, headers=headers)
 
 
-async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
-    """Pieces of the choices in order of arrival."""
-    choices = choices_of(ticket.job)
-    async for batch in ticket.batches():
-        pieces: dict[int, Piece] = {}
-        for event in batch:
-            choice = choices[event.request_id, event.sample]
-            if choice.finish_reason is not None:
-                continue  # its stop string was found in the text before the engine found it
-            piece = choice.push(event)
-            ticket.num_completion_tokens += 1
-            pieces[choice.index] = pieces[choice.index].then(piece) if choice.index in pieces else piece
-        for piece in pieces.values():
-            if not piece.is_empty:
-                yield piece
-        if all(choice.finish_reason is not None for choice in choices.values()):
+async def _whole(
+    service: Service, request: Request, job: Job, answer: Answer, writer: ResponseWriter
+) -> JsonObject | None:
+    """The body of an answer that is not streamed; None if the client has disconnected."""
+
+    def read(tokens: list[TokenEvent]) -> None:
+        for piece in answer.push(tokens):
+            writer.add(piece)
+        ticket.num_completion_tokens = answer.num_tokens
+        if answer.is_complete:
             ticket.finished()
-            return
 
-
-async def _whole(ticket: Ticket, writer: ResponseWriter) -> JsonObject:
-    async for piece in _pieces(ticket):
-        writer.add(piece)
-    return writer.whole(ticket.num_completion_tokens)
-
-
-async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) -> AsyncIterator[bytes]:
+    ticket = service.admit(job, read)
     try:
-        async for piece in _pieces(ticket):
-            yield writer.chunk(piece)
-    except ApiError as error:
-        # The status was sent already. OpenAI's clients raise on an event with an error.
-        yield server_sent(error.body)
-        return
-    if includes_usage:
-        yield writer.last_chunk(ticket.num_completion_tokens)
-    yield DONE
+        if not await _unless_disconnected(request.receive, ticket.news.wait()):
+            return None
+        if ticket.error is not None:
+            raise ticket.error
+        return writer.whole(answer.num_tokens)
+    finally:
+        ticket.close()
 
 
-async def _unless_disconnected(request: Request, answer: Coroutine[None, None, JsonObject]) -> JsonObject | None:
-    """The answer, or None as soon as the client disconnects."""
+async def _unless_disconnected(receive: Receive, work: Coroutine[None, None, object]) -> bool:
+    """Whether the work was done before the client has disconnected, which ends it."""
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
-    work, watch = asyncio.ensure_future(answer), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
     finally:
-        for task in (work, watch):
+        for task in (working, watching):
             task.cancel()
 
 
-class _Stream(StreamingResponse):
-    """Closes the ticket however the stream ends: complete, by an error, because the client disconnected, or because it
-    stopped reading."""
+class Connection(Protocol):
+    """What `server.py` adds to the state of a request: a short way for the parts of a body, past ASGI."""
 
-    def __init__(self, ticket: Ticket, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
-        self._ticket = ticket
+    def takes_parts(self) -> bool:
+        """Whether a part may be written now: the client reads as fast as the server writes."""
+
+    def write_part(self, data: bytes) -> None: ...
+
+
+class _Stream(Response):
+    """An answer in server-sent events.
+
+    Events are written to the connection where their tokens arrive: no task is woken for a token. If the client reads too slowly,
+    or the connection has no short way, tokens wait, and the response's task sends all of them at once as soon as it can.
+    Closes its ticket however the stream ends: complete, by an error, because the client disconnected, or because it
+    stopped reading.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        answer: Answer,
+        writer: ResponseWriter,
+        includes_usage: bool,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._answer, self._writer, self._includes_usage = answer, writer, includes_usage
+        self._connection: Connection | None = None  # when the head has been sent, except while the task sends
+        self._waiting: list[TokenEvent] = []
+        self._ticket = service.admit(job, self._read)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._ticket.time_limit_s + SLOW_READER_S):
-                await super().__call__(scope, receive, send)
+                await _unless_disconnected(receive, self._respond(scope, send))
         except TimeoutError:
             log.warning("%s: the client has stopped reading its stream", self._ticket.job.id)
         finally:
             self._ticket.close()
+
+    def _read(self, tokens: list[TokenEvent]) -> None:
+        if self._connection is not None and not self._waiting and self._connection.takes_parts():
+            if events := self._events(tokens):
+                self._connection.write_part(events)
+        else:
+            self._waiting += tokens
+            self._ticket.news.set()
+
+    def _events(self, tokens: list[TokenEvent]) -> bytes:
+        pieces = self._answer.push(tokens)
+        self._ticket.num_completion_tokens = self._answer.num_tokens
+        if self._answer.is_complete:
+            self._ticket.finished()
+        return b"".join(map(self._writer.chunk, pieces))
+
+    async def _respond(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        ticket, connection = self._ticket, scope.get("state", {}).get("connection")
+        while self._waiting or not (ticket.is_finished or ticket.error):
+            self._connection = connection
+            if not self._waiting:
+                ticket.news.clear()
+                await ticket.news.wait()
+            self._connection = None  # tokens that arrive now are sent after these
+            tokens, self._waiting = self._waiting, []
+            if events := self._events(tokens):
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": self._end(), "more_body": False})
+
+    def _end(self) -> bytes:
+        if not self._ticket.is_finished and self._ticket.error is not None:
+            # The status was sent already. OpenAI's clients raise on an event with an error.
+            return server_sent(self._ticket.error.body)
+        return (self._writer.last_chunk(self._answer.num_tokens) if self._includes_usage else b"") + DONE
 
 
 # -- status ------------------------------------------------------------------------------------------------------------

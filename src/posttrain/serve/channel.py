@@ -5,7 +5,6 @@ They are pickled: the socket has no name, and both processes are this program.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pickle
 import select
@@ -21,10 +20,19 @@ def frame(value: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """The next value. `asyncio.IncompleteReadError` or `ConnectionError` if the other end is closed."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
+def take_frames(buffer: bytearray) -> list[Any]:
+    """The values of all complete frames, which are removed from the buffer."""
+    values: list[Any] = []
+    begin = 0
+    while len(buffer) >= begin + _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer, begin)
+        data = begin + _LENGTH.size
+        if len(buffer) < data + length:
+            break
+        begin = data + length
+        values.append(pickle.loads(memoryview(buffer)[data:begin]))
+    del buffer[:begin]
+    return values
 
 
 class EngineChannel:
@@ -51,7 +59,7 @@ class EngineChannel:
                 if not data:
                     raise ConnectionResetError("the other end has gone")
                 self._incoming += data
-            if (values := self._whole_frames()) or not wait:
+            if (values := take_frames(self._incoming)) or not wait:
                 return values
 
     def close(self) -> None:
@@ -61,16 +69,3 @@ class EngineChannel:
         with contextlib.suppress(BlockingIOError):
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
-
-    def _whole_frames(self) -> list[Any]:
-        values: list[Any] = []
-        begin = 0
-        while len(self._incoming) >= begin + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._incoming, begin)
-            data = begin + _LENGTH.size
-            if len(self._incoming) < data + length:
-                break
-            begin = data + length
-            values.append(pickle.loads(memoryview(self._incoming)[data:begin]))
-        del self._incoming[:begin]
-        return values

@@ -1,4 +1,4 @@
-"""The server's end of the engine: sends requests, and passes the tokens of a step to their sinks.
+"""The server's end of the engine: sends requests, and passes the tokens of a step to their receivers.
 
 Everything here runs on the server's event loop. The engine's end is `engine_loop.py`.
 """
@@ -9,22 +9,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from posttrain.engines.native.session import (
-    Event,
-    FailureEvent,
-    SessionCounts,
-    SessionLimits,
-    SessionRequest,
-    TokenEvent,
-)
-from posttrain.serve.channel import frame, read_frame
+from posttrain.engines.native.session import SessionCounts, SessionLimits, SessionRequest, TokenEvent
+from posttrain.serve.channel import frame, take_frames
 from posttrain.serve.engine_host import EngineHost
 from posttrain.serve.engine_loop import AddRequests, Cancel, EngineReport, StopEngine
 
 log = logging.getLogger("posttrain.serve")
 
-Sink = Callable[[Event], None]
+
+class Receiver(Protocol):
+    """Gets what the engine sends for its requests."""
+
+    def receive(self, tokens: list[TokenEvent]) -> None:
+        """All tokens that have arrived: those of several steps if the server is slower than the engine."""
+
+    def fail(self, message: str) -> None:
+        """One of its requests has ended without an answer."""
 
 
 @dataclass(eq=False)
@@ -36,65 +38,75 @@ class ServedSession:
     counts: SessionCounts = field(default_factory=SessionCounts)
 
 
-class EngineClient:
+class EngineClient(asyncio.Protocol):
     def __init__(self, host: EngineHost, limits: Sequence[SessionLimits]) -> None:
         self.sessions = [ServedSession(*numbered) for numbered in enumerate(limits)]
         self.ending: str | None = None  # how the engine ended, if not by `stop`
         self.host = host
-        self._sinks: dict[str, Sink] = {}  # by request
+        self._receivers: dict[str, Receiver] = {}  # by request
         self._broken: set[tuple[int, str | None]] = set()
+        self._incoming = bytearray()
         self._stopping = False
 
     async def start(self, on_end: Callable[[], None] = lambda: None) -> None:
         """`on_end` is called if the engine ends, but not by `stop`, after its requests have failed."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self.host.connection)
-        self._reading = asyncio.create_task(self._read(reader, on_end))
+        self._on_end = on_end
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self.host.connection)
         self.host.start()
 
     def works(self, session: ServedSession, adapter: str) -> bool:
         return self.ending is None and self._broken.isdisjoint(((session.index, None), (session.index, adapter)))
 
-    def submit(self, session: ServedSession, requests: Sequence[SessionRequest], sink: Sink) -> None:
-        """`sink` is called with every event of the requests."""
-        self._sinks |= dict.fromkeys((request.id for request in requests), sink)
-        self._writer.write(frame(AddRequests(session.index, tuple(requests))))
+    def submit(self, session: ServedSession, requests: Sequence[SessionRequest], receiver: Receiver) -> None:
+        self._receivers |= dict.fromkeys((request.id for request in requests), receiver)
+        self._transport.write(frame(AddRequests(session.index, tuple(requests))))
 
     def cancel(self, session: ServedSession, request_id: str) -> None:
-        """The request gets no further event. Finished and unknown requests are ignored."""
-        self._sinks.pop(request_id, None)
-        self._writer.write(frame(Cancel(session.index, request_id)))
+        """The receiver gets nothing more of the request. Finished and unknown requests are ignored."""
+        self._receivers.pop(request_id, None)
+        self._transport.write(frame(Cancel(session.index, request_id)))
 
     async def stop(self, timeout_s: float = 30.0) -> None:
         """End the engine after its current step. Unfinished requests are dropped."""
         self._stopping = True
-        self._writer.write(frame(StopEngine()))
+        self._transport.write(frame(StopEngine()))
         await asyncio.to_thread(self.host.stop, timeout_s)
-        self._reading.cancel()
-        self._writer.close()
+        self._transport.close()
 
-    async def _read(self, reader: asyncio.StreamReader, on_end: Callable[[], None]) -> None:
+    # -- called by the event loop --------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
         try:
-            while True:
-                self._hand_out(EngineReport(*await read_frame(reader)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            if reports := [EngineReport(*values) for values in take_frames(self._incoming)]:
+                self._hand_out(reports)
         except Exception:
             log.exception("a message of the engine cannot be read")
-        if self._stopping:
-            return
-        self.ending = await asyncio.to_thread(self.host.ending)
-        for request_id, sink in self._sinks.items():
-            sink(FailureEvent(request_id, self.ending))
-        on_end()
+            self._transport.abort()
 
-    def _hand_out(self, report: EngineReport) -> None:
-        self._broken = report.broken  # first: a client that gets a failure may ask again at once
-        for session, counts in zip(self.sessions, report.counts, strict=True):
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._stopping:
+            self._ended = asyncio.create_task(self._fail_all())  # referenced, or it could be collected
+
+    async def _fail_all(self) -> None:
+        self.ending = await asyncio.to_thread(self.host.ending)
+        for receiver in set(self._receivers.values()):
+            receiver.fail(self.ending)
+        self._on_end()
+
+    def _hand_out(self, reports: Sequence[EngineReport]) -> None:
+        self._broken = reports[-1].broken  # first: a client that gets a failure may ask again at once
+        for session, counts in zip(self.sessions, reports[-1].counts, strict=True):
             session.counts = counts
-        for token in report.tokens:
-            event = TokenEvent._make(token)
-            if (sink := self._sinks.get(event.request_id)) is not None:
-                sink(event)
-        for request_id, message in report.failures:
-            if (sink := self._sinks.pop(request_id, None)) is not None:
-                sink(FailureEvent(request_id, message))
+        arrived: dict[Receiver, list[TokenEvent]] = {}
+        for report in reports:
+            for token in map(TokenEvent._make, report.tokens):
+                if (receiver := self._receivers.get(token.request_id)) is not None:
+                    arrived.setdefault(receiver, []).append(token)
+        for receiver, tokens in arrived.items():
+            receiver.receive(tokens)
+        for report in reports:
+            for request_id, message in report.failures:
+                if (failed := self._receivers.pop(request_id, None)) is not None:
+                    failed.fail(message)

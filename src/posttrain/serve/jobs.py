@@ -32,7 +32,7 @@ async def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
         prompts = await _tokens(version, [text], version.chat.encode_prompts, "messages")
     except DataError as error:
         raise bad_request(str(error), "messages") from error
-    return _job(service, job_id, body, version, prompts, version.chat.stop_token_ids)
+    return _job(service, job_id, body, version, prompts, version.end_of_turn_ids)
 
 
 async def completion_job(service: Service, body: CompletionBody, key: str | None) -> Job:

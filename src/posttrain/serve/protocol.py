@@ -282,8 +282,7 @@ def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}") from error
     for field, harmless in _NO_EFFECT.items():
-        value = getattr(parsed, field, None)
-        if value not in harmless:
+        if field in parsed.model_fields_set and getattr(parsed, field) not in harmless:
             raise bad_request(
                 f"{field} is not implemented by this server; leave it out", field, "unsupported_parameter"
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING
 
 from posttrain.engines.native.session import ModelLogprobs, TokenEvent
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 JsonObject = dict[str, object]
 
 DONE = b"data: [DONE]\n\n"
-# `json.dumps` would build an encoder for each of many thousand events a second.
+# `json.dumps` would build an encoder for each event.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -32,7 +34,7 @@ class ListedToken:
     offset: int  # of its text in the answer; that of the whole character for a part of one
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen ones take twice as long to make, and there is one for each token
 class Piece:
     """The next part of a choice. Log-probabilities are sent with the first text of their tokens."""
 
@@ -83,7 +85,8 @@ class ResponseChoice:
             text += self._cut.finish()
         self._num_sent += len(text)
         ended_by_string = self.finish_reason == "stop" and not ends_turn
-        return Piece(self.index, text, self._listable(ended_by_string), self.finish_reason)
+        listed = self._listable(ended_by_string) if self._waiting else ()
+        return Piece(self.index, text, listed, self.finish_reason)
 
     def _listable(self, ended_by_string: bool) -> tuple[ListedToken, ...]:
         """The waiting tokens whose text has been sent, at least in part. Text that may become a stop string is held back
@@ -94,6 +97,32 @@ class ResponseChoice:
             num_listed = sum(token.offset < self._num_sent for token in self._waiting)  # offsets only grow
         listed, self._waiting = self._waiting[:num_listed], self._waiting[num_listed:]
         return tuple(listed)
+
+
+class Answer:
+    """All choices of a response, by engine request and sample."""
+
+    def __init__(self, choices: Mapping[tuple[str, int], ResponseChoice]) -> None:
+        self.num_tokens = 0
+        self._choices = choices
+        self._num_open = len(choices)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._num_open
+
+    def push(self, tokens: Sequence[TokenEvent]) -> list[Piece]:
+        """At most one piece of each choice, in order of arrival."""
+        pieces: dict[int, Piece] = {}
+        for token in tokens:
+            choice = self._choices[token.request_id, token.sample]
+            if choice.finish_reason is not None:
+                continue  # its stop string was found in the text before the engine found it
+            piece = choice.push(token)
+            self.num_tokens += 1
+            self._num_open -= piece.finish_reason is not None
+            pieces[choice.index] = pieces[choice.index].then(piece) if choice.index in pieces else piece
+        return [piece for piece in pieces.values() if not piece.is_empty]
 
 
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: tuple[ListedToken, ...]) -> JsonObject:
@@ -139,11 +168,7 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: tuple[Listed
 
 
 def server_sent(body: JsonObject) -> bytes:
-    return b"data: " + _encoded(body) + b"\n\n"
-
-
-def _encoded(body: object) -> bytes:
-    return _ENCODER.encode(body).encode()
+    return f"data: {_ENCODER.encode(body)}\n\n".encode()
 
 
 @dataclass
@@ -162,8 +187,8 @@ class ResponseWriter:
         self._job = job
         self._chat = chat
         self._logprobs = logprobs
-        self._includes_usage = includes_usage
         self._choices: dict[int, _ChoiceSoFar] = {}
+        self._begun: set[int] = set()  # choices of which an event was sent
         kind = ("chat.completion.chunk" if streams else "chat.completion") if chat else "text_completion"
         self._head = {
             "id": job.id,
@@ -172,26 +197,29 @@ class ResponseWriter:
             "model": job.model,
             "system_fingerprint": f"posttrain-{job.version.name}",
         }
-        # The beginning of every event of the stream, encoded once.
-        self._opening = b"data: " + _encoded(self._head)[:-1] + b',"choices":'
+        # What is the same in every event of the stream, encoded once.
+        self._opening = f'data: {_ENCODER.encode(self._head)[:-1]},"choices":[{{"index":'
+        self._closing = '}],"usage":null}\n\n' if includes_usage else "}]}\n\n"
 
     # -- in pieces -----------------------------------------------------------------------------------------------------
 
     def chunk(self, piece: Piece) -> bytes:
         """The event for one piece of one choice."""
-        so_far = self._choices.setdefault(piece.index, _ChoiceSoFar())
-        first = not so_far.text and so_far.finish_reason is None and not so_far.logprobs
-        choice: JsonObject = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
-        if self._chat:
-            delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
-            choice["delta"] = delta if piece.text or first else {}
+        first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        text = encode_basestring(piece.text)
+        if not self._chat:
+            content = f'"text":{text}'
+        elif first:
+            content = f'"delta":{{"role":"assistant","content":{text}}}'
         else:
-            choice["text"] = piece.text
+            content = f'"delta":{{"content":{text}}}' if piece.text else '"delta":{}'
+        reason = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
+        logprobs = "null"
         if self._logprobs and piece.logprobs:
-            choice["logprobs"] = self._logprobs_of(piece.logprobs)
-        self.add(piece)
-        usage = b',"usage":null' if self._includes_usage else b""
-        return self._opening + _encoded([choice]) + usage + b"}\n\n"
+            logprobs = _ENCODER.encode(self._logprobs_of(piece.logprobs))
+        choice = f'{piece.index},"finish_reason":{reason},"logprobs":{logprobs},{content}'
+        return f"{self._opening}{choice}{self._closing}".encode()
 
     def last_chunk(self, completion_tokens: int) -> bytes:
         return server_sent({**self._head, "choices": [], "usage": self._usage(completion_tokens)})

@@ -10,13 +10,13 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native.session import SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_client import EngineClient, ServedSession
@@ -52,6 +52,10 @@ class Version:
     def longest_token(self) -> int:
         """In characters: a text of n characters has at least n divided by this many tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        return self.chat.stop_token_ids
 
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
         return stop_token_ids(self.session.limits.model_ends, self.tokenizer, sampling)
@@ -164,8 +168,11 @@ class Service:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, job: Job) -> Ticket:
-        """A ticket for the job, or ApiError 429 if the queue is full. The caller must close the ticket."""
+    def admit(self, job: Job, read: Callable[[list[TokenEvent]], None]) -> Ticket:
+        """A ticket for the job, or ApiError 429 if the queue is full. The caller must close the ticket.
+
+        `read` is called with the tokens as they arrive.
+        """
         if self.draining:
             raise unavailable("the server is shutting down")
         session = job.version.session
@@ -180,7 +187,7 @@ class Service:
                 f"{inside} samples run or wait and {capacity} may; try again in about {retry_after} s", retry_after
             )
         self._inside[session] += job.num_samples
-        ticket = Ticket(self, job)
+        ticket = Ticket(self, job, read)
         self._tickets.add(ticket)
         return ticket
 
@@ -213,79 +220,66 @@ class Service:
         return sum(self._inside.values())
 
 
-@dataclass(frozen=True)
-class _End:
-    """The last event of a ticket that fails."""
-
-    outcome: str
-    error: ApiError
-
-
 class Ticket:
-    """An admitted job, until `close`. Closing an unfinished one frees its slots."""
+    """An admitted job, until `close`. Closing an unfinished one frees its slots.
 
-    def __init__(self, service: Service, job: Job) -> None:
+    `read` gets the tokens where they arrive, so that a token wakes no task. It calls `finished`, or sets `news` if the task
+    that answers the request has to act.
+    """
+
+    def __init__(self, service: Service, job: Job, read: Callable[[list[TokenEvent]], None]) -> None:
         self.job = job
-        self.num_completion_tokens = 0  # of the answer; counted by the reader of `batches`
+        self.num_completion_tokens = 0  # of the answer; counted by the reader
+        self.is_finished = False  # the answer is complete
+        self.error: ApiError | None = None  # why it will not be
+        self.news = asyncio.Event()
+        self._read = read
         self._service = service
-        self._events: asyncio.Queue[Event | _End] = asyncio.Queue()
         self._began = time.monotonic()
         self._outcome = "disconnected"  # unless it ends otherwise
         self._open = True
+        labels = (job.model, job.version.name)
+        self._first_seconds = service.metrics.first_token_seconds.labels(*labels)
+        self._between_seconds = service.metrics.inter_token_seconds.labels(*labels)
+        self._last_token_at: dict[tuple[str, int], float] = {}
         self.time_limit_s = service.limits.request_timeout_s
         late = timed_out(f"no complete answer within {self.time_limit_s:g} s")
         self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self.give_up, "timeout", late)
-        service.engine.submit(job.version.session, job.requests, self._events.put_nowait)
+        service.engine.submit(job.version.session, job.requests, self)
 
-    async def batches(self) -> AsyncIterator[list[TokenEvent]]:
-        """All tokens that have arrived: several of one sample if the reader is slower than the engine.
+    def receive(self, tokens: list[TokenEvent]) -> None:
+        if self.error is not None or self.is_finished:
+            return
+        self._observe(tokens)
+        try:
+            self._read(tokens)
+        except Exception:  # of one request: the others get their tokens
+            log.exception("%s: its tokens cannot be read", self.job.id)
+            self.fail("internal error")
 
-        Ends when all samples are finished; raises ApiError if the job fails.
-        """
-        labels = (self.job.model, self.job.version.name)
-        first, between = (
-            histogram.labels(*labels)
-            for histogram in (self._service.metrics.first_token_seconds, self._service.metrics.inter_token_seconds)
-        )
-        last_token_at: dict[tuple[str, int], float] = {}
-        left = self.job.num_samples
-        while left:
-            batch, end = await self._arrived()
-            now = time.monotonic()
-            if batch and not last_token_at:
-                first.observe(now - self._began)
-            for event in batch:
-                name = (event.request_id, event.sample)
-                if name in last_token_at:
-                    between.observe(now - last_token_at[name])
-                last_token_at[name] = now
-                left -= event.finish_reason is not None
-            if not left:
-                self.finished()
-            if batch:
-                yield batch
-            if left and end is not None:
-                self._outcome = end.outcome
-                raise end.error
+    def _observe(self, tokens: list[TokenEvent]) -> None:
+        now, last_token_at = time.monotonic(), self._last_token_at
+        if not last_token_at:
+            self._first_seconds.observe(now - self._began)
+        for token in tokens:
+            name = (token.request_id, token.sample)
+            if name in last_token_at:
+                self._between_seconds.observe(now - last_token_at[name])
+            last_token_at[name] = now
 
-    async def _arrived(self) -> tuple[list[TokenEvent], _End | None]:
-        """All tokens that have arrived, at least one, or those before the end of the ticket."""
-        tokens: list[TokenEvent] = []
-        event = await self._events.get()
-        while isinstance(event, TokenEvent):
-            tokens.append(event)
-            if self._events.empty():
-                return tokens, None
-            event = self._events.get_nowait()
-        return tokens, _End("error", failed(event.message)) if isinstance(event, FailureEvent) else event
+    def fail(self, message: str) -> None:
+        self.give_up("error", failed(message))
 
     def give_up(self, outcome: str, error: ApiError) -> None:
-        """Raise `error` in the reader, after the tokens that have arrived."""
-        self._events.put_nowait(_End(outcome, error))
+        """End with `error`, after the tokens that have arrived. The first error counts."""
+        if self.error is None and not self.is_finished:
+            self.error, self._outcome = error, outcome
+            self.news.set()
 
     def finished(self) -> None:
         """The answer is complete, even if the engine has not stopped yet."""
-        self._outcome = "ok"
+        self.is_finished, self._outcome = True, "ok"
+        self.news.set()
 
     def close(self) -> None:
         """Free the slots. A second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,8 @@ _BYTE_LEVEL: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionar
 # A character has at most four bytes, so longer sequences of tokens are no incomplete character.
 _MOST_WAITING_TOKENS = 32
 _INCOMPLETE = "�"
+_NUM_CACHED_TEXTS = 2**15  # of one or two tokens, for each tokenizer: about 8 MB
+_MOST_TOKENIZERS = 16  # with a cache; the least recently used one loses its cache
 
 
 class IncrementalText:
@@ -25,13 +27,13 @@ class IncrementalText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._decode = _decoder(tokenizer)
-        self._window: list[int] = []
+        self._window: tuple[int, ...] = ()
         self._num_context = 0  # tokens of the window whose text was returned
         self._context = ""
 
     def push(self, token_id: int) -> str:
         """The text that the token adds; often none yet."""
-        self._window.append(token_id)
+        self._window += (token_id,)
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_context
         if text.endswith(_INCOMPLETE) and num_new < _MOST_WAITING_TOKENS:
@@ -49,9 +51,13 @@ class IncrementalText:
         return self._decode(self._window)[len(self._context) :]
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Decoding without special tokens. Calls the backend directly where `transformers` only checks arguments, which takes
-    four times as long as decoding a token or two."""
+@lru_cache(_MOST_TOKENIZERS)
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[tuple[int, ...]], str]:
+    """Decoding without special tokens, with a cache, because texts repeat their pairs of tokens.
+
+    Calls the backend directly where `transformers` only checks arguments, which takes four times as long as decoding a token
+    or two.
+    """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -62,7 +68,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
         and not tokenizer.clean_up_tokenization_spaces
     )
     decode = tokenizer.backend_tokenizer.decode if is_plain else tokenizer.decode
-    return lambda token_ids: str(decode(token_ids, skip_special_tokens=True))
+    return lru_cache(_NUM_CACHED_TEXTS)(lambda token_ids: str(decode(token_ids, skip_special_tokens=True)))
 
 
 class StopCut:
