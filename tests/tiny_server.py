@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +18,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
-from posttrain.engines.native.session import GenerationSession
+from posttrain.engines.native.session import GenerationSession, SessionRequest
 from posttrain.serve.engine_host import EngineThread
 from posttrain.serve.listener import listen
 from posttrain.serve.loading import build_service
 from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.server import DrainingServer
 from posttrain.serve.service import Service
+from posttrain.types import Sampling
 
 VOCAB_SIZE = 260  # that of the tokenizer of bytes
 MODEL_LENGTH = 1024  # of which the server uses less
@@ -58,9 +62,10 @@ def save_adapter(folder: Path, base: Path, seed: int) -> Path:
 
 
 class RunningServer:
-    def __init__(self, service: Service, url: str) -> None:
+    def __init__(self, service: Service, url: str, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.service = service
         self.url = url
+        self._event_loop = event_loop
 
     @property
     def sessions(self) -> list[GenerationSession]:
@@ -76,8 +81,28 @@ class RunningServer:
             time.sleep(0.005)
 
     def wait_until_empty(self) -> None:
-        sessions = self.service.engine.sessions
-        self.wait_until(lambda: not self.service.num_inside and all(one.counts[:3] == (0, 0, 0) for one in sessions))
+        """No request is inside, and the engine takes no further step: another model may run in this process.
+
+        The counts in the server are those of the last report. A client that leaves before the first report about its
+        request leaves counts of zero and a running step behind. So the engine is asked first.
+        """
+        self.wait_until(lambda: not self.service.num_inside)
+        self._wait_for_report()
+        left = [session.counts for session in self.service.engine.sessions]
+        assert all(counts[:3] == (0, 0, 0) for counts in left), f"no request is inside, and the engine holds {left}"
+
+    def _wait_for_report(self, limit_s: float = 20.0) -> None:
+        """Wait for a report that the engine sends after all messages that the server has sent until now.
+
+        Messages are handled in order, and a request with an empty prompt is reported as failed without a step.
+        """
+        assert self._event_loop is not None, "only for a server that `running` has started"
+        engine, reported = self.service.engine, threading.Event()
+        refused = SessionRequest(f"refused-{uuid.uuid4().hex}", (), Sampling(1), seed=0)
+        self._event_loop.call_soon_threadsafe(
+            engine.submit, engine.sessions[0], [refused], lambda failure: reported.set()
+        )
+        assert reported.wait(limit_s), "the engine does not report"
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,15 +139,15 @@ def running(options: ServeOptions, printed: list[str] | None = None) -> Iterator
     service = build_service(options, (printed if printed is not None else []).append)
     with listen("127.0.0.1", 0) as door:
         port = door.getsockname()[1]
-        server = DrainingServer(service, "127.0.0.1", port, drain_timeout_s=5.0)
+        event_loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+        server = DrainingServer(
+            service, "127.0.0.1", port, 5.0, on_ready=lambda: event_loops.put(asyncio.get_running_loop())
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
         thread.start()
-        end = time.monotonic() + 20
-        while not server.started:
-            assert time.monotonic() < end, "the server does not start"
-            time.sleep(0.005)
+        event_loop = event_loops.get(timeout=20)
         try:
-            yield RunningServer(service, f"http://127.0.0.1:{port}")
+            yield RunningServer(service, f"http://127.0.0.1:{port}", event_loop)
         finally:
             server.should_exit = server.force_exit = True
             thread.join(20)
