@@ -215,7 +215,7 @@ def test_a_busy_session_launches_before_it_reads() -> None:
     assert steps_while_busy() == [2] * 5, "all steps decode: the token of each adapter's sample"
     assert num_activations[0] == before, "an adapter is activated to capture a graph, not to replay it"
     added("second")
-    assert steps_while_busy() == [0, 4, 4, 4, 4], "the first step prefills"
+    assert steps_while_busy() == [2, 4, 4, 4, 4], "the first step computes the prompts beside the other samples"
 
 
 def test_nan_fails_its_requests_and_the_session_goes_on() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from posttrain.engines.native.kernels.attend import combine_pieces_kernel, paged_attention_kernel
 from posttrain.engines.native.kernels.shapes import (
     MIN_SPLIT_TOKENS,
+    SMALLEST_TILE,
     AttentionTile,
     attention_tile,
     multiprocessors,
@@ -26,8 +27,6 @@ from posttrain.engines.native.kernels.shapes import (
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 128
-# The smallest tile of the tensor cores.
-SMALLEST_TILE = 16
 _LOG2_E = math.log2(math.e)
 # Scales of FP8 keys and values, [pages, page size, kv heads] each, float32.
 Factors = tuple[Tensor, Tensor]

@@ -14,6 +14,7 @@ import torch
 # Minimum positions per program of the split kernel; with fewer, launch overhead dominates.
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
+SMALLEST_TILE = 16  # of the tensor cores
 # Target number of programs per multiprocessor. Three or four are resident at a time.
 _PROGRAMS_PER_SM = 4
 # Assumed without a GPU (Triton's interpreter).
@@ -42,10 +43,9 @@ TILES: dict[int, AttentionTile] = {
 }
 
 
-# For the queries of one sequence, where another tile is faster. On an H200, 64 rows of 1,200 tokens take 76 us instead of 92, and 512
-# rows of 252 tokens 129 us with either.
+# For the queries of one sequence, where another tile is faster. On an H200, 64 rows of 1,200 tokens take 76 us instead of 92,
+# and 512 rows of 252 tokens 129 us with either.
 SINGLE_TILES: dict[int, AttentionTile] = {256: AttentionTile(block=32, num_warps=2, num_stages=4)}
-SMALLEST_TILE = 16  # rows of a product on the tensor cores
 
 # Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more unpacking work.
 FP8_TILE = AttentionTile(block=64, num_warps=2, num_stages=3)

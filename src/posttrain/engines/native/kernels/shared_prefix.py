@@ -21,7 +21,6 @@ from torch import Tensor
 
 from posttrain.engines.native.kernels.attend import shared_prefix_kernel
 from posttrain.engines.native.kernels.paged import (
-    SMALLEST_TILE,
     Factors,
     as_read,
     attend_to_own,
@@ -37,6 +36,7 @@ from posttrain.engines.native.kernels.paged import (
 )
 from posttrain.engines.native.kernels.shapes import (
     MIN_SPLIT_TOKENS,
+    SMALLEST_TILE,
     AttentionTile,
     attention_tile,
     multiprocessors,
