@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,9 +100,8 @@ class RunningServer:
         assert self._event_loop is not None, "only for a server that `running` has started"
         engine, reported = self.service.engine, threading.Event()
         refused = SessionRequest(f"refused-{uuid.uuid4().hex}", (), Sampling(1), seed=0)
-        self._event_loop.call_soon_threadsafe(
-            engine.submit, engine.sessions[0], [refused], lambda failure: reported.set()
-        )
+        receiver = SimpleNamespace(receive=lambda tokens: None, fail=lambda message: reported.set())
+        self._event_loop.call_soon_threadsafe(engine.submit, engine.sessions[0], [refused], receiver)
         assert reported.wait(limit_s), "the engine does not report"
 
     @contextmanager

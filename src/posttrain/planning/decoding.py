@@ -69,10 +69,11 @@ def _rate(mean: float, longest: int) -> float:
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """Sizes with a CUDA graph (engines/native/graphs.py): a batch costs as much as the next larger one."""
+    """Sizes with a CUDA graph (engines/native/cuda_graph_cache.py): a batch costs as much as the next larger one."""
     sizes = [size for size in (8, 16, 32, 64, 128, 160, 192, 208, 256, 320, 384, 432) if size < max_rows]
     sizes += range(512, max_rows, 64)
-    return [*sizes, -(-max_rows // 8) * 8]
+    largest = -(-max_rows // 8) * 8
+    return [*sizes, 512 if largest == 448 else largest]
 
 
 def prompt_reads(group_size: int, heads_per_kv_head: int, element: int) -> int:

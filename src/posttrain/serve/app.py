@@ -226,7 +226,7 @@ async def _whole(
 
     ticket = service.admit(job, read)
     try:
-        if not await _unless_disconnected(request.receive, ticket.news.wait()):
+        if not await _unless_disconnected(request.receive, ticket.wakeup.wait()):
             return None
         if ticket.error is not None:
             raise ticket.error
@@ -255,21 +255,21 @@ async def _unless_disconnected(receive: Receive, work: Coroutine[None, None, obj
 
 
 class Connection(Protocol):
-    """What `server.py` adds to the state of a request: a short way for the parts of a body, past ASGI."""
+    """What `server.py` adds to the state of a request: writes chunks of a body without ASGI."""
 
-    def takes_parts(self) -> bool:
-        """Whether a part may be written now: the client reads as fast as the server writes."""
+    def can_write_chunk(self) -> bool:
+        """Whether a chunk may be written now: the client reads as fast as the server writes."""
 
-    def write_part(self, data: bytes) -> None: ...
+    def write_chunk(self, data: bytes) -> None: ...
 
 
 class _Stream(Response):
     """An answer in server-sent events.
 
-    Events are written to the connection where their tokens arrive: no task is woken for a token. If the client reads too slowly,
-    or the connection has no short way, tokens wait, and the response's task sends all of them at once as soon as it can.
-    Closes its ticket however the stream ends: complete, by an error, because the client disconnected, or because it
-    stopped reading.
+    Events are written to the connection in the callback that receives the tokens: no task is woken for a token. If the client
+    reads too slowly, or the connection cannot write chunks, tokens wait, and the response's task sends all of them at once as
+    soon as it can. Closes its ticket however the stream ends: complete, by an error, because the client disconnected, or because
+    it stopped reading.
     """
 
     def __init__(
@@ -298,19 +298,23 @@ class _Stream(Response):
             self._ticket.close()
 
     def _read(self, tokens: list[TokenEvent]) -> None:
-        if self._connection is not None and not self._waiting and self._connection.takes_parts():
+        if self._connection is not None and not self._waiting and self._connection.can_write_chunk():
             if events := self._events(tokens):
-                self._connection.write_part(events)
+                self._connection.write_chunk(events)
         else:
             self._waiting += tokens
-            self._ticket.news.set()
+            self._ticket.wakeup.set()
 
     def _events(self, tokens: list[TokenEvent]) -> bytes:
-        pieces = self._answer.push(tokens)
+        try:
+            events = b"".join(map(self._writer.chunk, self._answer.push(tokens)))
+        except Exception:
+            self._ticket.crash()
+            return b""
         self._ticket.num_completion_tokens = self._answer.num_tokens
         if self._answer.is_complete:
             self._ticket.finished()
-        return b"".join(map(self._writer.chunk, pieces))
+        return events
 
     async def _respond(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -318,8 +322,8 @@ class _Stream(Response):
         while self._waiting or not (ticket.is_finished or ticket.error):
             self._connection = connection
             if not self._waiting:
-                ticket.news.clear()
-                await ticket.news.wait()
+                ticket.wakeup.clear()
+                await ticket.wakeup.wait()
             self._connection = None  # tokens that arrive now are sent after these
             tokens, self._waiting = self._waiting, []
             if events := self._events(tokens):

@@ -30,17 +30,17 @@ _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten 
 
 class _Protocol(H11Protocol):
     """Requests that are not HTTP get an error in the same format. Implements `app.Connection`: uvicorn and h11 write the head
-    and the end of a streamed response, and the parts between them are framed here, which takes a tenth of the time."""
+    and the end of a streamed response, and the chunks between them are framed here, which takes a tenth of the time."""
 
     def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
 
-    def takes_parts(self) -> bool:
+    def can_write_chunk(self) -> bool:
         # HTTP/1.0 has no chunks, so it goes through h11.
         is_open = not (self.flow.write_paused or self.transport.is_closing())
         return is_open and self.scope["http_version"] == "1.1"
 
-    def write_part(self, data: bytes) -> None:
+    def write_chunk(self, data: bytes) -> None:
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def send_400_response(self, msg: str) -> None:

@@ -223,8 +223,8 @@ class Service:
 class Ticket:
     """An admitted job, until `close`. Closing an unfinished one frees its slots.
 
-    `read` gets the tokens where they arrive, so that a token wakes no task. It calls `finished`, or sets `news` if the task
-    that answers the request has to act.
+    `read` is called with the tokens in the callback that receives them, so that a token wakes no task. It calls `finished`, or
+    sets `wakeup` if the task that answers the request has to act.
     """
 
     def __init__(self, service: Service, job: Job, read: Callable[[list[TokenEvent]], None]) -> None:
@@ -232,7 +232,7 @@ class Ticket:
         self.num_completion_tokens = 0  # of the answer; counted by the reader
         self.is_finished = False  # the answer is complete
         self.error: ApiError | None = None  # why it will not be
-        self.news = asyncio.Event()
+        self.wakeup = asyncio.Event()
         self._read = read
         self._service = service
         self._began = time.monotonic()
@@ -254,8 +254,7 @@ class Ticket:
         try:
             self._read(tokens)
         except Exception:  # of one request: the others get their tokens
-            log.exception("%s: its tokens cannot be read", self.job.id)
-            self.fail("internal error")
+            self.crash()
 
     def _observe(self, tokens: list[TokenEvent]) -> None:
         now, last_token_at = time.monotonic(), self._last_token_at
@@ -267,6 +266,11 @@ class Ticket:
                 self._between_seconds.observe(now - last_token_at[name])
             last_token_at[name] = now
 
+    def crash(self) -> None:
+        """Fail because of the exception that is being handled."""
+        log.exception("%s: its tokens cannot be read", self.job.id)
+        self.fail("internal error")
+
     def fail(self, message: str) -> None:
         self.give_up("error", failed(message))
 
@@ -274,12 +278,12 @@ class Ticket:
         """End with `error`, after the tokens that have arrived. The first error counts."""
         if self.error is None and not self.is_finished:
             self.error, self._outcome = error, outcome
-            self.news.set()
+            self.wakeup.set()
 
     def finished(self) -> None:
         """The answer is complete, even if the engine has not stopped yet."""
         self.is_finished, self._outcome = True, "ok"
-        self.news.set()
+        self.wakeup.set()
 
     def close(self) -> None:
         """Free the slots. A second call does nothing."""

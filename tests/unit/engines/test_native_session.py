@@ -473,3 +473,13 @@ def test_longer_prompts_and_several_samples_are_prefilled(model: nn.Module, monk
     for request in wanted:
         for (name, index), (answer, *_) in engine_answers(model, request).items():
             assert drawn_by(events, name, index) == answer
+
+
+@pytest.mark.parametrize("is_ahead", ["ahead"], indirect=True)
+def test_answers_of_one_token_leave_nothing_behind(model: nn.Module) -> None:
+    session = session_of(model)
+    session.driver._max_prompt_rows = 0
+    for number in range(5):
+        run(session, [SessionRequest(f"r{number}", (5, 6, 7), Sampling(1), seed=number)])
+    assert session._graphs is not None
+    assert session._graphs[""]._fresh._drawn == []

@@ -61,6 +61,50 @@ def test_known_pages_of_a_prompt_do_not_count_in_the_limit_of_a_prefill_step() -
     assert [sample.group.task.id for sample in scheduler.admit(3).samples] == ["1", "2", "3"]
 
 
+def test_short_prompts_are_counted_when_their_pages_are_held() -> None:
+    """The pages of one prompt evict cached ones of the next, which then has more to compute."""
+    scheduler = Scheduler(40, SIZE, 4, keeps_prefixes=True)
+
+    def finished(number: int, prompt: tuple[int, ...]) -> None:
+        scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
+        admission = scheduler.admit()
+        scheduler.remember_prompts(admission)
+        for sample in admission.samples:
+            scheduler.leave(sample)
+
+    old, recent, new = tuple(range(16)), tuple(range(100, 140)), tuple(range(200, 228))
+    finished(0, old)
+    finished(1, recent)
+    room = len(new) + SIZE  # of `old`, all but the last page is known
+    for number, prompt in ((2, new), (3, old)):
+        scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
+    assert sum(scheduler._num_to_prefill(sample.group) for sample in scheduler.waiting) <= room
+    admission = scheduler.admit_short(room)
+    assert [sample.group.task.id for sample in admission.samples] == ["2"]
+    free = scheduler.pages.num_free
+    [waiting] = scheduler.admit().samples
+    assert waiting.group.task.id == "3"
+    scheduler.leave(waiting)
+    assert scheduler.pages.num_free == free, "no page stays held"
+
+
+def test_short_prompts_end_at_the_first_sample_that_is_not_one() -> None:
+    scheduler = Scheduler(40, SIZE, 8)
+
+    def add(number: int, length: int, num_samples: int = 1) -> None:
+        group = PromptGroup(Task(number, str(number), "", tuple(range(length))), 2)
+        scheduler.add([Sample(group, index, 0) for index in range(num_samples)])
+
+    add(0, 4)
+    add(1, 3)
+    add(2, 6)
+    assert [sample.group.task.id for sample in scheduler.admit_short(8).samples] == ["0", "1"]
+    assert [sample.group.task.id for sample in scheduler.admit_short(6).samples] == ["2"]
+    add(3, 2, num_samples=2)
+    add(4, 2)
+    assert scheduler.admit_short(8).samples == []
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
     """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and values of

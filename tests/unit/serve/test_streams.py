@@ -31,10 +31,10 @@ class FakeConnection:
         self.is_open = True
         self.parts: list[bytes] = []
 
-    def takes_parts(self) -> bool:
+    def can_write_chunk(self) -> bool:
         return self.is_open
 
-    def write_part(self, data: bytes) -> None:
+    def write_chunk(self, data: bytes) -> None:
         self.parts.append(data)
 
 
@@ -126,7 +126,7 @@ def test_tokens_before_the_end_are_delivered_before_it() -> None:
     assert last == DONE, "an answer that is complete is no error"
 
 
-def test_tokens_are_written_where_they_arrive_and_wait_for_a_slow_client() -> None:
+def test_tokens_are_written_in_the_callback_and_wait_for_a_slow_client() -> None:
     async def serve() -> Streamed:
         streamed = Streamed(connection=FakeConnection())
         task, connection = asyncio.create_task(streamed.run()), streamed.connection
@@ -154,9 +154,12 @@ def test_tokens_are_written_where_they_arrive_and_wait_for_a_slow_client() -> No
     assert asyncio.run(serve()).events[-1] == DONE
 
 
-def test_error_in_one_answer_ends_only_that_answer(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("connection", [FakeConnection(), None], ids=["in the callback", "in the task"])
+def test_error_in_one_answer_ends_only_that_answer(
+    caplog: pytest.LogCaptureFixture, connection: FakeConnection | None
+) -> None:
     async def serve() -> list[bytes]:
-        streamed = Streamed(connection=FakeConnection())
+        streamed = Streamed(connection=connection)
         task = asyncio.create_task(streamed.run())
         await settle()
         streamed.ticket.receive([TokenEvent("r", 7, 65, -1.0)])  # no such sample

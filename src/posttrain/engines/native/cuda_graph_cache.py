@@ -132,4 +132,5 @@ def batch_sizes(max_rows: int) -> list[int]:
     """
     sizes = [size for size in (8, 16, 32, 64, 128, 160, 192, 208, 256, 320, 384, 432) if size < max_rows]
     sizes += range(512, max_rows, 64)
-    return [*sizes, -(-max_rows // 8) * 8]
+    largest = -(-max_rows // 8) * 8
+    return [*sizes, 512 if largest == 448 else largest]

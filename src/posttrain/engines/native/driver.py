@@ -1,7 +1,8 @@
 """The continuous batching loop, shared by `NativeEngine.generate`, sessions and the server.
 
 `add` requests and call `step` until none is left. A step either prefills waiting samples and draws their first tokens, or
-draws one more token for every active sample. The scheduler decides which samples run.
+draws one more token for every active sample, and the first one of samples with short prompts. The scheduler decides which
+samples run.
 
 With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
 read. A sample that drew a stop token then takes part in one more step, whose token is discarded. Pages of a sample that has
@@ -20,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -154,12 +154,17 @@ class Driver:
     def step(self) -> list[Update]:
         """Prefill waiting samples, or launch one more token for every active one. Returns the tokens that were read.
 
-        The two alternate, so that neither a stream of arrivals nor one of long answers holds up the other.
+        There is a decode step between two prefills, so that a stream of arrivals does not hold up active samples. Short
+        prompts are computed by the decode step.
         """
         scheduler = self.scheduler
         if (num_drafts := self._num_drafts()) is not None:
             return self._step_with_drafts(num_drafts)
-        joining = scheduler.admit(max_samples=self._num_that_may_join())
+        if self.graphs is not None and not scheduler.active:
+            for graphs in self.graphs.values():
+                graphs.forget_rows()  # tokens of samples that left before a step
+        may_join = self.graphs is not None and self._max_prompt_rows > 0
+        joining = scheduler.admit_short(self._max_prompt_rows) if may_join else Admission()
         if not joining.samples and self._may_prefill():
             admission = scheduler.admit(self._max_admitted_tokens)
             if admission.samples:
@@ -191,23 +196,11 @@ class Driver:
 
     def _may_prefill(self) -> bool:
         if not (num_startable := self.scheduler.num_startable):
+            self._has_backlog = False
             return False
         enough = self._has_backlog or num_startable >= self._enough_to_prefill
         needed = 1 if enough else self._steps_between_prefills
         return not self.scheduler.active or self._num_steps_since_prefill >= needed
-
-    def _num_that_may_join(self) -> int:
-        """Samples at the head of the queue whose prompts a decode step may compute: all that can start, or none."""
-        if self.graphs is None or not self._max_prompt_rows:
-            return 0
-        count, num_rows = self.scheduler.num_startable, 0
-        for sample in islice(self.scheduler.waiting, count):
-            if sample.token_ids or len(self._requests[sample.group].samples) > 1:
-                return 0  # a continued answer, or several samples that share the prompt's pages
-            num_rows += self.scheduler.num_to_prefill(sample.group)
-            if num_rows > self._max_prompt_rows:
-                return 0
-        return count
 
     def _give_up_graphs(self) -> None:
         assert self.graphs is not None
@@ -321,7 +314,9 @@ class Driver:
     def _draw_first(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
         self._use(adapter)
         tokens, drawn = self._draw(samples, first_logits(self.forward, samples))
-        if self.graphs is not None:
+        if self.graphs is not None and any(
+            sample.admission >= 0 for sample in samples
+        ):  # else all had one token to draw
             self.graphs[adapter].join(samples, tokens)
         return drawn
 

@@ -362,13 +362,18 @@ def _num_finished(updates: Sequence[Update]) -> int:
     return num_finished
 
 
-def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
-    """Number of pages for sequences that memory allows, between `least` and `wanted`."""
+def num_pages_for(
+    forward: ForwardPass, settings: NativeSettings, wanted: int, least: int, num_prompt_rows: int = 0
+) -> int:
+    """Number of pages for sequences that memory allows, between `least` and `wanted`. `num_prompt_rows`: of a decode step,
+    beside the samples.
+    """
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
+    num_rows = max(settings.max_batch_size + num_prompt_rows, num_drafted)
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        reserve=forward.working_bytes(settings.max_prefill_tokens, max(settings.max_batch_size, num_drafted)),
+        reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows),
     )  # fmt: skip
 
 

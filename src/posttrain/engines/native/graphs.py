@@ -216,6 +216,7 @@ class DecodeGraphs:
         `activate` is called before the model is run by Python: to capture a graph, not to replay it.
         """
         count, rows = len(samples), [*samples, *(row.sample for row in self._prompt_rows)]
+        assert len(rows) <= self.sizes[-1], f"{len(rows)} rows, and the largest step has {self.sizes[-1]}"
         size = next(size for size in self.sizes if size >= len(rows))
         self._arrange(samples, settings)
         self._send_table(rows)

@@ -137,23 +137,37 @@ class Scheduler:
         """Waiting samples that have a slot."""
         return min(len(self.waiting), self.max_batch_size - len(self.active))
 
-    def admit(self, max_tokens: int | None = None, max_samples: int | None = None) -> Admission:
+    def admit(self, max_tokens: int | None = None) -> Admission:
         """Start as many waiting samples as slots and pages allow, in the order of the queue.
 
         `max_tokens`: start no more than have about this many tokens to prefill, but at least one.
         """
-        admission = Admission()
-        slots = self.num_startable if max_samples is None else min(self.num_startable, max_samples)
-        if max_tokens is not None:
-            slots = self._num_within(max_tokens, slots)
+        slots = self.num_startable
+        return self._admit(slots if max_tokens is None else self._num_within(max_tokens, slots))
+
+    def admit_short(self, max_tokens: int) -> Admission:
+        """The same for samples at the head of the queue that are the only ones of their prompts, up to the first that is not
+        or whose prompt has too many tokens to compute; `max_tokens` is for all of them together.
+        """
+        return self._admit(self.num_startable, max_tokens)
+
+    def _admit(self, slots: int, max_short_tokens: int | None = None) -> Admission:
+        admission, room = Admission(), max_short_tokens
         while self.waiting and len(admission.samples) < slots and self._fits(self.waiting[0]):
-            sample = self.waiting.popleft()
+            sample = self.waiting[0]
             group = sample.group
+            if room is not None and (sample.token_ids or group.pages is not None or group.num_waiting > 1):
+                break
+            known = self._known_pages(group) if group.pages is None else []
+            if room is not None and (room := room - group.prompt_length + len(known) * self.page_size) < 0:
+                self.pages.release(known)
+                break
+            self.waiting.popleft()
             group.num_waiting -= 1
             group.num_active += 1
             if group.pages is None:
-                known = self._known_pages(group)
                 start = len(known) * self.page_size
+                self.num_reused_tokens += start
                 group.pages = known + self.pages.take(pages_for(group.prompt_length, self.page_size) - len(known))
                 # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(group.task.prompt_ids[start:], start, tuple(group.pages), group)
@@ -170,10 +184,9 @@ class Scheduler:
             return []
         known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
         self.prefixes.share(known)
-        self.num_reused_tokens += len(known) * self.page_size
         return known
 
-    def num_to_prefill(self, group: PromptGroup) -> int:
+    def _num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
         if group.pages is not None:
             return 0
@@ -195,7 +208,7 @@ class Scheduler:
         for sample in self.waiting:
             if count == slots:
                 break
-            cost = len(sample.token_ids) + (0 if sample.group in seen else self.num_to_prefill(sample.group))
+            cost = len(sample.token_ids) + (0 if sample.group in seen else self._num_to_prefill(sample.group))
             if count and cost > max_tokens:
                 break
             seen.add(sample.group)

@@ -140,12 +140,14 @@ class GenerationSession:
         self.forward.check_length(longest)
         self.forward.fp8 = fp8_weights(self.forward, settings)
         least = pages_for(longest, settings.page_size) + 1
-        self.num_pages = num_pages_for(self.forward, settings, least * settings.max_batch_size + 1, least)
+        on_gpu = self.forward.device.type == "cuda"
+        self.num_pages = num_pages_for(
+            self.forward, settings, least * settings.max_batch_size + 1, least, _MAX_PROMPT_ROWS if on_gpu else 0
+        )
         self._cache = new_cache(self.forward, settings, self.num_pages)
         self._decoding = BackendPerAdapter(
             self.forward, self._cache, self.num_pages, settings.max_batch_size, settings.max_total_tokens
         )
-        on_gpu = self._cache.device.type == "cuda"
         self._graphs = self._new_graphs() if on_gpu else None
 
     def _new_graphs(self) -> GraphsPerAdapter:
