@@ -52,7 +52,9 @@ def requests_of(engine: NativeEngine, begun: Sequence[Request] = ()) -> list[Req
     return requests
 
 
-def driver_of(engine: NativeEngine, requests: Sequence[Request], *, later: Sequence[Request] = ()) -> Driver:
+def driver_of(
+    engine: NativeEngine, requests: Sequence[Request], *, later: Sequence[Request] = (), **options: Any
+) -> Driver:
     """With memory for `later` as well."""
     with torch.no_grad():
         groups = [request.group for request in (*requests, *later)]
@@ -61,7 +63,7 @@ def driver_of(engine: NativeEngine, requests: Sequence[Request], *, later: Seque
     scheduler = Scheduler(workspace.num_pages, 4, engine.settings.max_batch_size)
     decoding = SingleBackend(engine.forward, workspace.decode)
     graphs = None if workspace.graphs is None else {"": workspace.graphs}
-    driver = Driver(engine.forward, workspace.cache, scheduler, decoding, 64, graphs=graphs)
+    driver = Driver(engine.forward, workspace.cache, scheduler, decoding, 64, graphs=graphs, **options)
     for request in requests:
         driver.add(request)
     return driver
@@ -191,7 +193,7 @@ def test_prompts_that_arrive_one_by_one_are_prefilled_together(
 ) -> None:
     period = 5  # four decode steps and a prefill
     requests = [single(wide, number) for number in range(2 * period + 1)]
-    driver = driver_of(wide, [], later=requests)
+    driver = driver_of(wide, [], later=requests, steps_between_prefills=4)
     started = prefills_of(driver, [[request] for request in requests], monkeypatch)
     assert started == [1, *[0] * (period - 1), period, *[0] * (period - 1), period]
 
@@ -199,11 +201,11 @@ def test_prompts_that_arrive_one_by_one_are_prefilled_together(
 def test_enough_prompts_are_prefilled_after_one_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of the batch."""
     first, *many = (single(wide, number) for number in range(9))
-    driver = driver_of(wide, [first], later=many)
+    driver = driver_of(wide, [first], later=many, steps_between_prefills=4)
     assert prefills_of(driver, [[], many, []], monkeypatch) == [1, 0, 8]
 
 
 def test_a_backlog_is_prefilled_after_each_step(wide: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = driver_of(wide, [single(wide, number) for number in range(6)])
-    driver._max_admitted_tokens = 6  # two prompts
+    requests = [single(wide, number) for number in range(6)]
+    driver = driver_of(wide, requests, steps_between_prefills=4, max_admitted_tokens=6)  # two prompts
     assert prefills_of(driver, [[]] * 6, monkeypatch) == [2, 0, 2, 0, 2, 0]

@@ -102,7 +102,7 @@ class Driver:
         speculation: Speculation | None = None,
         activate: Callable[[str], None] | None = None,
         max_admitted_tokens: int | None = None,
-        steps_between_prefills: int = 4,
+        steps_between_prefills: int = 1,
         max_prompt_rows: int = 0,
     ) -> None:
         self.forward = forward

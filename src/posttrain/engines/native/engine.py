@@ -46,6 +46,9 @@ from posttrain.types import (
     Unfinished,
 )
 
+# On a GPU, where launching a prefill takes longer than a decode step.
+_STEPS_BETWEEN_PREFILLS = 16
+
 
 class NativeSettings(NativeConfig):
     """The config section and further settings. Sizes do not change what is sampled; number formats do."""
@@ -257,7 +260,7 @@ class NativeEngine:
             # The end of a round determines which weights draw a token. It must not depend on the number of accepted
             # drafts.
             speculation=workspace.speculation if is_over is None else None,
-            steps_between_prefills=16,
+            steps_between_prefills=_STEPS_BETWEEN_PREFILLS if workspace.graphs is not None else 1,
         )
         for request in requests:
             driver.add(request)

@@ -34,6 +34,8 @@ from posttrain.types import FinishReason, Sampling, Task
 
 # Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by then.
 _MAX_PROMPT_ROWS = 256
+# On a GPU, where launching a prefill takes longer than a decode step. Prompts wait less than in `generate`.
+_STEPS_BETWEEN_PREFILLS = 4
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class GenerationSession:
             graphs=self._graphs,
             activate=self._activate,
             max_admitted_tokens=tokens,
+            steps_between_prefills=1 if self._graphs is None else _STEPS_BETWEEN_PREFILLS,
             max_prompt_rows=_MAX_PROMPT_ROWS,
         )
 
