@@ -92,6 +92,7 @@ def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path,
         assert ours == {key: same_up_to_rounding(value) for key, value in theirs.items()}
 
 
+@pytest.mark.long
 def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
     nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def test_a_run_that_loses_a_rank_starts_again_by_itself_and_has_the_same_bits(
     assert [log.count(" build …") for log in logs] == [2, 2], "both attempts"
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_is_named_within_the_deadline(
     fault_at: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,

@@ -94,6 +94,7 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.long
 def test_rounds_on_two_ranks_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         rounds = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]

@@ -68,6 +68,7 @@ def test_killed_dpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_pa
     assert torn >= 2, "some kills must interrupt a write in the background"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_grpo_lora_run_with_dropout_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
