@@ -141,6 +141,8 @@ def test_step_that_is_written_appears_within_two_seconds(browser: Browser, tmp_p
 
 
 def test_search_in_all_steps_and_filters(browser: Browser, address: str) -> None:
+    from playwright.sync_api import expect
+
     with visiting(browser, address) as visit:
         page = visit.page
         visit.go(f"/run/{visit.run('good')}/rollouts?step=7", ".group-row")
@@ -156,7 +158,7 @@ def test_search_in_all_steps_and_filters(browser: Browser, address: str) -> None
         page.get_by_label("Reward from").fill("1")
         page.keyboard.press("Tab")
         page.get_by_text("of 6 groups").wait_for()
-        assert page.locator(".answer.other").count() + page.locator(".answer:not(.other)").count() == 4
+        expect(page.locator(".answer")).to_have_count(4, timeout=60_000)
         assert page.locator(".answer:not(.other) .reward").first.inner_text() == "1.1"
 
 

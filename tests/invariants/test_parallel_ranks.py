@@ -48,8 +48,10 @@ SLOW = [
     ["llama/rm/float64/dp1", "llama/rm/float64/tp2", "llama/rm/float64/cp2"],
     ["llama/grpo/float32/dp1", "llama/grpo/float32/tp2", "llama/grpo/float32/dp2-tp2", "llama/grpo/float32/tp2-cp2"],
 ]
-FAMILIES = ["mistral", "qwen2", "gemma3", "granite", "smollm3", "phi", "cohere"]
-SLOW += [[f"{name}/dpo/float64/dp1", f"{name}/dpo/float64/tp2"] for name in FAMILIES]
+FAMILIES = [
+    [f"{name}/dpo/float64/dp1", f"{name}/dpo/float64/tp2"]
+    for name in ("mistral", "qwen2", "gemma3", "granite", "smollm3", "phi", "cohere")
+]
 
 
 def run(folder: Path, cases: list[str]) -> None:
@@ -71,6 +73,13 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slow")
     run(folder, [case for cases in SLOW for case in cases])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    run(folder, [case for cases in FAMILIES for case in cases])
     return folder
 
 
@@ -116,3 +125,11 @@ def test_ranks_that_share_layers_never_hold_the_whole_model(quick: Path) -> None
 @pytest.mark.parametrize(("case", "expected"), [(case, cases[0]) for cases in SLOW for case in cases[1:]])
 def test_any_arrangement_of_ranks_computes_what_one_process_does(slow: Path, case: str, expected: str) -> None:
     assert_same(slow, case, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("expected", "case"), FAMILIES)
+def test_ranks_that_share_layers_of_any_family_compute_what_one_process_does(
+    families: Path, case: str, expected: str
+) -> None:
+    assert_same(families, case, expected)
