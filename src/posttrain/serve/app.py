@@ -31,7 +31,7 @@ from posttrain.serve.protocol import (
     parse_completion,
     parse_feedback,
 )
-from posttrain.serve.responses import DONE, Answer, JsonObject, ResponseWriter, server_sent
+from posttrain.serve.responses import DONE, AnswerText, JsonObject, ResponseWriter, server_sent
 from posttrain.serve.service import Job, Service
 
 log = logging.getLogger("posttrain.serve")
@@ -199,7 +199,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         includes_usage=body.includes_usage,
     )
     headers = {"x-request-id": job.id, "x-posttrain-version": job.version.name}
-    answer = Answer(choices_of(job))
+    answer = AnswerText(choices_of(job))
     if body.streams:
         return _Stream(service, job, answer, writer, body.includes_usage, headers)
     try:
@@ -213,7 +213,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
 
 
 async def _whole(
-    service: Service, request: Request, job: Job, answer: Answer, writer: ResponseWriter
+    service: Service, request: Request, job: Job, answer: AnswerText, writer: ResponseWriter
 ) -> JsonObject | None:
     """The body of an answer that is not streamed; None if the client has disconnected."""
 
@@ -276,7 +276,7 @@ class _Stream(Response):
         self,
         service: Service,
         job: Job,
-        answer: Answer,
+        answer: AnswerText,
         writer: ResponseWriter,
         includes_usage: bool,
         headers: dict[str, str],

@@ -19,7 +19,7 @@ from posttrain.serve.engine_loop import AddRequests, Cancel, EngineReport, StopE
 log = logging.getLogger("posttrain.serve")
 
 
-class Receiver(Protocol):
+class TokenReceiver(Protocol):
     """Gets what the engine sends for its requests."""
 
     def receive(self, tokens: list[TokenEvent]) -> None:
@@ -43,7 +43,7 @@ class EngineClient(asyncio.Protocol):
         self.sessions = [ServedSession(*numbered) for numbered in enumerate(limits)]
         self.ending: str | None = None  # how the engine ended, if not by `stop`
         self.host = host
-        self._receivers: dict[str, Receiver] = {}  # by request
+        self._receivers: dict[str, TokenReceiver] = {}  # by request
         self._broken: set[tuple[int, str | None]] = set()
         self._incoming = bytearray()
         self._stopping = False
@@ -58,7 +58,7 @@ class EngineClient(asyncio.Protocol):
     def works(self, session: ServedSession, adapter: str) -> bool:
         return self.ending is None and self._broken.isdisjoint(((session.index, None), (session.index, adapter)))
 
-    def submit(self, session: ServedSession, requests: Sequence[SessionRequest], receiver: Receiver) -> None:
+    def submit(self, session: ServedSession, requests: Sequence[SessionRequest], receiver: TokenReceiver) -> None:
         self._receivers |= dict.fromkeys((request.id for request in requests), receiver)
         self._transport.write(frame(AddRequests(session.index, tuple(requests))))
 
@@ -99,7 +99,7 @@ class EngineClient(asyncio.Protocol):
         self._broken = reports[-1].broken  # first: a client that gets a failure may ask again at once
         for session, counts in zip(self.sessions, reports[-1].counts, strict=True):
             session.counts = counts
-        arrived: dict[Receiver, list[TokenEvent]] = {}
+        arrived: dict[TokenReceiver, list[TokenEvent]] = {}
         for report in reports:
             for token in map(TokenEvent._make, report.tokens):
                 if (receiver := self._receivers.get(token.request_id)) is not None:

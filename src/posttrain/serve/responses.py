@@ -99,7 +99,7 @@ class ResponseChoice:
         return tuple(listed)
 
 
-class Answer:
+class AnswerText:
     """All choices of a response, by engine request and sample."""
 
     def __init__(self, choices: Mapping[tuple[str, int], ResponseChoice]) -> None:

@@ -68,7 +68,8 @@ def test_training_is_near_bf16_and_is_scored_with_the_same_products(words: list[
     (before, norm, after), (plain_before, plain_norm, plain_after) = found[True], found[False]
     assert before == pytest.approx(plain_before, rel=0.1, abs=0.15)
     assert norm == pytest.approx(plain_norm, rel=0.1)
-    # On average: Adam moves a weight as far for a small gradient, whose sign FP8 may change, as for a large one.
+    # Adam moves a weight as far for a small gradient, whose sign FP8 may change, as for a large one: single scores differ more.
+    assert after == pytest.approx(plain_after, rel=0.2, abs=0.15)
     assert float((after - plain_after).abs().mean()) < 0.2
     for ours, plain in zip(found[True], found[False], strict=True):
         assert ours != pytest.approx(plain, rel=1e-4, abs=1e-4), "products are in FP8"

@@ -16,7 +16,7 @@ from posttrain.serve.jobs import choices_of
 from posttrain.serve.metrics import ServeMetrics
 from posttrain.serve.options import ServerLimits
 from posttrain.serve.protocol import unavailable
-from posttrain.serve.responses import DONE, Answer, ResponseWriter
+from posttrain.serve.responses import DONE, AnswerText, ResponseWriter
 from posttrain.serve.service import Job, Ticket
 from posttrain.types import Sampling
 
@@ -61,7 +61,7 @@ class Streamed:
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.connection = connection
-        self._stream = app_module._Stream(service, job, Answer(choices_of(job)), writer, False, {})
+        self._stream = app_module._Stream(service, job, AnswerText(choices_of(job)), writer, False, {})
 
     async def run(self) -> None:
         async def never() -> Any:
