@@ -25,10 +25,10 @@ from typing import NamedTuple
 from machine import facts, resolve_device
 from tables import table, write_json
 
+from posttrain.apps.demo.arithmetic import build_model, write_data
+from posttrain.apps.demo.show import grpo_overrides, sft_overrides
 from posttrain.build import TrainingRun
 from posttrain.config import load_config
-from posttrain.demo.arithmetic import build_model, write_data
-from posttrain.demo.show import grpo_overrides, sft_overrides
 
 
 def at_age(age: int) -> list[str]:

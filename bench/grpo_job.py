@@ -22,9 +22,9 @@ from torch import Tensor
 from train_job import flops_of
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.weights import SharedWeights
+from posttrain.policy.hardware import peak_flops
 from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting.rows import Hardware, performance
 from posttrain.roles import Engine, Objective, Progress, Trainer

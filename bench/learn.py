@@ -43,8 +43,8 @@ def accuracy(weights: str, rows: Sequence[dict[str, str]], args: argparse.Namesp
     """avg@k of the model in `weights`, with an interval, and what its answers look like."""
     from shapes import open_model
 
+    from posttrain.apps.evaluate.metrics import bootstrap_interval
     from posttrain.engines.native import NativeEngine, NativeSettings
-    from posttrain.evaluation.metrics import bootstrap_interval
     from posttrain.types import NoiseKey, Sampling, Task
 
     device = resolve_device(args.device)

@@ -121,9 +121,9 @@ def train_posttrain(args: argparse.Namespace, rows: Sequence[dict[str, str]]) ->
     from transformers import AutoTokenizer
 
     from posttrain import __version__
-    from posttrain.api.start import quieten_libraries
     from posttrain.build import TrainingRun
     from posttrain.config import load_config
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
     data, config = args.out / "train.jsonl", args.out / "config.yaml"

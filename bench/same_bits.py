@@ -66,7 +66,7 @@ inputs = Path(job["inputs"])
 if not (inputs / "model" / "config.json").exists():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-    from posttrain.demo.arithmetic import build_tokenizer
+    from posttrain.apps.demo.arithmetic import build_tokenizer
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

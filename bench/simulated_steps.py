@@ -33,8 +33,8 @@ import numpy as np
 from tables import ratio, table, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from posttrain.demo.arithmetic import build_tokenizer
-from posttrain.planning.simulation import EngineSpeed, SimulatedEngine, Training, simulate, step_seconds
+from posttrain.apps.demo.arithmetic import build_tokenizer
+from posttrain.apps.plan.simulation import EngineSpeed, SimulatedEngine, Training, simulate, step_seconds
 
 HANDOVER = "prepare_for_generation/transfer_and_update_weights"
 DEDICATED = ["cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"]

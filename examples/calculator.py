@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+from posttrain.apps.demo.calculator import build_model, write_data
 from posttrain.cli.main import main as posttrain
-from posttrain.demo.calculator import build_model, write_data
 
 FOLDER = Path("results/calculator")
 CONFIGS = Path(__file__).parents[1] / "configs"

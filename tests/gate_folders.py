@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.evaluation.results import (
+from posttrain.apps.evaluate.results import (
     IDENTITY_FILE,
     PROBLEMS_FILE,
     SUMMARY_FILE,

@@ -1,4 +1,4 @@
-"""Cluster profiles and runs for tests of `posttrain.launch`."""
+"""Cluster profiles and runs for tests of `posttrain.apps.launch`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from posttrain.apps.launch.launch_request import LaunchRequest, request_run
 from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.standalone import load_standalone
-from posttrain.launch.launch_request import LaunchRequest, request_run
 
 IMAGE = "registry.example.com/posttrain@sha256:" + "0" * 64
 EKS: dict[str, Any] = {

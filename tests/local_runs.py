@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from launch_profiles import make_request
 
-from posttrain.launch.local.local_cluster import LocalCluster, claim_folder, why_impossible
-from posttrain.launch.runs import ENDED, RunPod, pods_by_rank, state_of
-from posttrain.launch.workloads import render_run
+from posttrain.apps.launch.local.local_cluster import LocalCluster, claim_folder, why_impossible
+from posttrain.apps.launch.runs import ENDED, RunPod, pods_by_rank, state_of
+from posttrain.apps.launch.workloads import render_run
 
 LIMIT_S = 120.0
 Object = dict[str, Any]

@@ -9,9 +9,9 @@ from typing import Any
 
 from fakes import Events, FakeAlgorithm, FakeRecorder, FakeStream, FakeTrainer
 
-from posttrain.attempts import Attempt
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
+from posttrain.files.run_folder_lock import Attempt
 from posttrain.loop import LoopSettings, TrainingLoop
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import tiny_runs
 from local_runs import wait_for
 
+from posttrain.apps.launch.launch_request import request_run
+from posttrain.apps.launch.local.local_cluster import FOLDER_VARIABLE, LocalCluster, claim_folder
+from posttrain.apps.launch.runs import ENDED, RunPod, pods_by_rank, state_of
+from posttrain.apps.launch.workloads import render_run
 from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
-from posttrain.launch.launch_request import request_run
-from posttrain.launch.local.local_cluster import FOLDER_VARIABLE, LocalCluster, claim_folder
-from posttrain.launch.runs import ENDED, RunPod, pods_by_rank, state_of
-from posttrain.launch.workloads import render_run
 
 SCHEDULERS = ("job", "jobset", "volcano", "rayjob")
 HOWS = ("notice", "SIGTERM", "SIGKILL")

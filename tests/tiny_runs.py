@@ -25,8 +25,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from posttrain.apps.demo.arithmetic import build_tokenizer
 from posttrain.cli.main import main
-from posttrain.demo.arithmetic import build_tokenizer
 
 Row = dict[str, Any]
 

@@ -19,13 +19,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
+from posttrain.apps.serve.engine_host import EngineThread
+from posttrain.apps.serve.listener import listen
+from posttrain.apps.serve.loading import build_service
+from posttrain.apps.serve.options import EngineOptions, ServeOptions
+from posttrain.apps.serve.server import DrainingServer
+from posttrain.apps.serve.service import Service
 from posttrain.engines.native.session import GenerationSession, SessionRequest
-from posttrain.serve.engine_host import EngineThread
-from posttrain.serve.listener import listen
-from posttrain.serve.loading import build_service
-from posttrain.serve.options import EngineOptions, ServeOptions
-from posttrain.serve.server import DrainingServer
-from posttrain.serve.service import Service
 from posttrain.types import Sampling
 
 VOCAB_SIZE = 260  # that of the tokenizer of bytes

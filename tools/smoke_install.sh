@@ -18,7 +18,7 @@ use() { # the bin folder of an environment
   "$1/posttrain" config check grpo --config grpo.yaml
   "$1/python" -c "
 from pathlib import Path
-from posttrain.demo.arithmetic import build_model, write_data
+from posttrain.apps.demo.arithmetic import build_model, write_data
 build_model(Path('model'), 1)
 write_data(Path('data'), 1)"
   "$1/posttrain" grpo --config grpo.yaml model=model data=data/train.jsonl precision=float32 steps=1 prompts=2 generations=2 \

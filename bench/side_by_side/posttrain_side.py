@@ -21,10 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from posttrain import __version__
 from posttrain.algorithms.dpo import Dpo, PairStream
 from posttrain.algorithms.grpo import Grpo
-from posttrain.api.start import quieten_libraries
 from posttrain.build import TrainingRun
 from posttrain.config import load_config
 from posttrain.roles import Algorithm, Objective, Trainer
+from posttrain.run import quieten_libraries
 from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport
 from side_by_side import rewards
 from side_by_side.job import GRPO, Job, StepTime, peaks_of_helpers, write_result

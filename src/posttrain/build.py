@@ -14,6 +14,7 @@ from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
 from posttrain.checkpointing.copies import CopyRule, Exporter
+from posttrain.checkpointing.run_folder import WriteAccess, run_folder
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
@@ -22,8 +23,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
 from posttrain.engines.weight_handover import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
-from posttrain.hardware import peak_flops
-from posttrain.hashing import digest
+from posttrain.files.digests import digest
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
@@ -32,6 +32,7 @@ from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.weights import PushedWeights, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.hardware import peak_flops
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
@@ -44,7 +45,6 @@ from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
 from posttrain.roles import RoundEngine, WeightSync
-from posttrain.run_folder import WriteAccess, run_folder
 
 # Short description of a run's memory and time, given device name and number of steps; empty if unknown.
 Planner = Callable[[RunConfig, str, int], str]

@@ -248,8 +248,8 @@ def weights_in(folder: Path) -> dict[str, bytes]:
 def kill_registry(lab: Lab, folder: Path, chance: random.Random) -> None:
     """A version is there, with its files, or it is not; the registry stays usable."""
 
-    from posttrain.registry import Registry
-    from posttrain.registry.store import DATABASE
+    from posttrain.apps.ship.registry import Registry
+    from posttrain.apps.ship.registry.store import DATABASE
 
     def make(shared: Path) -> Path:
         with Registry(shared)._store.writing():  # making the tables takes MLflow seconds
@@ -309,8 +309,8 @@ def kill_pipeline(lab: Lab, folder: Path, chance: random.Random) -> None:
 
 
 def made_by_pipeline(home: Path) -> dict[str, Any]:
-    from posttrain.pipeline.records import STAGES, read_iterations
-    from posttrain.registry import Registry
+    from posttrain.apps.ship.pipeline.records import STAGES, read_iterations
+    from posttrain.apps.ship.registry import Registry
 
     [iteration] = read_iterations(home)
     records = {name: iteration.record(name) for name in STAGES}

@@ -26,9 +26,9 @@ FORKED = "forked\n"
 PRELOADED = [
     "tiny_runs",
     "posttrain.build",
-    "posttrain.export.convert",
-    "posttrain.evaluation.build",
-    "posttrain.pipeline.runner",
+    "posttrain.apps.export.convert",
+    "posttrain.apps.evaluate.build",
+    "posttrain.apps.ship.pipeline.runner",
     "mlflow",
     "transformers.models.llama.modeling_llama",
 ]

@@ -11,7 +11,7 @@ from spot_runs import SCHEDULERS, Interruption, SpotRun, assert_same_end, run_th
 
 from faults.campaign import Case, NotPossibleHere, Part
 from faults.lab import Lab
-from posttrain.launch.local.local_cluster import why_impossible
+from posttrain.apps.launch.local.local_cluster import why_impossible
 
 INTERRUPTIONS = 20
 STEPS = 150  # so many that the run is not over before, on an idle machine

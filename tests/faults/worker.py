@@ -97,9 +97,9 @@ def _too_long(*_: object) -> None:
 
 
 def _readers() -> dict[str, Any]:
+    from posttrain.apps.demo.arithmetic import build_tokenizer
     from posttrain.data.chat import ChatFormat
     from posttrain.data.datasets import load_example_dataset, load_pair_dataset, load_task_dataset
-    from posttrain.demo.arithmetic import build_tokenizer
 
     chat = ChatFormat(build_tokenizer())
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from posttrain.apps.plan.workload import SharedPrompt
 from posttrain.config.policy import OptimizerConfig
 from posttrain.models.attention_interface import attention_context
-from posttrain.planning.workload import SharedPrompt
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.layer_bytes import LayerBytes

@@ -14,9 +14,9 @@ import torch
 from hub_layouts import LAYOUTS, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.apps.evaluate.results import read_evaluation
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
-from posttrain.evaluation.results import read_evaluation
 
 NUM_PROBLEMS = 12
 

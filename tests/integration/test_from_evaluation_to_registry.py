@@ -10,9 +10,9 @@ import tiny_runs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.apps.evaluate.results import PROBLEMS_FILE, read_evaluation
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
-from posttrain.evaluation.results import PROBLEMS_FILE, read_evaluation
 
 pytest.importorskip("mlflow", reason="the registry needs the extra `registry`")
 

@@ -13,8 +13,8 @@ import pytest
 from tiny_runs import run, sft
 
 from posttrain import build
-from posttrain.api import start
-from posttrain.attempts import read_attempts
+from posttrain import run as start
+from posttrain.files.run_folder_lock import read_attempts
 from posttrain.reporting import recorder
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from local_runs import ProgramRun, skip_without_namespaces, wait_for
 
+from posttrain.apps.launch.local.local_cluster import local_folder
 from posttrain.cli.main import main
-from posttrain.launch.local.local_cluster import local_folder
 
 TOKEN = "hf_plantedTokenOfThisTest0123456789abcd"
 SOURCES = Path(__file__).parents[2] / "src"
@@ -216,7 +216,7 @@ def test_a_run_goes_on_when_the_command_that_follows_it_is_killed(tmp_path: Path
     script.write_text(
         "import json, sys\n"
         "from posttrain.cli.launch_submit import follow\n"
-        "from posttrain.launch.local.local_cluster import LocalCluster\n"
+        "from posttrain.apps.launch.local.local_cluster import LocalCluster\n"
         "cluster = LocalCluster()\n"
         "cluster.create(json.load(open(sys.argv[1])))\n"
         "follow(cluster, sys.argv[2])\n"
@@ -241,7 +241,7 @@ def test_a_run_goes_on_when_the_command_that_follows_it_is_killed(tmp_path: Path
 def test_a_kernel_that_forbids_namespaces_is_a_message_and_nothing_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("posttrain.launch.local.local_cluster.namespaces.__file__", "/nonexistent")
+    monkeypatch.setattr("posttrain.apps.launch.local.local_cluster.namespaces.__file__", "/nonexistent")
     words = ["grpo", "checkpointing.checkpoint_dir=/shared/run", "policy.model_name=/shared/model"]
     assert main(["launch", "--on", "local", "--yes", *words]) == 64
     assert "does not let users make namespaces" in capfd.readouterr().err

@@ -14,8 +14,8 @@ import pytest
 from local_ray import local_ray
 from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
 
-from posttrain.demo.calculator import build_model, write_data
-from posttrain.evaluation.results import read_evaluation
+from posttrain.apps.demo.calculator import build_model, write_data
+from posttrain.apps.evaluate.results import read_evaluation
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -18,9 +18,9 @@ import pytest
 import yaml
 from tiny_runs import grpo, save_data, save_model, write_rows
 
-from posttrain import redaction
 from posttrain.cli.main import main
 from posttrain.config import load_config
+from posttrain.files import redaction
 
 KEY, HEADER, HUB = "judge-key-Zq81", "header-secret-Pm77", "plain-hub-value-Lk20"
 PASSWORD, OTHER_PASSWORD = "pass%2Fword-Xw55", "other-word-Yy66"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import count_rows, grpo, rows_of, run, sft, start, wait_until, weights_of
 
-from posttrain.attempts import read_attempts
 from posttrain.cli.main import main
+from posttrain.files.run_folder_lock import read_attempts
 
 LR = "policy.optimizer.kwargs.lr"
 

@@ -21,16 +21,16 @@ import yaml
 
 pytest.importorskip("mlflow", reason="the registry needs the extra `registry`")
 
+from posttrain.apps.ship.pipeline import kpi
+from posttrain.apps.ship.pipeline.iteration_models import choose_models
+from posttrain.apps.ship.pipeline.records import STAGES, Iteration, read_iterations
+from posttrain.apps.ship.pipeline.stages import ALL_STAGES
+from posttrain.apps.ship.registry import Registry, RegistryError
+from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.cli.main import build_parser, main
 from posttrain.cli.serve_command import options_of
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
-from posttrain.pipeline import kpi
-from posttrain.pipeline.iteration_models import choose_models
-from posttrain.pipeline.records import STAGES, Iteration, read_iterations
-from posttrain.pipeline.stages import ALL_STAGES
-from posttrain.registry import Registry, RegistryError
-from posttrain.registry.store import DATABASE
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +199,8 @@ def test_dry_run_lists_stages_and_reasons(uninterrupted: Path, capsys: pytest.Ca
 
 # Imported once, by the process that the others are forked from.
 PRELOADED = [
-    "posttrain.evaluation.build",
-    "posttrain.pipeline.runner",
+    "posttrain.apps.evaluate.build",
+    "posttrain.apps.ship.pipeline.runner",
     "mlflow",
     "transformers.models.llama.modeling_llama",
 ]
@@ -225,7 +225,7 @@ def killing(stage: Any) -> Callable[[Any, Path], Any]:
         return original(replace(context, heartbeat=beat), folder)
 
     def in_evaluation(context: Any, folder: Path) -> Any:
-        from posttrain.evaluation.folder import EvaluationFolder
+        from posttrain.apps.evaluate.folder import EvaluationFolder
 
         append = EvaluationFolder.append
 
@@ -237,7 +237,7 @@ def killing(stage: Any) -> Callable[[Any, Path], Any]:
         return original(context, folder)
 
     def in_conversion(context: Any, folder: Path) -> Any:
-        from posttrain.export import convert
+        from posttrain.apps.export import convert
 
         convert._write_tokenizer = lambda *_: kill_self()  # type: ignore[assignment]
         return original(context, folder)
@@ -254,7 +254,7 @@ def run_and_die(file: str, victim: str, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    from posttrain.pipeline import training_process
+    from posttrain.apps.ship.pipeline import training_process
 
     training_process._POLL_S = 0.01
     for stage in ALL_STAGES:

@@ -11,9 +11,9 @@ import tiny_pipelines
 import tiny_runs
 import yaml
 
+from posttrain.apps.evaluate.build import EvaluationBuild
+from posttrain.apps.ship.pipeline.records import read_iterations
 from posttrain.cli.main import main
-from posttrain.evaluation.build import EvaluationBuild
-from posttrain.pipeline.records import read_iterations
 
 PRICE, HUGE_PRICE = "eval.gpu_hour_price=1", "eval.gpu_hour_price=1e18"
 

@@ -26,7 +26,7 @@ from tiny_runs import (
     write_rows,
 )
 
-from posttrain.evaluation.results import read_evaluation
+from posttrain.apps.evaluate.results import read_evaluation
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 pytestmark = pytest.mark.slow

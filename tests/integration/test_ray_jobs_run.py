@@ -15,15 +15,15 @@ import pytest
 from ray_nodes import RayNodes
 from tiny_runs import ODD_CHARACTERS, count_rows, grpo, save_data, save_model
 
-from posttrain.attempts import read_attempts
+from posttrain.apps.launch.launch_request import request_run
+from posttrain.apps.launch.ray_jobs import RayJobs
+from posttrain.apps.launch.runs import ClusterUnreachable
+from posttrain.apps.launch.workloads import render_run
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.standalone import load_standalone
-from posttrain.launch.launch_request import request_run
-from posttrain.launch.ray_jobs import RayJobs
-from posttrain.launch.runs import ClusterUnreachable
-from posttrain.launch.workloads import render_run
+from posttrain.files.run_folder_lock import read_attempts
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 pytest.importorskip("aiohttp_cors", reason="Ray has no dashboard (ray[default])")

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("mlflow", reason="the registry needs the extra `registry`")
 pytest.importorskip("flask", reason="MLflow's server needs flask")
 
-from posttrain.registry import Lineage, Registry, RegistryConflict, RegistryError, resolve_version
+from posttrain.apps.ship.registry import Lineage, Registry, RegistryConflict, RegistryError, resolve_version
 
 
 @pytest.fixture(scope="module")

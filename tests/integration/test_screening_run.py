@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny_runs import grpo, rows_of, run, write_rows
 
-from posttrain.evaluation import screening
-from posttrain.evaluation.screen_files import ScreenFiles
+from posttrain.apps.evaluate import screening
+from posttrain.apps.evaluate.screen_files import ScreenFiles
 
 REWARDS = """
 def by_level(prompt, response, reference, metadata):

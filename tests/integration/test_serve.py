@@ -20,15 +20,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
+from posttrain.apps.serve import server as serve_server
+from posttrain.apps.serve.canary import CanaryRules
+from posttrain.apps.serve.listener import listen
+from posttrain.apps.serve.loading import build_service
+from posttrain.apps.serve.options import ServerLimits
+from posttrain.apps.serve.server import DrainingServer
 from posttrain.cli.serve_command import _keys
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.serve import server as serve_server
-from posttrain.serve.canary import CanaryRules
-from posttrain.serve.listener import listen
-from posttrain.serve.loading import build_service
-from posttrain.serve.options import ServerLimits
-from posttrain.serve.server import DrainingServer
 from posttrain.types import NoiseKey, Sampling, Task
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -663,8 +663,8 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
 def test_bad_command_lines_say_what_is_wrong(
     model: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from posttrain.apps.serve import vllm_backend
     from posttrain.cli.main import main
-    from posttrain.serve import vllm_backend
 
     monkeypatch.setattr(vllm_backend.shutil, "which", lambda name: "/bin/false")
     filled = [argument.format(model=model) for argument in arguments]

@@ -138,10 +138,10 @@ def test_killed_server_takes_its_engine_with_it(model: Path) -> None:
 
 
 def test_engine_killed_while_loading_is_reported(model: Path) -> None:
+    from posttrain.apps.serve.engine_host import EngineProcess
+    from posttrain.apps.serve.sessions import ModelsToLoad
     from posttrain.errors import HardwareError
     from posttrain.models.accepted_names import resolve_model
-    from posttrain.serve.engine_host import EngineProcess
-    from posttrain.serve.sessions import ModelsToLoad
 
     process = EngineProcess()
     os.kill(process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 from tiny_server import RunningServer, options_for, running, save_model
 
-from posttrain.serve import server as server_module
+from posttrain.apps.serve import server as server_module
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,11 +14,11 @@ import pytest
 from browsers import chromium
 from made_runs import append, conversation_group, make_run, write_attempt, write_groups, write_step
 
-from posttrain.serve.listener import listen
-from posttrain.ui.access import Access
-from posttrain.ui.app import WatchServer
-from posttrain.ui.catalogue import Catalogue
-from posttrain.ui.places import LocalPlace
+from posttrain.apps.serve.listener import listen
+from posttrain.apps.watch.access import Access
+from posttrain.apps.watch.app import WatchServer
+from posttrain.apps.watch.catalogue import Catalogue
+from posttrain.apps.watch.places import LocalPlace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

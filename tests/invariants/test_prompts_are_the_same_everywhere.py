@@ -17,12 +17,12 @@ from tiny_runs import common, run, write_rows
 from tiny_server import ENGINE, options_for
 from transformers import AutoTokenizer
 
+from posttrain.apps.serve.jobs import chat_job
+from posttrain.apps.serve.loading import build_service
+from posttrain.apps.serve.protocol import ChatBody
 from posttrain.cli.main import main
 from posttrain.engines.native import NativeEngine
 from posttrain.policy.packed import PackedRow
-from posttrain.serve.jobs import chat_job
-from posttrain.serve.loading import build_service
-from posttrain.serve.protocol import ChatBody
 
 Ids = tuple[int, ...]
 

@@ -83,7 +83,7 @@ def test_import_posttrain_loads_no_heavy_packages_and_knows_its_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["environments/worker.py", "environments/sandbox/guest.py", "launch/local/namespaces.py"]
+    "program", ["environments/worker.py", "environments/sandbox/guest.py", "apps/launch/local/namespaces.py"]
 )
 def test_programs_of_other_processes_start_without_posttrain(program: str) -> None:
     """A worker gets its `sys.path` over a pipe; the others have no posttrain at all."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from loop_scene import scene
 
-from posttrain.attempts import Attempt
 from posttrain.checkpointing import SaveDeadline, StopAtOnce
 from posttrain.errors import CheckpointError, StopRequested, Superseded, Terminated
+from posttrain.files.run_folder_lock import Attempt
 from posttrain.roles import Ending
 from posttrain.types import StepReport
 

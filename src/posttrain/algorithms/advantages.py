@@ -25,8 +25,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.data.reward_values import total
 from posttrain.errors import InputError
-from posttrain.reward_values import total
 from posttrain.types import Group, Score
 
 SAME = 1e-9  # relative tolerance: smaller differences are rounding errors

@@ -18,8 +18,8 @@ from torch import Tensor
 from posttrain.algorithms.advantages import Estimator, Whitening
 from posttrain.algorithms.reward_shaping import RewardStep, shaped
 from posttrain.algorithms.rollout_batches import Place
+from posttrain.data.reward_values import total
 from posttrain.policy.objectives.reduce import clamped_kl
-from posttrain.reward_values import total
 from posttrain.types import Group, Rollout, TokenBatch
 
 

@@ -31,9 +31,9 @@ from posttrain.algorithms.rollout_batches import (
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.algorithms.step_reports import StageClock, num_sequence_tokens
 from posttrain.algorithms.token_traces import TokenSampling, token_traces
+from posttrain.data.reward_values import total
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.policy.objectives.reduce import kl_estimate
-from posttrain.reward_values import total
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, TokenTrace, UpdateReport
 

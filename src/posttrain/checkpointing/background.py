@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.checkpointing import durable
+from posttrain.files import durable
 
 Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
 CHECKPOINT_THREAD = "checkpoint"

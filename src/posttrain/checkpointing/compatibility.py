@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from posttrain.errors import CheckpointError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 # The names that `transformers` configs use, old families' included. A config has those of its own family.
 _ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")

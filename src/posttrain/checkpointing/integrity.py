@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from posttrain.checkpointing import durable
-from posttrain.json_files import MAX_FILE_BYTES, parse_json, read_at_most
+from posttrain.files import durable
+from posttrain.files.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 CHECKSUMS = "checksums.json"
 OWN = "own_sha256"

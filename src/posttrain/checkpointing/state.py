@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.errors import CheckpointError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 TRAINING_STATE = "train_dataloader.pt"
 _FORMAT = 1

@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from posttrain.attempts import Attempt
-from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
 from posttrain.errors import CheckpointError, StorageError, Superseded
-from posttrain.json_files import MAX_FILE_BYTES, JsonObject, parse_json, read_at_most
+from posttrain.files import durable
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonObject, parse_json, read_at_most
+from posttrain.files.run_folder_lock import Attempt
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"

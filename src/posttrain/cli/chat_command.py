@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS
 
 DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
@@ -50,10 +50,10 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.serve.terminal import converse, open_chat
+    from posttrain.apps.serve.terminal import converse, open_chat
 
     conversation = open_chat(
         args.model,

@@ -112,7 +112,7 @@ def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
 
 def _check_dataset_names(loaded: LoadedConfig[RunConfig]) -> None:
     if isinstance(loaded.config, EvalRunConfig):
-        from posttrain.evaluation.problems import benchmark_of
+        from posttrain.apps.evaluate.problems import benchmark_of
 
         benchmark_of(loaded.config.data)
         return

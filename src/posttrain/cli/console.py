@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from posttrain.redaction import redact
+from posttrain.files.redaction import redact
 
 _GONE = {errno.EPIPE, errno.EBADF}
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.start import quieten_libraries
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.run import quieten_libraries
 
 if TYPE_CHECKING:
-    from posttrain.export.convert import Advance, Converted
+    from posttrain.apps.export.convert import Advance, Converted
 
 DESCRIPTION = """\
 Convert a checkpoint to a Hugging Face folder: safetensors, config, tokenizer with its chat template, generation config and
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gguf is None:
         run_conversion(args, args.model, args.to)
         return 0
-    from posttrain.export.gguf_export import GgufSettings, check_gguf_target, export_gguf, folder_to_export
+    from posttrain.apps.export.gguf_export import GgufSettings, check_gguf_target, export_gguf, folder_to_export
 
     check_gguf_target(args.gguf, args.force)
     args.merge_lora = True  # GGUF files are written for full models
@@ -111,7 +111,7 @@ def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
 
 
 def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
-    from posttrain.export.convert import ConversionSettings, convert
+    from posttrain.apps.export.convert import ConversionSettings, convert
 
     settings = ConversionSettings(
         merge_lora=args.merge_lora,

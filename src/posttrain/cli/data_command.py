@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from posttrain.cli import data_pack, data_screen
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
     from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
     from posttrain.data.packed_file import PackedHeader

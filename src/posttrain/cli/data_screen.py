@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from posttrain.cli.data_pack import positive
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config.aliases import short_names
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
-    from posttrain.evaluation.screening import Screening
+    from posttrain.apps.evaluate.screening import Screening
 
 KIND: str = "grpo"
 DESCRIPTION = """\
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.evaluation.screening import RewardRange, Screening
+    from posttrain.apps.evaluate.screening import RewardRange, Screening
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
 

@@ -29,9 +29,9 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.demo.show import show
+    from posttrain.apps.demo.show import show
 
     return show(args.folder, args.seed, args.steps)

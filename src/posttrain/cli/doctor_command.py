@@ -13,8 +13,8 @@ from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import EXIT_ERROR_FOUND, InputError, near_path
 
 if TYPE_CHECKING:
-    from posttrain.doctor import Answer, Finding
-    from posttrain.json_files import JsonObject
+    from posttrain.files.json_files import JsonObject
+    from posttrain.reporting.doctor import Answer, Finding
 
 WIDTH = 110
 EPILOG = """\
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rules_text() -> str:
-    from posttrain.doctor.advice import ADVICE
-    from posttrain.doctor.doctor import RULES
+    from posttrain.apps.doctor.advice import ADVICE
+    from posttrain.reporting.doctor.doctor import RULES
 
     blocks = [
         [f"{rule.id}, of {rule.of}: {rule.condition}", *_wrapped("", ADVICE[rule.id].replace("`", ""))]
@@ -73,7 +73,7 @@ class Report:
         return any(finding.severity == "error" for finding in self.findings)
 
     def to_json(self) -> JsonObject:
-        from posttrain.doctor import worst
+        from posttrain.reporting.doctor import worst
 
         return {
             "run": str(self.folder),
@@ -96,9 +96,9 @@ class Report:
 
 
 def examined(folder: Path) -> Report:
-    from posttrain.doctor import Doctor
-    from posttrain.doctor.findings import answers_that_show
-    from posttrain.foreign_runs import EXPECTED, open_foreign_run
+    from posttrain.apps.watch.foreign import EXPECTED, open_foreign_run
+    from posttrain.reporting.doctor import Doctor
+    from posttrain.reporting.doctor.findings import answers_that_show
     from posttrain.reporting.examination import examine_folder
     from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
 

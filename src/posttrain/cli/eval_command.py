@@ -74,7 +74,7 @@ def _compare_parser(prog: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
-        from posttrain.evaluation.benchmarks import lines_for_people
+        from posttrain.apps.evaluate.benchmarks import lines_for_people
 
         print("\n".join(["benchmarks (data.dataset_name):", *lines_for_people()]))
         return 0
@@ -84,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.evaluation.build import EvaluationBuild
-    from posttrain.evaluation.results import SUMMARY_FILE
-    from posttrain.evaluation.summary import block
+    from posttrain.apps.evaluate.build import EvaluationBuild
+    from posttrain.apps.evaluate.results import SUMMARY_FILE
+    from posttrain.apps.evaluate.summary import block
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
 
@@ -127,8 +127,8 @@ def _is_model(word: str) -> bool:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from posttrain.evaluation.comparison import compare, comparison_json, comparison_lines
-    from posttrain.evaluation.results import read_evaluation
+    from posttrain.apps.evaluate.comparison import compare, comparison_json, comparison_lines
+    from posttrain.apps.evaluate.results import read_evaluation
 
     if len(args.words) != 2:
         raise InputError(f"eval compare needs two folders, A and B; {len(args.words)} are given")
@@ -137,8 +137,8 @@ def run_compare(args: argparse.Namespace) -> int:
     first, second = (read_evaluation(folder) for folder in args.words)
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
-        from posttrain.checkpointing import durable
-        from posttrain.evaluation.comparison_html import render
+        from posttrain.apps.evaluate.comparison_html import render
+        from posttrain.files import durable
 
         durable.write_for_user(args.html, render(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))

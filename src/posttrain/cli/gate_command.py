@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.checkpointing import durable
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.files import durable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from posttrain.evaluation.results import Evaluation
-    from posttrain.gate import BoundResult, GateResult
+    from posttrain.apps.evaluate.results import Evaluation
+    from posttrain.apps.ship.gate import BoundResult, GateResult
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_standalone(GateConfig, args.config, args.words)
 
-    from posttrain.gate import judge
-    from posttrain.gate.report import as_html, as_json
+    from posttrain.apps.ship.gate import judge
+    from posttrain.apps.ship.gate.report import as_html, as_json
 
     candidate = _evaluations("--candidate", args.candidate)
     production = None if args.no_production else _evaluations("--production", args.production)
@@ -121,7 +121,7 @@ def _show_result(result: GateResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from posttrain.gate.report import WORDS
+    from posttrain.apps.ship.gate.report import WORDS
 
     console = Console(
         markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
@@ -146,7 +146,7 @@ def _show_result(result: GateResult) -> None:
 def _cells(rule: BoundResult) -> list[str | Text]:
     from rich.text import Text
 
-    from posttrain.gate.report import OUTCOMES
+    from posttrain.apps.ship.gate.report import OUTCOMES
 
     estimate = rule.estimate
     return [
@@ -166,7 +166,7 @@ def _number(value: float | None) -> str:
 
 
 def _evaluations(option: str, words: Sequence[str]) -> dict[str, Evaluation]:
-    from posttrain.evaluation.results import read_evaluation
+    from posttrain.apps.evaluate.results import read_evaluation
 
     found: dict[str, Evaluation] = {}
     for name, folder in [pair for word in words for pair in _named_folders(word)]:
@@ -180,7 +180,7 @@ def _evaluations(option: str, words: Sequence[str]) -> dict[str, Evaluation]:
 
 def _named_folders(word: str) -> list[tuple[str, Path]]:
     """`NAME=FOLDER`, or a folder: one evaluation is `main`, a folder of evaluations gives each its own name."""
-    from posttrain.evaluation.results import SUMMARY_FILE
+    from posttrain.apps.evaluate.results import SUMMARY_FILE
 
     name, equals, folder = word.partition("=")
     if equals and not Path(word).exists():
@@ -198,10 +198,10 @@ def _write(path: Path, text: str) -> None:
 def run_measure_kl(args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; one evaluation is measured at a time")
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.gate.measure_divergence import measure_divergence
+    from posttrain.apps.ship.gate.measure_divergence import measure_divergence
     from posttrain.reporting.console import Console
 
     console = Console(sys.stderr, quiet=False)

@@ -19,9 +19,9 @@ from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
+    from posttrain.apps.launch.launch_request import LaunchRequest
+    from posttrain.apps.launch.lint.check import LintReport
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.launch.launch_request import LaunchRequest
-    from posttrain.launch.lint.check import LintReport
 
 SUMMARY = "a run on Kubernetes, or on this machine as a cluster: submit, follow, stop; manifests and their checks"
 EPILOG = """\
@@ -139,7 +139,7 @@ def load_profile(name: str) -> ClusterProfile:
 
 
 def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[LaunchRequest, LoadedConfig[Any]]:
-    from posttrain.launch.launch_request import CONFIG_FOLDER, request_run
+    from posttrain.apps.launch.launch_request import CONFIG_FOLDER, request_run
 
     words = list(args.words)
     kind = words.pop(0) if words and words[0] in KINDS else None
@@ -176,7 +176,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _render(args: argparse.Namespace) -> int:
-    from posttrain.launch.workloads import render_run
+    from posttrain.apps.launch.workloads import render_run
 
     request, _ = _request(args)
     _write(args, render_run(request), f"run {request.name}")
@@ -184,7 +184,7 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _setup(args: argparse.Namespace) -> int:
-    from posttrain.launch.admin_objects import gke_node_pool, render_setup
+    from posttrain.apps.launch.admin_objects import gke_node_pool, render_setup
 
     profile = load_profile(args.on)
     _write(args, render_setup(profile), "setup", {"node-pool.txt": gke_node_pool(profile)})
@@ -195,7 +195,7 @@ def _write(
     args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None
 ) -> None:
     """Checks the objects as any others, then writes or prints them."""
-    from posttrain.launch.manifest_files import to_yaml, write_manifests
+    from posttrain.apps.launch.manifest_files import to_yaml, write_manifests
 
     _check_own(args, objects, what, "nothing was written")
     others = {name: text for name, text in (texts or {}).items() if text is not None}
@@ -212,8 +212,8 @@ def _write(
 
 
 def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: str, consequence: str) -> None:
-    from posttrain.launch.lint.check import CustomSchemas, check_manifests
-    from posttrain.launch.manifest_files import read_text, to_yaml
+    from posttrain.apps.launch.lint.check import CustomSchemas, check_manifests
+    from posttrain.apps.launch.manifest_files import read_text, to_yaml
 
     report = check_manifests(
         read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
@@ -225,7 +225,7 @@ def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: st
 
 
 def _check(args: argparse.Namespace) -> int:
-    from posttrain.launch.lint.check import RULES, check_paths
+    from posttrain.apps.launch.lint.check import RULES, check_paths
 
     if args.rules:
         for rule, sentence in RULES.items():
@@ -254,8 +254,8 @@ def _counts(report: LintReport) -> str:
 
 
 def _values(args: argparse.Namespace) -> int:
-    from posttrain.launch.manifest_files import to_yaml
-    from posttrain.launch.workloads import chart_values
+    from posttrain.apps.launch.manifest_files import to_yaml
+    from posttrain.apps.launch.workloads import chart_values
 
     print(to_yaml([chart_values(_request(args)[0])]), end="")
     return 0

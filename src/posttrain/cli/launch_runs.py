@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
+    from posttrain.apps.launch.launch_request import LaunchRequest
+    from posttrain.apps.launch.pod_template import Object
+    from posttrain.apps.launch.runs import Cluster
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.launch.launch_request import LaunchRequest
-    from posttrain.launch.pod_template import Object
-    from posttrain.launch.runs import Cluster
 
 _SHOWN_EVENTS = 12
 
@@ -27,11 +27,11 @@ _SHOWN_EVENTS = 12
 
 def cluster_of(profile: ClusterProfile) -> Cluster:
     if profile.scheduler.kind == "raycluster":
-        from posttrain.launch.ray_jobs import RayJobs
+        from posttrain.apps.launch.ray_jobs import RayJobs
 
         return RayJobs(profile.scheduler.ray_address)
     if profile.cluster.kind == "local":
-        from posttrain.launch.local.local_cluster import LocalCluster
+        from posttrain.apps.launch.local.local_cluster import LocalCluster
 
         return LocalCluster()
     return _kubernetes(profile.cluster.context, profile.cluster.namespace)
@@ -39,15 +39,15 @@ def cluster_of(profile: ClusterProfile) -> Cluster:
 
 def objects_of(request: LaunchRequest) -> list[Object]:
     """What `create` of `cluster_of` takes: manifests, or a job for a Ray cluster that exists."""
-    from posttrain.launch.ray_jobs import render_job
-    from posttrain.launch.workloads import render_run
+    from posttrain.apps.launch.ray_jobs import render_job
+    from posttrain.apps.launch.workloads import render_run
 
     return (render_job if request.profile.scheduler.kind == "raycluster" else render_run)(request)
 
 
 def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
     try:
-        from posttrain.launch.kubernetes_cluster import KubernetesCluster
+        from posttrain.apps.launch.kubernetes_cluster import KubernetesCluster
     except ImportError as error:
         raise InputError(
             f"talking to a cluster needs the package kubernetes: pip install 'posttrain[k8s]' ({error}). render, check, "
@@ -59,9 +59,9 @@ def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
     """Where to look for runs: what the arguments name, else this machine, and the clusters of the kubeconfig and of Ray's own
     variable if there are any."""
+    from posttrain.apps.launch.local.local_cluster import LocalCluster
+    from posttrain.apps.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs
     from posttrain.cli.launch_command import load_profile
-    from posttrain.launch.local.local_cluster import LocalCluster
-    from posttrain.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs
 
     if args.on is not None:
         return [cluster_of(load_profile(args.on))]
@@ -78,7 +78,7 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
 
 def _find(args: argparse.Namespace) -> tuple[Cluster, Object]:
     """A run on this machine is found although the cluster of the kubeconfig does not answer."""
-    from posttrain.launch.runs import find_run
+    from posttrain.apps.launch.runs import find_run
 
     return find_run(_clusters(args), args.name)
 
@@ -103,7 +103,7 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from posttrain.launch.runs import ClusterUnreachable, name_of, state_of
+    from posttrain.apps.launch.runs import ClusterUnreachable, name_of, state_of
 
     rows, unreachable = [], None
     for cluster in _clusters(args):
@@ -145,7 +145,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from posttrain.launch.runs import pods_by_rank, state_of
+    from posttrain.apps.launch.runs import pods_by_rank, state_of
 
     cluster, workload = _find(args)
     state, pods = state_of(workload), pods_by_rank(cluster.pods(workload))
@@ -178,7 +178,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def _logs(args: argparse.Namespace) -> int:
-    from posttrain.launch.runs import choose_pod, pods_by_rank
+    from posttrain.apps.launch.runs import choose_pod, pods_by_rank
 
     cluster, workload = _find(args)
     pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, args.attempt)
@@ -196,7 +196,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoints(args: argparse.Namespace) -> int:
-    from posttrain.launch.run_checkpoints import checkpoint_rows
+    from posttrain.apps.launch.run_checkpoints import checkpoint_rows
 
     if (args.name is None) == (args.folder is None):
         raise InputError("give the name of a run, or --folder")
@@ -245,7 +245,7 @@ def _seconds(text: str) -> float:
 
 
 def _interrupt(args: argparse.Namespace) -> int:
-    from posttrain.launch.runs import choose_pod, pods_by_rank
+    from posttrain.apps.launch.runs import choose_pod, pods_by_rank
 
     cluster, workload = _find(args)
     pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, None)
@@ -264,10 +264,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     """Asks for what a run on one machine of the profile would need."""
+    from posttrain.apps.launch.instances import find_instance
+    from posttrain.apps.launch.launch_request import request_run
     from posttrain.cli.launch_command import load_profile
     from posttrain.config import load_config
-    from posttrain.launch.instances import find_instance
-    from posttrain.launch.launch_request import request_run
 
     profile = load_profile(args.on)
     gpus = find_instance(profile.nodes, profile.cluster.kind).gpus

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
+    from posttrain.apps.launch.launch_request import LaunchRequest
+    from posttrain.apps.launch.runs import Cluster, RunPod
     from posttrain.config import RunConfig
-    from posttrain.launch.launch_request import LaunchRequest
-    from posttrain.launch.runs import Cluster, RunPod
 
 UNREACHABLE_LIMIT_S = 60.0  # for which a run is followed though its cluster does not answer
 
@@ -24,7 +24,7 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
     machine = request.instance.name or "machines of the profile"
     count = f"{request.num_nodes} pod{'s' if request.num_nodes > 1 else ''}"
     if profile.cluster.kind == "local":
-        from posttrain.launch.local.local_cluster import claim_folder
+        from posttrain.apps.launch.local.local_cluster import claim_folder
 
         place = claim_folder(profile.storage.claim)
         return [
@@ -40,8 +40,8 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
 
 
 def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
-    from posttrain.launch.prices import price_of
-    from posttrain.pipeline.predicted_cost import cost_on_cluster
+    from posttrain.apps.launch.prices import price_of
+    from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster
 
     try:
         return cost_on_cluster(request.profile, config).lines()
@@ -68,7 +68,7 @@ def follow(cluster: Cluster, name: str) -> int:
 
     After a lost connection each log goes on where it ended.
     """
-    from posttrain.launch.runs import ENDED, ClusterUnreachable, pods_by_rank, state_of
+    from posttrain.apps.launch.runs import ENDED, ClusterUnreachable, pods_by_rank, state_of
 
     printed: dict[str, int] = {}
     complete: set[str] = set()
@@ -119,7 +119,7 @@ def _print_log(cluster: Cluster, pod: RunPod, printed: dict[str, int]) -> None:
 
 def _start_problem(pods: list[RunPod]) -> str:
     """Why pods can never start; waiting would change nothing."""
-    from posttrain.launch.runs import NOT_STARTING
+    from posttrain.apps.launch.runs import NOT_STARTING
 
     for pod in pods:
         if pod.waits_for.partition(":")[0] in NOT_STARTING:

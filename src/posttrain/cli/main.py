@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-import posttrain.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
+import posttrain.apps.ship.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
 from posttrain import __version__
 from posttrain.checkpointing import CHECKPOINT_THREAD, StopAtOnce
 from posttrain.cli import (

@@ -27,10 +27,10 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.launch.node.contract import read_settings
-    from posttrain.launch.node.driver import DriverMember
-    from posttrain.launch.node.head import HeadMember
-    from posttrain.launch.node.member import Member
+    from posttrain.apps.launch.node.contract import read_settings
+    from posttrain.apps.launch.node.driver import DriverMember
+    from posttrain.apps.launch.node.head import HeadMember
+    from posttrain.apps.launch.node.member import Member
 
     settings = read_settings(os.environ)
     if args.part == "driver":

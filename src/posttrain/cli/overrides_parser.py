@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from posttrain.redaction import redact_argument
+from posttrain.files.redaction import redact_argument
 
 EXIT_BAD_INPUT = 64
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.apps.ship.pipeline.records import STAGES
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.errors import EXIT_SAVED, Terminated
-from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
@@ -72,13 +72,13 @@ def _load(args: argparse.Namespace) -> PipelineConfig:
 def run_pipeline(args: argparse.Namespace) -> int:
     config = _load(args)
 
-    from posttrain.api.start import quieten_libraries
     from posttrain.cli.pipeline_views import show_plan, show_result
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
-    from posttrain.pipeline.page import write_views
-    from posttrain.pipeline.runner import PipelineRunner, RunRequest
-    from posttrain.pipeline.stage import Stop
+    from posttrain.apps.ship.pipeline.page import write_views
+    from posttrain.apps.ship.pipeline.runner import PipelineRunner, RunRequest
+    from posttrain.apps.ship.pipeline.stage import Stop
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
 
@@ -125,8 +125,8 @@ def run_status(args: argparse.Namespace) -> int:
 
     from dataclasses import asdict
 
+    from posttrain.apps.ship.pipeline.kpi import kpi_rows
     from posttrain.cli.pipeline_views import show_status
-    from posttrain.pipeline.kpi import kpi_rows
 
     if args.json:
         print(json.dumps([asdict(row) for row in kpi_rows(config)], indent=2))

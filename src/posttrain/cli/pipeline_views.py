@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.apps.ship.pipeline.kpi import KpiRow, kpi_rows
+from posttrain.apps.ship.pipeline.page import HEADINGS, PAGE, PICTURE, cells
+from posttrain.apps.ship.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.pipeline.kpi import KpiRow, kpi_rows
-from posttrain.pipeline.page import HEADINGS, PAGE, PICTURE, cells
-from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.reporting.wording import duration
 
 if TYPE_CHECKING:
-    from posttrain.pipeline.iteration_plan import StageDecision
-    from posttrain.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
+    from posttrain.apps.ship.pipeline.iteration_plan import StageDecision
+    from posttrain.apps.ship.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
 
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
 _FILE_WIDTH = 200

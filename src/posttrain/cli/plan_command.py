@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from posttrain.apps.plan.cost import RunCost
+    from posttrain.apps.plan.measured import Measured
+    from posttrain.apps.plan.plan import RunEstimate
+    from posttrain.apps.plan.proposal import Proposal
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.planning.cost import RunCost
-    from posttrain.planning.measured import Measured
-    from posttrain.planning.plan import RunEstimate
-    from posttrain.planning.proposal import Proposal
 
 EPILOG = """\
 examples:
@@ -84,11 +84,11 @@ def _price(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.pipeline.predicted_cost import cost_on_cluster, gpu_of
-    from posttrain.planning.cost import cost_of
-    from posttrain.planning.measured import read_measured
-    from posttrain.planning.plan import estimate_run, find_gpu, planned_step_s, splits_of
-    from posttrain.planning.proposal import explain, propose
+    from posttrain.apps.plan.cost import cost_of
+    from posttrain.apps.plan.measured import read_measured
+    from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s, splits_of
+    from posttrain.apps.plan.proposal import explain, propose
+    from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster, gpu_of
 
     profile = _profile(args)
     gpu = find_gpu(args.gpu or (gpu_of(profile) if profile is not None else "h200"))
@@ -167,9 +167,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
 def _as_json(
     found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None, cost: RunCost | None
 ) -> JsonObject:
-    from posttrain.planning.measured import compare
-    from posttrain.planning.plan import as_json
-    from posttrain.planning.proposal import remedies
+    from posttrain.apps.plan.measured import compare
+    from posttrain.apps.plan.plan import as_json
+    from posttrain.apps.plan.proposal import remedies
 
     result = as_json(found, config)
     if proposal is not None:

@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.apps.launch.cost_report import CostReport
+from posttrain.apps.plan.measured import Measured, compare
+from posttrain.apps.plan.plan import RunEstimate, assumptions
+from posttrain.apps.plan.proposal import Proposal
 from posttrain.config import RunConfig
-from posttrain.launch.cost_report import CostReport
-from posttrain.planning.measured import Measured, compare
-from posttrain.planning.plan import RunEstimate, assumptions
-from posttrain.planning.proposal import Proposal
 from posttrain.policy.memory.rank import GIB
 
 if TYPE_CHECKING:
-    from posttrain.planning.split import Splits
+    from posttrain.apps.plan.split import Splits
 
 GOAL = 0.15  # an error of the prediction that is still called good
 

@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
 if TYPE_CHECKING:
-    from posttrain.registry import Registry
+    from posttrain.apps.ship.registry import Registry
 
 DEFAULT_WAIT_S = 30.0
 EXIT_DAMAGED = 2
@@ -71,7 +71,7 @@ def _first_line(run: Callable[..., int]) -> str:
 def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
-    from posttrain.registry import Registry
+    from posttrain.apps.ship.registry import Registry
 
     if getattr(args, "name", None):
         # As `serve` takes it: accepted in every command.
@@ -152,10 +152,10 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
 
     The files are copied into the registry and their checksums recorded, with the lineage.
     """
-    from posttrain.registry import gather_lineage
-    from posttrain.registry.lineage import doubtful_evaluations
-    from posttrain.registry.model_folder import check_model_folder
-    from posttrain.registry.version import as_row
+    from posttrain.apps.ship.registry import gather_lineage
+    from posttrain.apps.ship.registry.lineage import doubtful_evaluations
+    from posttrain.apps.ship.registry.model_folder import check_model_folder
+    from posttrain.apps.ship.registry.version import as_row
 
     folder: Path = args.folder.expanduser()
     check_model_folder(folder)
@@ -203,8 +203,8 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
 
 def _list(registry: Registry, args: argparse.Namespace) -> int:
     """Show the models and their versions."""
+    from posttrain.apps.ship.registry.version import as_row
     from posttrain.cli.registry_views import show_versions
-    from posttrain.registry.version import as_row
 
     names = [args.name] if args.name else registry.names()
     versions = [version for name in names for version in registry.versions(name)]
@@ -221,8 +221,8 @@ def _list(registry: Registry, args: argparse.Namespace) -> int:
 
 def _show(registry: Registry, args: argparse.Namespace) -> int:
     """Show one version: stage, lineage, metrics, files."""
+    from posttrain.apps.ship.registry.version import as_row
     from posttrain.cli.registry_views import show_version
-    from posttrain.registry.version import as_row
 
     name, _, which = args.name.partition("@")
     if which and args.which:
@@ -251,8 +251,8 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
 
 def _diff(registry: Registry, args: argparse.Namespace) -> int:
     """Show what two versions differ in: lineage, config, metrics, files."""
+    from posttrain.apps.ship.registry.version import differences
     from posttrain.cli.registry_views import show_differences
-    from posttrain.registry.version import differences
 
     left, right = registry.get(args.name, args.left), registry.get(args.name, args.right)
     found = differences(left, right)
@@ -265,7 +265,7 @@ def _diff(registry: Registry, args: argparse.Namespace) -> int:
 
 def _resolve(registry: Registry, args: argparse.Namespace) -> int:
     """Print the folder of a version, after comparing its files with their checksums."""
-    from posttrain.registry import resolve_version
+    from posttrain.apps.ship.registry import resolve_version
 
     print(resolve_version(args.reference, registry=registry.location.text, wait_s=args.wait_s).path)
     return 0

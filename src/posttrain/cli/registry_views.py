@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.json_files import JsonObject
-from posttrain.registry.lineage import Lineage
-from posttrain.registry.stages import HistoryEntry
-from posttrain.registry.version import ABSENT, Difference, ModelVersion
+from posttrain.apps.ship.registry.lineage import Lineage
+from posttrain.apps.ship.registry.stages import HistoryEntry
+from posttrain.apps.ship.registry.version import ABSENT, Difference, ModelVersion
+from posttrain.files.json_files import JsonObject
 from posttrain.reporting.wording import printable
 
 STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": "bright_black"}

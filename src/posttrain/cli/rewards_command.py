@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
-from posttrain.redaction import redact
+from posttrain.files.json_files import JsonObject
+from posttrain.files.redaction import redact
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

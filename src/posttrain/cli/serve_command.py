@@ -9,15 +9,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.apps.serve.canary import CanaryRules
+from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits, is_loopback
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject, read_at_most
-from posttrain.redaction import name_secret
-from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits, is_loopback
+from posttrain.files.json_files import JsonObject, read_at_most
+from posttrain.files.redaction import name_secret
 
 if TYPE_CHECKING:
-    from posttrain.serve.options import ServeOptions
+    from posttrain.apps.serve.options import ServeOptions
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
@@ -182,7 +182,7 @@ def _add_canary(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     _require_extra()
-    from posttrain.api.start import quieten_libraries
+    from posttrain.run import quieten_libraries
 
     quieten_libraries()
     options = options_of(args)
@@ -193,13 +193,13 @@ def run(args: argparse.Namespace) -> int:
             f"--host {args.host}: everyone who can reach it could use the server. Set a key with {KEY_VARIABLE} or "
             "--api-key-file, or give --no-auth"
         )
-    from posttrain.serve import server
+    from posttrain.apps.serve import server
 
     if args.backend == "vllm":
-        from posttrain.serve.vllm_backend import become_vllm
+        from posttrain.apps.serve.vllm_backend import become_vllm
 
         return become_vllm(options, args.host, args.port, server.say)
-    from posttrain.serve.loading import build_service
+    from posttrain.apps.serve.loading import build_service
 
     with server.listen(args.host, args.port):
         pass  # a port in use is reported before minutes are spent on loading
@@ -209,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    from posttrain.serve.options import ServeOptions
+    from posttrain.apps.serve.options import ServeOptions
 
     return ServeOptions(
         model=args.model,

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.attempts import AttemptRecord, holder_of, read_attempts
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.locks import now_text
+from posttrain.files.locks import now_text
+from posttrain.files.run_folder_lock import AttemptRecord, holder_of, read_attempts
 
 if TYPE_CHECKING:
     from posttrain.reporting.run_files import Row

@@ -7,10 +7,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from posttrain.api.start import start_run
+from posttrain.apps.train import WITH_APPS
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config.aliases import ALIASES_OF_KIND, short_names
 from posttrain.recipes import KINDS
+from posttrain.run import start_run
 
 EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
@@ -68,6 +69,7 @@ def run(kind: str, args: argparse.Namespace) -> int:
         restart=args.restart,
         quiet=args.quiet,
         verbose=args.verbose,
+        extensions=WITH_APPS,
     )
     return code
 

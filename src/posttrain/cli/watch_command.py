@@ -8,11 +8,11 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from posttrain.apps.serve.options import is_loopback
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.json_files import read_at_most
-from posttrain.redaction import name_secret
-from posttrain.serve.options import is_loopback
+from posttrain.files.json_files import read_at_most
+from posttrain.files.redaction import name_secret
 
 TOKEN_VARIABLE = "POSTTRAIN_WATCH_TOKEN"
 DEFAULT_FOLDER = "results"
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
             "or stay on this machine and use a tunnel (ssh -L)"
         )
     try:
-        from posttrain.ui.access import Access
-        from posttrain.ui.app import run as serve
-        from posttrain.ui.catalogue import Catalogue
-        from posttrain.ui.places import place_of
+        from posttrain.apps.watch.access import Access
+        from posttrain.apps.watch.app import run as serve
+        from posttrain.apps.watch.catalogue import Catalogue
+        from posttrain.apps.watch.places import place_of
     except ModuleNotFoundError as error:
         raise InputError(f'posttrain watch needs {error.name}: pip install "posttrain[ui]"') from error
     folders = args.folders or [DEFAULT_FOLDER]
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(file: Path | None) -> str | None:
-    from posttrain.ui import MIN_TOKEN_CHARACTERS
+    from posttrain.apps.watch import MIN_TOKEN_CHARACTERS
 
     if file is not None:
         try:

@@ -21,7 +21,7 @@ from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
-from posttrain.redaction import same_but_for_credentials, without_credentials
+from posttrain.files.redaction import same_but_for_credentials, without_credentials
 
 # Settings that may change within a run because they do not affect what is learnt. The sizes of micro-batches change the
 # order in which gradients are summed, and so at most the rounding. Every other setting counts as training.

@@ -18,7 +18,7 @@ from posttrain.config.runs import Kind
 from posttrain.config.schema import Node, schema_of
 from posttrain.config.tree import Path, Tree, Values, dotted, overlay
 from posttrain.config.yaml_files import parse_document
-from posttrain.redaction import shown_setting
+from posttrain.files.redaction import shown_setting
 
 FILE = FilePath(__file__).parent / "foreign.yaml"
 OPEN_MARK = "_open_"  # other keys than those in the file are accepted as well

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config.base import ConfigError
 from posttrain.config.tree import Path, Tree, Values, dotted, leaves
-from posttrain.redaction import shown_setting
+from posttrain.files.redaction import shown_setting
 
 MISSING = "???"
 MAX_EXPANDED = 100_000  # characters of one value, with every reference written out

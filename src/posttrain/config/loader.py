@@ -47,7 +47,7 @@ from posttrain.config.schema import (
 from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import COMMAND_LINE, DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
-from posttrain.redaction import Replace, hide, name_credentials, shown_setting
+from posttrain.files.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")

@@ -23,7 +23,7 @@ from posttrain.config.tree import (
     leaves,
 )
 from posttrain.config.yaml_files import parse_value
-from posttrain.redaction import redact_argument, shown_setting
+from posttrain.files.redaction import redact_argument, shown_setting
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:\.[\w\-]+|\[\d+\])*")
 _HYDRA_MAP_KEY = re.compile(r"([{,]\s*[\w.\-]+):(?=[^\s/])")

@@ -12,7 +12,7 @@ from posttrain.config.base import Section
 from posttrain.config.data import DatasetConfig
 from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path, Values, dotted
 from posttrain.config.yaml_files import parse_value
-from posttrain.redaction import REFERENCE, Replace, without_credentials
+from posttrain.files.redaction import REFERENCE, Replace, without_credentials
 
 REMARK_COLUMN = 60
 

@@ -27,7 +27,7 @@ from posttrain.config.schema import (
 from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import Path, Tree, dotted
 from posttrain.config.yaml_files import read_with_defaults
-from posttrain.redaction import shown_setting
+from posttrain.files.redaction import shown_setting
 
 S = TypeVar("S", bound=Section)
 

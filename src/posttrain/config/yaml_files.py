@@ -18,7 +18,7 @@ import yaml
 from posttrain.config.base import MAX_INTEGER, ConfigError
 from posttrain.config.tree import Path, Tree, overlay
 from posttrain.errors import near_path
-from posttrain.json_files import read_at_most
+from posttrain.files.json_files import read_at_most
 
 MAX_DEPTH = 64
 MAX_VALUES = 20_000  # with every alias written out

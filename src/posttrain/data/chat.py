@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.errors import DataError
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 from posttrain.types import Message
 
 if TYPE_CHECKING:

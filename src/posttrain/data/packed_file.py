@@ -25,7 +25,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
 from posttrain.data.row_dataset import keyed_order
 from posttrain.errors import reason_of
-from posttrain.json_files import parse_json
+from posttrain.files.json_files import parse_json
 from posttrain.types import Pair
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.data.conversations import as_messages, as_prompt, as_text, is_conversation, shown
 from posttrain.data.errors import DataError
+from posttrain.data.reward_values import NEEDED, is_reward
 from posttrain.data.sources import Row
-from posttrain.reward_values import NEEDED, is_reward
 from posttrain.types import Message
 
 TIE = "tie: neither answer is preferred"

@@ -18,7 +18,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.readers import DEFAULT_ENVIRONMENT, EMPTY_PROMPT, Numbered, Outcome, Read, located
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import TraceRows
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 from posttrain.types import Completion, Message, Rollout, Score, Task
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 from posttrain.types import Judged, Pair, Task
 
 

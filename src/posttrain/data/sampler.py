@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 
 class Stream(Generic[Item]):

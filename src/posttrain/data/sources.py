@@ -25,9 +25,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
+from posttrain.data.hub_requests import ask_hub
 from posttrain.errors import reason_of
-from posttrain.hub_requests import ask_hub
-from posttrain.json_files import JsonMapping, parse_json
+from posttrain.files.json_files import JsonMapping, parse_json
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 MAX_LINE_BYTES = 256 << 20

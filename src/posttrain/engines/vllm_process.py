@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import HardwareError, InputError, RankLostError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 SIDE = Path(__file__).parent / "vllm_side"
 _LENGTH = struct.Struct("<I")

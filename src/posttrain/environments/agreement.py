@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.environments.stored_samples import StoredSample
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 from posttrain.types import Score
 
 _MAX_VALUES_IN_TABLE = 6

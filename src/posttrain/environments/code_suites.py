@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 _TEST_KEYS = ("tests", "test", "test_list", "input_output")
 _SETUP_KEYS = ("setup", "test_setup_code", "test_imports")

@@ -23,7 +23,7 @@ from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.sandbox.levels import Interpreter, find_interpreter, open_sandbox
 from posttrain.environments.sandbox.program import Limits, Outcome, Program, SandboxFailure, SandboxUnavailable
 from posttrain.environments.sandbox.sandbox import Sandbox
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 _GUEST = (Path(__file__).parent / "sandbox" / "guest.py").read_bytes()
 _MIB, _KIB = 1 << 20, 1 << 10

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool
 from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
 from posttrain.environments.settings import EnvironmentSettings, RewardSettings
-from posttrain.reward_values import NEEDED, is_reward, total
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
 

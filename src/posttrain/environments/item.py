@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from posttrain.json_files import JsonMapping, JsonObject
-from posttrain.reward_values import NEEDED, is_reward, total
+from posttrain.data.reward_values import NEEDED, is_reward, total
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from referencing import Registry

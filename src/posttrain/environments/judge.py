@@ -27,8 +27,8 @@ from posttrain.config.judge_reward import (
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache, request_key
-from posttrain.json_files import JsonMapping, JsonObject, parse_json
-from posttrain.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
+from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.files.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
 
 _SHOWN_CHARACTERS = 160
 

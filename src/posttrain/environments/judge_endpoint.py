@@ -17,8 +17,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from posttrain.json_files import JsonObject
-from posttrain.redaction import redact
+from posttrain.files.json_files import JsonObject
+from posttrain.files.redaction import redact
 
 _MAX_REPLY_BYTES = 8 << 20
 _MAY_PASS = frozenset({408, 409, 423, 425, 429, *range(500, 600)})

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.json_files import JsonObject, parse_json
-from posttrain.locks import locked
+from posttrain.files.json_files import JsonObject, parse_json
+from posttrain.files.locks import locked
 
 _WAIT_FOR_LOCK_S = 30.0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import math_scorer
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 
 def length_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_numbers import divides_by_zero, equal_only_when_cut_off, has_no_value
 from posttrain.environments.multiple_choice import choice_scorer
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 # Limit for answers such as 9^9^9^9, whose digits would exhaust the machine.
 _MEMORY_LIMIT_BYTES = 4 << 30

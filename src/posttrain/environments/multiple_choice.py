@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 _ENGLISH_WORDS = ("answer", "correct option", "correct choice")
 _OTHER_WORDS = (

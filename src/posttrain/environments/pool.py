@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
 from posttrain.errors import StopRequested
-from posttrain.json_files import JsonObject
-from posttrain.redaction import redact
+from posttrain.files.json_files import JsonObject
+from posttrain.files.redaction import redact
 from posttrain.roles import Progress
 from posttrain.types import Score
 

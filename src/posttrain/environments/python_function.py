@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 # Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
 _ARGUMENTS = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, plan_micro_batches
+from posttrain.data.reward_values import NEEDED, is_reward
 from posttrain.data.whole_chat import WholeChatFormat, shared_length
 from posttrain.environments.settings import RewardSettings
 from posttrain.errors import InputError
@@ -29,7 +30,6 @@ from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores, load_reward_model
-from posttrain.reward_values import NEEDED, is_reward
 from posttrain.roles import Progress
 from posttrain.types import Completion, Message, Score, Task, TokenBatch
 

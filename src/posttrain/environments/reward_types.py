@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 if TYPE_CHECKING:
     from posttrain.environments.item import ScoringItem

@@ -13,8 +13,8 @@ from posttrain.config.data import EnvironmentConfig
 from posttrain.config.rewards import RewardConfig
 from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
-from posttrain.redaction import name_credentials
+from posttrain.files.json_files import JsonObject
+from posttrain.files.redaction import name_credentials
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError
+from posttrain.data.reward_values import NEEDED, is_reward
 from posttrain.data.sources import Row, read_local
-from posttrain.json_files import JsonMapping
-from posttrain.reward_values import NEEDED, is_reward
+from posttrain.files.json_files import JsonMapping
 from posttrain.types import Completion, FinishReason, Message, Task
 
 USUAL_NAMES = {

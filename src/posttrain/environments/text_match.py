@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 _ASCII_PUNCTUATION = frozenset(string.punctuation)
 _PART_OF_A_NUMBER = re.compile(r"(?<!\w)-(?=\.?\d)|\.(?=\d)")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from posttrain.environments.item import ScoringItem
-    from posttrain.json_files import JsonObject
+    from posttrain.files.json_files import JsonObject
 
 HEADER = struct.Struct(">QI")
 DUMP_SIGNAL = signal.SIGUSR1  # the parent sends it before it kills: the stack shows where the time went
@@ -63,7 +63,7 @@ def main() -> None:
 def build_scorer(setup: JsonObject) -> Callable[[ScoringItem], object]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
     from posttrain.environments.reward_types import worker_scorer
-    from posttrain.redaction import name_credentials
+    from posttrain.files.redaction import name_credentials
 
     name_credentials(setup)
     return worker_scorer(setup)
@@ -98,7 +98,7 @@ def judge(scorer: Callable[[ScoringItem], object], payload: bytes) -> JsonObject
 def failure(error: BaseException) -> JsonObject:
     """One line and a traceback, of bounded size, in characters that any file can hold."""
     from posttrain.environments.item import BadSetup, Unscored
-    from posttrain.redaction import redact
+    from posttrain.files.redaction import redact
 
     try:
         message = redact(str(error))

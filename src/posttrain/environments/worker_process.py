@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from posttrain.environments import worker as worker_program
 from posttrain.environments.settings import RewardSettings
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384

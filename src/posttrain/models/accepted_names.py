@@ -10,7 +10,7 @@
 `resolve_model` reads names and small files only. It fetches nothing and does not import torch. URLs of servers are
 handled by the callers.
 
-The registry is built on this package, so its names are looked up by a function that `posttrain.registry` passes to
+The registry is built on this package, so its names are looked up by a function that `posttrain.apps.ship.registry` passes to
 `connect_registry` when it is imported.
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
-from posttrain.json_files import read_json
+from posttrain.files.json_files import read_json
 from posttrain.models.folder_checks import refuse_pipes, why_unusable
 from posttrain.models.hub import looks_like_hub_name
 
@@ -118,7 +118,7 @@ def resolve_registered_model(text: str, *, registry: str | None = None, base: st
     if not text.startswith(REGISTRY_PREFIX):
         return resolve_model(text, base=base)
     if _registry_lookup is None:
-        raise ModelReferenceError(f"{text!r} needs the model registry: import posttrain.registry first")
+        raise ModelReferenceError(f"{text!r} needs the model registry: import posttrain.apps.ship.registry first")
     version = _registry_lookup(text, registry)
     found = resolve_model(version.path, base=base)
     name, number = version.name, version.version

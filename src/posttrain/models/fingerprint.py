@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.hashing import digest, hash_files
+from posttrain.files.digests import digest, hash_files
 from posttrain.models.accepted_names import ResolvedModel
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")

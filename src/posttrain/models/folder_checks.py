@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.json_files import JsonMapping, read_json
+from posttrain.files.json_files import JsonMapping, read_json
 
 # Positive integers, and their plausible maximum.
 _SIZES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.data.hub_requests import ask_hub
 from posttrain.errors import near_path
-from posttrain.hub_requests import ask_hub
 from posttrain.models.folder_checks import why_unusable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

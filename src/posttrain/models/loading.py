@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.folder_checks import problem_in

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
-from posttrain.json_files import parse_json
+from posttrain.files.json_files import parse_json
 
 DTYPE_OF_CODE = {
     "F64": torch.float64,

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from posttrain.files.redaction import redact
 from posttrain.orchestration.workers import deadline_s
-from posttrain.redaction import redact
 
 FOLDER = "logs"
 _SHARE_OF_DEADLINE = 0.9

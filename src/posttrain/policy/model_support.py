@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.head import UnsupportedModelError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 from posttrain.policy.trainer import ModelFacts
 from posttrain.recipes.recipe import Prepared
 

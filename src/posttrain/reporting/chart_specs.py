@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Sequence
 
-from posttrain.doctor.common_rules import SPIKE_ERROR, SPIKE_WARNING
-from posttrain.doctor.history import START
-from posttrain.doctor.policy_rules import (
+from posttrain.reporting.doctor.common_rules import SPIKE_ERROR, SPIKE_WARNING
+from posttrain.reporting.doctor.history import START
+from posttrain.reporting.doctor.policy_rules import (
     ENTROPY_ERROR,
     ENTROPY_WARNING,
     KL_ERROR,
@@ -17,7 +17,7 @@ from posttrain.doctor.policy_rules import (
     TRUNCATION_ERROR,
     TRUNCATION_WARNING,
 )
-from posttrain.doctor.sampling_rules import CLIP_WARNING, MISMATCH_ERROR, MISMATCH_WARNING
+from posttrain.reporting.doctor.sampling_rules import CLIP_WARNING, MISMATCH_ERROR, MISMATCH_WARNING
 from posttrain.reporting.presentation import Band, ChartSpec, Headline
 
 MAX_CURVES = 8  # as many as there are colours

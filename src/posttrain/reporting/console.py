@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from posttrain.redaction import redact
+from posttrain.files.redaction import redact
 from posttrain.reporting.wording import Line, Style, duration, printable
 
 if TYPE_CHECKING:

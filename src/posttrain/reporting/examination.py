@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
-from posttrain.doctor import Doctor, Finding
-from posttrain.doctor.findings import answers_that_show
+from posttrain.reporting.doctor import Doctor, Finding
+from posttrain.reporting.doctor.findings import answers_that_show
 from posttrain.reporting.rows import group_row
 from posttrain.reporting.run_data import RunData, groups_of, load_run
 from posttrain.reporting.run_files import (

@@ -64,8 +64,8 @@ from posttrain.reporting.wording import Line
 from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
-    from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
+    from posttrain.files.run_folder_lock import Attempt
     from posttrain.roles import Ending
     from posttrain.types import Group, StepReport, TokenTrace
 

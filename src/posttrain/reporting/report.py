@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.doctor import Answer
 from posttrain.reporting.chart_specs import bands_at_start, charts_of
 from posttrain.reporting.charts import Mark, line_chart, stacked_bars
+from posttrain.reporting.doctor import Answer
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
 from posttrain.reporting.report_samples import samples_section, unscored_section
 from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.doctor import Finding, Severity
+from posttrain.reporting.doctor import Finding, Severity
 from posttrain.reporting.presentation import Headline
 from posttrain.reporting.rows import is_accuracy
 from posttrain.reporting.run_files import Row

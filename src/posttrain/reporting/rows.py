@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
-from posttrain.redaction import redact, redact_values
+from posttrain.files.redaction import redact, redact_values
 from posttrain.reporting.run_files import Row, write_whole
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from posttrain.doctor.findings import Finding, kept_findings
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
+from posttrain.reporting.doctor.findings import Finding, kept_findings
 from posttrain.reporting.presentation import Headline, headline_from_json
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, read_rollouts, top_level_stages
 from posttrain.reporting.run_files import (

@@ -13,7 +13,7 @@
     loggers/                              files of trackers: TensorBoard's events, W&B's offline run
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
-    attempts/NNNN.json                    see `attempts.py`
+    attempts/NNNN.json                    see `files/run_folder_lock.py`
 
 Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn last
 line or a temporary file, and `open_run` repairs both.
@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
-from posttrain.redaction import redact
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
+from posttrain.files.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from posttrain.redaction import redact_values
+from posttrain.files.redaction import redact_values
 from posttrain.reporting.run_files import write_whole
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.algorithms.advantages import GroupAdvantages
-from posttrain.reward_values import MAX_REWARD
+from posttrain.data.reward_values import MAX_REWARD
 
 OneGroup = Callable[[list[float | None]], list[float]]
 

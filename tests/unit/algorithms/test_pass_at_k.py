@@ -19,9 +19,9 @@ from posttrain.algorithms.pass_at_k import (
     problem_value,
     reward_metrics,
 )
+from posttrain.apps.evaluate.metrics import bootstrap_interval, per_problem
+from posttrain.apps.evaluate.results import ProblemResult, SampleResult
 from posttrain.errors import InputError
-from posttrain.evaluation.metrics import bootstrap_interval, per_problem
-from posttrain.evaluation.results import ProblemResult, SampleResult
 
 TABLES = st.lists(st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=8)
 

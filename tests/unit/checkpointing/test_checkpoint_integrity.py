@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checkpointing import durable, integrity
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage, seal, total_bytes
+from posttrain.files import durable, integrity
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from posttrain.attempts import Attempt
-from posttrain.checkpointing import CheckpointError, CheckpointStore, durable
+from posttrain.checkpointing import CheckpointError, CheckpointStore
 from posttrain.checkpointing import store as store_module
 from posttrain.errors import StorageError, Superseded
+from posttrain.files import durable
+from posttrain.files.run_folder_lock import Attempt
 
 
 class Said(list[str]):

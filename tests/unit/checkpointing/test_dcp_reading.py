@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from posttrain.apps.export.weight_sources import DcpSource
 from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors, tensor_entries
 from posttrain.errors import InputError
-from posttrain.export.weight_sources import DcpSource
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

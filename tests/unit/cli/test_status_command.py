@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from posttrain import attempts
-from posttrain.attempts import Attempt, AttemptRecord
 from posttrain.cli.main import main
 from posttrain.cli.status_command import status_lines
-from posttrain.locks import Holder
+from posttrain.files import run_folder_lock as attempts
+from posttrain.files.locks import Holder
+from posttrain.files.run_folder_lock import Attempt, AttemptRecord
 
 NODE = replace(Holder.this(), host="node-7", pid=4242, machine="another boot", command="posttrain grpo")
 

@@ -13,6 +13,7 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 from pyarrow import parquet
 
+from posttrain.apps.evaluate.benchmarks import all_final_answers, boxed_in_solution, listed_choices, shuffled_choices
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import (
     load_example_dataset,
@@ -24,7 +25,6 @@ from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
 from posttrain.data.traces import ReadReport, iter_trace_groups
 from posttrain.environments.stored_samples import Columns, read_samples
-from posttrain.evaluation.benchmarks import all_final_answers, boxed_in_solution, listed_choices, shuffled_choices
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 NOT_NUMBERS = [math.nan, math.inf, -math.inf]

@@ -14,11 +14,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from posttrain import hub_requests
+from posttrain.apps.export.conversion_input import open_input
 from posttrain.cli.main import main
+from posttrain.data import hub_requests
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.export.conversion_input import open_input
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import check_model_exists, load_model, load_tokenizer
 from posttrain.policy.memory.model_shape import find_shape

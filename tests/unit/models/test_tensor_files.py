@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from posttrain.apps.export.weight_sources import SafetensorsSource
 from posttrain.errors import InputError
-from posttrain.export.weight_sources import SafetensorsSource
 from posttrain.models.tensor_files import DTYPE_OF_CODE, TensorFacts, stored_parts, write_safetensors
 
 TENSORS = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.config import LoggerConfig
-from posttrain.doctor.findings import Finding
 from posttrain.reporting import loggers as loggers_module
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers import Loggers, recorded_run
 from posttrain.reporting.loggers.follower import STEPS_AT_ONCE, Follower
 from posttrain.reporting.loggers.sink import LoggedStep, LoggerProblem, RecordedRun

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.doctor import Finding
 from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import scales
+from posttrain.reporting.doctor import Finding
 from posttrain.reporting.report import write_report
 from posttrain.reporting.results import final_lines
 from posttrain.reporting.rows import is_accuracy

@@ -8,7 +8,7 @@ from typing import Any
 
 from made_groups import group as make_group
 
-from posttrain.doctor.findings import kept_findings
+from posttrain.reporting.doctor.findings import kept_findings
 from posttrain.reporting.examination import examine_folder
 from posttrain.reporting.run_files import read_rows
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.attempts import Attempt
 from posttrain.errors import Superseded
+from posttrain.files.run_folder_lock import Attempt
 from posttrain.recipes.dpo import DpoRecipe
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.recipe import Recipe

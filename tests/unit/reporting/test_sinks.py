@@ -9,7 +9,7 @@ import pytest
 import tracker_readers
 
 from posttrain.config import LoggerConfig
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers import make_sink, recorded_run
 from posttrain.reporting.loggers.follower import Follower
 from posttrain.reporting.loggers.sink import LoggerProblem

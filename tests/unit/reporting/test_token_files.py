@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import byte_tokenizer
 
-from posttrain.redaction import name_secret
+from posttrain.files.redaction import name_secret
 from posttrain.reporting.run_files import open_run
 from posttrain.reporting.token_files import read_tokens, token_pieces, write_tokens
 from posttrain.types import TokenTrace
@@ -46,7 +46,7 @@ def test_equal_numbers_give_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_answer_with_a_credential_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.redaction._named_values", set())
+    monkeypatch.setattr("posttrain.files.redaction._named_values", set())
     name_secret("topsecret")
     texts = {1: ["top", "sec", "ret"], 2: ["no", "thi", "ng"]}
     traces = [replace(TRACE, draw=draw) for draw in texts]

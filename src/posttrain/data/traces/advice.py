@@ -15,7 +15,7 @@ from typing import Literal
 
 from posttrain.data.traces.report import EXACT_DUPLICATE
 from posttrain.data.traces.statistics import TraceStatistics
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 Method = Literal["GRPO", "DPO", "GRPO with fresh answers"]
 

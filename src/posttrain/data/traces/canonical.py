@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from posttrain.data.reward_values import MAX_REWARD
 from posttrain.data.traces import report as reasons
 from posttrain.data.traces.chat_text import (
     Unusable,
@@ -30,8 +31,7 @@ from posttrain.data.traces.files import Block
 from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport
 from posttrain.data.traces.values import Trace
-from posttrain.json_files import JsonMapping
-from posttrain.reward_values import MAX_REWARD
+from posttrain.files.json_files import JsonMapping
 
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
 FILE_SHIFT, LINE_SHIFT = 40, 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.data.traces import report as reasons
 from posttrain.data.traces.values import Message, Response
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 CALLS = frozenset({"tool_calls", "function_call"})  # what a turn without text may consist of
 

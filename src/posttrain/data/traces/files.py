@@ -16,7 +16,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.sources import MAX_LINE_BYTES, filesystem_of, is_elsewhere, not_found, require_regular
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
 from posttrain.errors import reason_of
-from posttrain.json_files import JsonMapping, parse_json
+from posttrain.files.json_files import JsonMapping, parse_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.traces.values import TraceColumns
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 if TYPE_CHECKING:
     import pyarrow as pa

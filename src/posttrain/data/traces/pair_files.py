@@ -16,7 +16,7 @@ from posttrain.data.traces.ordered_runs import Record
 from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 PairFormat = Literal["aligner", "trl"]
 ENDINGS = (".jsonl", ".jsonl.gz")

@@ -31,7 +31,7 @@ from posttrain.data.traces.ordered_runs import OrderedRuns, Record
 from posttrain.data.traces.pairs import choose_pairs, clear_best_worst
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters, TraceGroup, text_of
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 PairRow = JsonObject
 UNITS_AT_ONCE = 1024  # turned into Python objects together

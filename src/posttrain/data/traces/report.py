@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from posttrain.json_files import JsonObject
-from posttrain.reward_values import MAX_REWARD
+from posttrain.data.reward_values import MAX_REWARD
+from posttrain.files.json_files import JsonObject
 
 EXAMPLES_PER_REASON = 5
 

@@ -20,7 +20,7 @@ from posttrain.data.traces.grouping import GroupedPart, GroupParts
 from posttrain.data.traces.reading import COMPARED, Reading, paired_rows, repeated_responses
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, text_of
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

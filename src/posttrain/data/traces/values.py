@@ -12,7 +12,7 @@ from datetime import UTC, date, datetime, time
 from typing import Literal, get_args
 
 from posttrain.data.errors import DataError, nearest
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 Message = JsonMapping
 Prompt = str | list[Message]  # text, or the turns of a conversation

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from posttrain.environments.sandbox.processes import descendants, memory_bytes, num_processes_of_user
 from posttrain.environments.sandbox.program import READY, Level, Limits, Outcome, Program, SandboxFailure, Stopped
-from posttrain.json_files import JsonObject
+from posttrain.files.json_files import JsonObject
 
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from posttrain.environments.sandbox.launch import launch; "
 _LAUNCH += "launch(*map(int, sys.argv[2:]))"

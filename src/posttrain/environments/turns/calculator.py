@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall
 from posttrain.environments.turns.tools import ToolEnvironment, ToolError
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 # A text gets the role `tool` if the chat template has it, else `user`; a {role, content} message has its own.
 Observation = str | Mapping[str, str]

@@ -14,7 +14,7 @@ from posttrain.environments.pool import ScoringPool, to_score
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.errors import InputError
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.types import Message, Score
 
 

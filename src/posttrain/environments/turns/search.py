@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.environments.turns.tools import ToolEnvironment, ToolError
-from posttrain.json_files import JsonMapping, parse_json
+from posttrain.files.json_files import JsonMapping, parse_json
 
 _K1, _B = 1.5, 0.75
 

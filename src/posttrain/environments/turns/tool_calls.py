@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 # The end of the turn closes a call as well: a stop string or the end of the turn may have taken the place of the tag.

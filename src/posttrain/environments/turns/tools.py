@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.environments.turns.interface import Observation, Turn, TurnEnvironment
 from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall, parse_tool_calls
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 
 # Counted in every turn, so that a step without any has a 0 and not a gap.
 COUNTS = ("tool_calls", "malformed_tool_calls", "failed_tool_calls")

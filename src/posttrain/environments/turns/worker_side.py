@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.environments.item import BadSetup, PlainReply, Unscored, to_reward
 from posttrain.environments.python_function import load_module, seed_noise
 from posttrain.environments.turns.interface import Turn, TurnItem
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
 _MAX_STATE_BYTES = 500_000

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.checkpointing import CheckpointError, check_same_model
 from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors, silence_dcp_warning, tensor_entries
 from posttrain.errors import reason_of
-from posttrain.json_files import read_json
+from posttrain.files.json_files import read_json
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe

@@ -15,7 +15,7 @@ from posttrain.policy.memory.settings import RunSettings
 FP32 = 4
 CHUNK_LOGITS = 2**30  # policy/logprobs.py on a GPU
 # Families whose layers are not fused keep this many times the bytes for the backward pass (measured, see
-# planning/calibration.py).
+# apps/plan/calibration.py).
 UNFUSED_ACTIVATIONS = 2.1
 
 

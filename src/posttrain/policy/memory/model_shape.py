@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from posttrain.config.policy import PolicyConfig
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, shape_of_config
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run_settings

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.errors import CheckpointError, InputError
-from posttrain.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 from posttrain.policy.parallel import local_part, num_copies
 

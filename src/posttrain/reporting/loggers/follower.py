@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
-from posttrain.doctor.findings import Finding
 from posttrain.errors import reason_of
-from posttrain.json_files import parse_json
-from posttrain.redaction import redact
+from posttrain.files.json_files import parse_json
+from posttrain.files.redaction import redact
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import LoggedStep, LoggerProblem, RecordedRun, Sink
 from posttrain.reporting.rows import read_rollouts
 from posttrain.reporting.run_files import (

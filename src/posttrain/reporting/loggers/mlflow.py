@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.config.logger_and_cluster import MlflowConfig
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun
 
 RUN_TAG = "posttrain.run"

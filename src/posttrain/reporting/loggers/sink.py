@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.run_files import LOGGERS_FOLDER
 
 TABLE = "rollouts"  # what a tracker calls the table of answers

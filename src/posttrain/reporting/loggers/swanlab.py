@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.config.logger_and_cluster import SwanlabConfig
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, LoggedStep, LoggerProblem, RecordedRun
 
 TOOL = "swanlab"

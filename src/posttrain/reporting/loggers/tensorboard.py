@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, RecordedRun
 
 TOOL = "tensorboard"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.config.logger_and_cluster import TrackioConfig
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, RecordedRun
 
 

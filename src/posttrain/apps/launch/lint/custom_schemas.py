@@ -1,0 +1,173 @@
+"""Schemas of custom resources (CustomResourceDefinitions) and their CEL rules, from a folder that the user names.
+
+posttrain contains none of them: they depend on the versions of the operators in a cluster. `kubectl get crd -o json`
+writes them. CEL needs the package `common-expression-language`; rules that compare with the stored object are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from posttrain.apps.launch.lint.core_schemas import findings_of
+from posttrain.apps.launch.lint.findings import Findings, ManifestPlace
+from posttrain.apps.launch.manifest_files import Manifest, read_manifests
+from posttrain.errors import InputError, reason_of
+from posttrain.files.json_files import JsonObject
+
+RULE = "crd-schema"
+CEL_RULE = "crd-cel"
+_KEPT = (
+    "type", "enum", "required", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "minProperties", "maxProperties", "uniqueItems", "multipleOf", "additionalProperties",
+)  # fmt: skip
+
+
+class CustomSchemas:
+    """Schemas by group, version and kind."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise InputError(
+                f"--crds {folder}: no such folder; expected CustomResourceDefinitions as .json or .yaml files"
+            )
+        if find_spec("jsonschema") is None:
+            raise InputError("--crds needs the package jsonschema: pip install 'posttrain[k8s]'")
+        self.schemas: dict[tuple[str, str, str], JsonObject] = {}
+        for manifest in read_manifests([folder]):
+            if manifest.kind != "CustomResourceDefinition":
+                continue
+            try:
+                spec = manifest.body["spec"]
+                for version in spec["versions"]:
+                    key = (spec["group"], version["name"], spec["names"]["kind"])
+                    self.schemas[key] = version["schema"]["openAPIV3Schema"]
+            except (KeyError, TypeError) as error:
+                raise InputError(f"{manifest.file}: {manifest.title} is incomplete: {error}") from error
+        if not self.schemas:
+            raise InputError(
+                f"--crds {folder}: no CustomResourceDefinition in it; `kubectl get crd -o json` writes them"
+            )
+        self._validators: dict[tuple[str, str, str], Any] = {}
+
+    def _key(self, manifest: Manifest) -> tuple[str, str, str]:
+        return manifest.group, str(manifest.body.get("apiVersion", "")).rpartition("/")[2], manifest.kind
+
+    def has(self, manifest: Manifest) -> bool:
+        return any(group == manifest.group for group, _, _ in self.schemas)
+
+    def check(self, manifest: Manifest) -> Findings:
+        from jsonschema import Draft202012Validator
+
+        key = self._key(manifest)
+        if key not in self.schemas:
+            versions = sorted({f"{group}/{version} {kind}" for group, version, kind in self.schemas if group == key[0]})
+            yield (
+                ManifestPlace(manifest)
+                .at("apiVersion")
+                .error(
+                    RULE,
+                    manifest.body.get("apiVersion"),
+                    f"no {key[2]} of this version",
+                    f"served: {', '.join(versions)}",
+                )
+            )
+            return
+        if key not in self._validators:
+            self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
+        yield from findings_of(manifest, self._validators[key].iter_errors(manifest.body), RULE)
+        for place, rule, value in _rules(self.schemas[key], manifest.body, ManifestPlace(manifest)):
+            if (problem := self._cel.failure(rule, value)) is not None:
+                yield place.error(CEL_RULE, None, problem)
+
+    @property
+    def skipped(self) -> list[str]:
+        """What of the rules was not evaluated, and why."""
+        if not self._cel.is_available:
+            return ["CEL rules of custom resources: pip install 'posttrain[k8s]'"]
+        return [f"CEL rule {rule!r}: {why}" for rule, why in self._cel.not_evaluated.items()]
+
+    @cached_property
+    def _cel(self) -> _Cel:
+        return _Cel()
+
+
+def _closed(schema: JsonObject, is_root: bool = False) -> JsonObject:
+    """An OpenAPI schema as JSON Schema that refuses unknown fields, as the server does with strict decoding."""
+    result: JsonObject = {}
+    for key, value in schema.items():
+        if key == "properties":
+            result[key] = {name: _closed(inner) for name, inner in value.items()}
+        elif key in ("items", "additionalProperties", "not") and isinstance(value, dict):
+            result[key] = _closed(value)
+        elif key in ("anyOf", "allOf", "oneOf"):
+            result[key] = [{**part} for part in value]  # conditions on what is described elsewhere: not closed
+        elif key in _KEPT:
+            result[key] = value
+    if schema.get("x-kubernetes-int-or-string"):
+        result.pop("type", None)
+        result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.pop("additionalProperties", None)
+    elif "properties" in schema and "additionalProperties" not in schema:
+        result["additionalProperties"] = False
+    if is_root:
+        result["properties"] = {**result.get("properties", {}), "metadata": {"type": "object"}}
+    if schema.get("nullable") and "type" in result:
+        result["type"] = [result["type"], "null"]
+    return result
+
+
+def _rules(
+    schema: JsonObject, value: object, place: ManifestPlace
+) -> Iterator[tuple[ManifestPlace, dict[str, str], Any]]:
+    """Every CEL rule whose value is in the object."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" not in rule["rule"]:
+            yield place, rule, value
+    if isinstance(value, dict):
+        for name, inner in schema.get("properties", {}).items():
+            if value.get(name) is not None:
+                yield from _rules(inner, value[name], place.at(name))
+        if isinstance(others := schema.get("additionalProperties"), dict):
+            for name, item in value.items():
+                yield from _rules(others, item, place.at(str(name)))
+    elif isinstance(value, list) and isinstance(items := schema.get("items"), dict):
+        for index, item in enumerate(value):
+            yield from _rules(items, item, place.at(index))
+
+
+class _Cel:
+    """Evaluates rules, with the string functions that Kubernetes adds. Without the package nothing is evaluated."""
+
+    def __init__(self) -> None:
+        try:
+            import cel
+        except ImportError:
+            cel = None
+        self._cel: Any = cel
+        self.not_evaluated: dict[str, str] = {}
+
+    @property
+    def is_available(self) -> bool:
+        return self._cel is not None
+
+    def failure(self, rule: dict[str, str], value: object) -> str | None:
+        if self._cel is None:
+            return None
+        functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
+        try:
+            holds = self._cel.evaluate(rule["rule"], self._cel.Context(variables={"self": value}, functions=functions))
+        except Exception as error:  # a function or a field that this implementation does not support
+            self.not_evaluated[rule["rule"]] = reason_of(error)
+            return None
+        return None if holds else rule.get("message", rule["rule"])
+
+
+def _find(text: str, pattern: str) -> str:
+    match = re.search(pattern, text)
+    return match[0] if match else ""

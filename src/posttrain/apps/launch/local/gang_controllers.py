@@ -1,0 +1,256 @@
+"""The controllers of Volcano and KubeRay as small state machines (see controllers.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.apps.launch.local.controllers import Backoff, Ending
+from posttrain.apps.launch.local.pods import Command, Machine, Object, Pod
+from posttrain.apps.launch.pod_template import RAY_PORT
+
+
+@dataclass
+class VolcanoController:
+    """A Volcano Job. The first policy that fits decides, those of the task before those of the job."""
+
+    name: str
+    spec: Object
+    machine: Machine
+    ending: Ending | None = None
+    num_retries: int = 0
+    pods: list[tuple[Object, Pod]] = field(default_factory=list)  # with their tasks, of this attempt
+    is_restarting: bool = False
+    _seen: set[str] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.ending is not None and all(pod.is_over for _, pod in self.pods)
+
+    def reconcile(self, now: float) -> None:
+        if not self.pods:
+            self._start_all()
+        if self.ending is None and not self.is_restarting:
+            self._judge()
+        if self.ending is not None or self.is_restarting:
+            alive = [pod for _, pod in self.pods if not pod.is_over]
+            for pod in alive:
+                self.machine.end(pod)
+            if self.is_restarting and not alive:
+                self.is_restarting = False
+                self._start_all()
+
+    def _start_all(self) -> None:
+        self.pods = []
+        hosts = {
+            task["name"]: [f"{self.name}-{task['name']}-{index}.{self.name}" for index in range(task["replicas"])]
+            for task in self.spec["tasks"]
+        }
+        env: dict[str, str] = {}
+        for task, names in hosts.items():
+            key = task.upper().replace("-", "_")
+            env |= {f"VC_{key}_HOSTS": ",".join(names), f"VC_{key}_NUM": str(len(names))}
+        for task in self.spec["tasks"]:
+            for index, host in enumerate(hosts[task["name"]]):
+                pod = Pod(
+                    name=f"{self.name}-{task['name']}-{index}",
+                    template=task["template"],
+                    hostname=f"{self.name}-{task['name']}-{index}",
+                    aliases=(host,),
+                    labels={
+                        "volcano.sh/job-name": self.name,
+                        "volcano.sh/task-spec": task["name"],
+                        "volcano.sh/task-index": str(index),
+                    },
+                    annotations={"volcano.sh/job-version": str(self.num_retries)},
+                    env={**env, "VC_TASK_INDEX": str(index), "VK_TASK_INDEX": str(index)},
+                )
+                self.pods.append((task, pod))
+                self.machine.start(pod)
+
+    def _judge(self) -> None:
+        for task, pod in self.pods:
+            if not pod.is_over or pod.uid in self._seen:
+                continue
+            self._seen.add(pod.uid)
+            if pod.is_disrupted:
+                self._act(self._action(task, "PodEvicted", pod.exit_code), f"pod {pod.name} was evicted")
+            elif pod.exit_code != 0:
+                self._act(self._action(task, "PodFailed", pod.exit_code), f"pod {pod.name} ended with {pod.exit_code}")
+            elif all(other.exit_code == 0 for owner, other in self.pods if owner is task):
+                self._act(self._action(task, "TaskCompleted", None), f"task {task['name']} completed")
+            if self.ending is not None or self.is_restarting:
+                return
+        if all(pod.is_over for _, pod in self.pods):
+            succeeded = sum(pod.exit_code == 0 for _, pod in self.pods)
+            enough = succeeded >= int(self.spec.get("minSuccess") or self.spec.get("minAvailable") or len(self.pods))
+            self._end("Completed" if enough else "Failed", f"{succeeded} of {len(self.pods)} pods succeeded")
+
+    def _action(self, task: Object, event: str, exit_code: int | None) -> str | None:
+        for policy in [*task.get("policies", []), *self.spec.get("policies", [])]:
+            events = policy.get("events", [policy["event"]] if "event" in policy else [])
+            if event in events or "*" in events or (exit_code and policy.get("exitCode") == exit_code):
+                return str(policy["action"])
+        return None
+
+    def _act(self, action: str | None, why: str) -> None:
+        if action == "RestartJob":
+            self.num_retries += 1
+            if self.num_retries >= self.spec.get("maxRetry", 3):
+                self._end("Failed", f"maxRetry is reached: {why}")
+                return
+            self.is_restarting = True
+            self.machine.note("Restarting", f"Job {self.name}: retry {self.num_retries}: {why}")
+        elif action is not None:
+            self._end({"AbortJob": "Aborted", "CompleteJob": "Completed"}.get(action, "Terminated"), why)
+
+    def _end(self, phase: str, why: str) -> None:
+        self.ending = Ending(phase, phase, why)
+        self.machine.note(phase, f"Job {self.name}: {why}")
+
+    def status(self) -> Object:
+        phase = "Restarting" if self.is_restarting else "Running"
+        state = {"phase": self.ending.kind, "message": self.ending.message} if self.ending else {"phase": phase}
+        return {"state": state, "retryCount": self.num_retries}
+
+
+@dataclass
+class RayJobController:
+    """A RayJob: a Ray cluster, and the entrypoint on its head, as Ray's Jobs API starts it. A failure is retried with a new
+    cluster, which does not wait for the pods of the old one."""
+
+    name: str
+    namespace: str
+    spec: Object
+    machine: Machine
+    backoff_scale: float
+    ending: Ending | None = None
+    num_failures: int = 0
+    head: Pod | None = None
+    workers: list[Pod] = field(default_factory=list)
+    old: list[Pod] = field(default_factory=list)
+    entrypoint: Command | None = None
+    _start_at: dict[int, float] = field(default_factory=dict)  # of workers, by their place
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(self.backoff_scale)
+
+    @property
+    def is_over(self) -> bool:
+        return self.ending is not None and all(pod.is_over for pod in self._all_pods())
+
+    def _all_pods(self) -> list[Pod]:
+        return [*self.old, *self.workers, *([self.head] if self.head is not None else [])]
+
+    def reconcile(self, now: float) -> None:
+        if self.ending is not None:
+            for pod in self._all_pods():
+                if not pod.is_over:
+                    self.machine.end(pod)
+            return
+        if self.head is None:
+            self._start_cluster()
+        assert self.head is not None
+        code = self.entrypoint.poll() if self.entrypoint is not None else None
+        if code == 0:
+            self._end(Ending("Complete", "JobSucceeded", "the entrypoint ended with 0"))
+        elif code is not None:
+            self._on_failure(f"the entrypoint ended with {code}")
+        elif self.head.is_over:
+            self._on_failure(f"the head ended with {self.head.exit_code}")
+        elif self.entrypoint is None and all(pod.phase == "Running" for pod in (self.head, *self.workers)):
+            self.entrypoint = self.machine.begin_command(self.head, self.spec["entrypoint"])
+        else:
+            self._replace_workers(now)
+
+    def _replace_workers(self, now: float) -> None:
+        """KubeRay recreates a worker that has ended, independent of the job."""
+        for place, pod in enumerate(self.workers):
+            if not pod.is_over:
+                continue
+            if place not in self._start_at:
+                self._start_at[place] = now + self._backoff.next_s()
+            elif now >= self._start_at[place]:
+                del self._start_at[place]
+                self.old.append(pod)
+                self.workers[place] = self._worker(place)
+                self.machine.start(self.workers[place])
+
+    def _start_cluster(self) -> None:
+        cluster = self.spec["rayClusterSpec"]
+        self.cluster_name = f"{self.name}-{self.num_failures + 1:05d}"
+        head = cluster["headGroupSpec"]
+        service = f"{self.cluster_name}-head-svc"
+        self._address = f"{service}.{self.namespace}.svc.cluster.local"
+        self.head = Pod(
+            name=f"{self.cluster_name}-head",
+            template=head["template"],
+            hostname=f"{self.cluster_name}-head",
+            aliases=(service, f"{service}.{self.namespace}", self._address),
+            labels={"ray.io/cluster": self.cluster_name, "ray.io/node-type": "head", "ray.io/group": "headgroup"},
+            env={
+                "RAY_CLUSTER_NAME": self.cluster_name,
+                "RAY_PORT": str(RAY_PORT),
+                "RAY_ADDRESS": f"127.0.0.1:{RAY_PORT}",
+                "FQ_RAY_IP": self._address,
+                "KUBERAY_GEN_RAY_START_CMD": f"ray start --head {_options(head)} --port={RAY_PORT} --block",
+            },
+        )
+        self.machine.start(self.head)
+        groups = cluster.get("workerGroupSpecs", [])
+        self._groups = [group for group in groups for _ in range(group["replicas"])]
+        self.workers = [self._worker(place) for place in range(len(self._groups))]
+        for pod in self.workers:
+            self.machine.start(pod)
+
+    def _worker(self, place: int) -> Pod:
+        group = self._groups[place]
+        name = f"{self.cluster_name}-{group['groupName']}-{place}"
+        return Pod(
+            name=name,
+            template=group["template"],
+            hostname=name,
+            labels={
+                "ray.io/cluster": self.cluster_name,
+                "ray.io/node-type": "worker",
+                "ray.io/group": group["groupName"],
+            },
+            env={
+                "RAY_CLUSTER_NAME": self.cluster_name,
+                "RAY_PORT": str(RAY_PORT),
+                "RAY_ADDRESS": f"{self._address}:{RAY_PORT}",
+                "FQ_RAY_IP": self._address,
+                "RAY_IP": self._address.partition(".")[0],
+                "KUBERAY_GEN_RAY_START_CMD": f"ray start {_options(group)} --address={self._address}:{RAY_PORT} --block",
+            },
+        )
+
+    def _on_failure(self, why: str) -> None:
+        self.num_failures += 1
+        if self.num_failures > self.spec.get("backoffLimit", 0):
+            self._end(Ending("Failed", "AppFailed", why))
+            return
+        self.machine.note("Retrying", f"RayJob {self.name}: retry {self.num_failures}: {why}")
+        for pod in self._all_pods():
+            if not pod.is_over:
+                self.machine.end(pod)
+        self.old, self.workers, self.head, self.entrypoint = self._all_pods(), [], None, None
+        self._start_at.clear()
+
+    def _end(self, ending: Ending) -> None:
+        self.ending = ending
+        self.machine.note(ending.reason, f"RayJob {self.name}: {ending.message}")
+
+    def status(self) -> Object:
+        status: Object = {"failed": self.num_failures, "jobDeploymentStatus": "Running"}
+        if self.ending is not None:
+            status |= {"jobDeploymentStatus": self.ending.kind, "reason": self.ending.reason}
+            status |= {"message": self.ending.message}
+        return status
+
+
+def _options(group: Object) -> str:
+    given = {key: value for key, value in group.get("rayStartParams", {}).items() if key != "block"}
+    cpu = group["template"]["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("cpu")
+    if cpu is not None:
+        given.setdefault("num-cpus", str(cpu))
+    return " ".join(f"--{key}={value}" for key, value in given.items())

@@ -1,0 +1,211 @@
+"""A member of the gang: what the first process of every pod does. Rank 0 does more (`head.py`).
+
+Everything that happens becomes a call in one queue: signals, ended processes, messages, notices, deadlines. One thread
+processes it, so no state is shared.
+
+A worker joins rank 0, starts Ray on request of rank 0, reports interruptions, and ends with the code that rank 0 gives.
+When the connection is lost, the worker ends with 85: the gang is started again as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from posttrain.apps.launch.node.checks import check_machine
+from posttrain.apps.launch.node.children import Children
+from posttrain.apps.launch.node.contract import NodeSettings
+from posttrain.apps.launch.node.control import Link, Message, connect
+from posttrain.apps.launch.node.notices import Notice, metadata_service, start_watch
+from posttrain.errors import InputError
+
+DONE, CRASHED, BAD_INPUT, NO_PROGRESS, INTERRUPTED = 0, 1, 64, 65, 85
+JOIN_S = 1800.0  # for all machines of a gang to start
+RAY = "ray"
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Member:
+    def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
+        self.settings = settings
+        self.environment = dict(environment)
+        self.rank = settings.rank
+        self.children = Children()
+        self.code: int | None = None  # set: the loop ends
+        self.deadline = math.inf  # when this machine ends, by time.monotonic(), as far as is known
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._link: Link | None = None
+        self._ray_log = Path(tempfile.mkdtemp(prefix="posttrain-node-")) / "ray-start.log"
+
+    def ray_output_tail(self) -> str:
+        """The last lines that `ray start` printed."""
+        with suppress(OSError):
+            return "".join(f"\n  {line}" for line in self._ray_log.read_text("utf-8", "replace").splitlines()[-10:])
+        return ""
+
+    def say(self, text: str) -> None:
+        name = "worker" if self.rank is None else f"rank {self.rank}"
+        print(f"posttrain node, {name}: {text}", file=sys.stderr, flush=True)
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until the gang is over. Returns the exit code of the pod."""
+        previous = {number: signal.signal(number, self._receive_signal) for number in (*_HEARD, signal.SIGCHLD)}
+        # Ignored signals are inherited: a warning must not kill a driver that has not installed its handler yet.
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            self._work(self._begin)
+            while self.code is None:
+                self._wait()
+            return self.code
+        finally:
+            self.children.kill_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _work(self, event: Callable[[], None]) -> None:
+        try:
+            event()
+        except InputError as error:
+            self.end(error.exit_code, str(error))
+
+    def _wait(self) -> None:
+        self._timers.sort(key=lambda timer: timer[0])
+        if self._timers and self._timers[0][0] <= time.monotonic():
+            self._work(self._timers.pop(0)[1])
+            return
+        left_s = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
+        try:
+            event = self._events.get(timeout=left_s)
+        except queue.Empty:
+            return
+        self._work(event)
+
+    def later(self, event: Callable[[], None]) -> None:
+        """From any thread: `event` is called in the thread of `run`."""
+        self._events.put(event)
+
+    def at(self, moment: float, event: Callable[[], None]) -> None:
+        if moment < math.inf:
+            self._timers.append((moment, event))
+
+    def _receive_signal(self, number: int, frame: object) -> None:
+        self._events.put(self._reap if number == signal.SIGCHLD else partial(self._on_signal, signal.Signals(number)))
+
+    def _reap(self) -> None:
+        for name, code in self.children.reap():
+            self.on_end(name, code)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        check_machine(self.settings)
+        service = metadata_service(self.settings.notice, self.environment, self.settings.grace_s)
+        if service is not None:
+            start_watch(service, lambda notice: self.later(partial(self.on_notice, notice)), self.say)
+        self.begin()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self.on_notice(Notice(number.name, self.settings.grace_s, is_final=True))
+
+    def _pass_on(self, link: Link, message: Message) -> None:
+        self.later(partial(self._on_message, link, message))
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        try:
+            self.on_message(link, message)
+        except (KeyError, ValueError, TypeError) as error:
+            self.say(f"{link.peer_address} sent what no member sends: {error!r}")
+            link.close()
+
+    # -- a worker ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        threading.Thread(target=self._join, name="join", daemon=True).start()
+
+    def _join(self) -> None:
+        settings = self.settings
+        link = connect(
+            settings.head_host,
+            settings.control_port,
+            self._pass_on,
+            lambda link: self.later(self._on_loss),
+            limit_s=JOIN_S,
+            say=self.say,
+        )
+        if link is None:
+            self.later(partial(self.end, INTERRUPTED, "rank 0 did not start"))
+        else:
+            self.later(partial(self._on_connection, link))
+
+    def _on_connection(self, link: Link) -> None:
+        self._link = link
+        link.start()
+        link.send({"type": "join", "run": self.settings.run, "rank": self.rank})
+        if self.settings.is_kuberay:
+            self.start_ray(shlex.split(self.settings.ray_command.rpartition(";")[2]))
+
+    def on_message(self, link: Link, message: Message) -> None:
+        kind = message["type"]
+        if kind == "welcome":
+            self.rank = int(str(message["rank"]))
+            self.say(f"joined {self.settings.head_host}")
+        elif kind == "go":
+            head, token = str(message["address"]), str(message["token"])
+            self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+            self.start_ray(
+                ["ray", "start", f"--address={head}", f"--node-ip-address={link.own_address}", *self.ray_options()]
+            )
+        elif kind == "stop":
+            self.end(int(str(message["code"])), str(message["why"]))
+
+    def ray_options(self) -> list[str]:
+        return ["--block", "--disable-usage-stats", f"--num-gpus={self.settings.gpus_per_node}"]
+
+    def start_ray(self, command: list[str]) -> None:
+        try:
+            self.children.start(RAY, command, self.environment, self._ray_log)
+        except OSError as error:
+            raise InputError(f"Ray cannot be started ({error}): the image needs 'posttrain[ray]'") from error
+
+    def on_notice(self, notice: Notice) -> None:
+        self.say(f"{notice.source}{_in_seconds(notice.seconds)}")
+        if notice.is_final:
+            seconds = self.settings.grace_s if notice.seconds is None else notice.seconds
+            self.deadline = min(self.deadline, time.monotonic() + seconds)
+            self.at(self.deadline, partial(self.end, INTERRUPTED, "the machine's time is over"))
+        if self._link is not None:
+            self._link.send(
+                {"type": "notice", "source": notice.source, "seconds": notice.seconds, "is_final": notice.is_final}
+            )
+        elif notice.is_final:
+            self.end(INTERRUPTED, "nothing had begun")
+
+    def on_end(self, name: str, code: int) -> None:
+        """Rank 0 decides whether the gang continues."""
+        assert self._link is not None
+        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"})
+
+    def _on_loss(self) -> None:
+        self.end(INTERRUPTED, "rank 0 is gone")
+
+    def end(self, code: int, why: str) -> None:
+        if self.code is None:
+            self.say(f"{why}; exit code {code}")
+            self.code = code
+
+
+def _in_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f", {seconds:.0f} s left"

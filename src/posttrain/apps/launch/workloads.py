@@ -1,0 +1,307 @@
+"""Job, JobSet, Volcano Job, RayJob and RayCluster of a run: the same pods, started and restarted by another controller.
+
+| scheduler | restarts | how an interruption (exit 85, a disrupted pod) becomes a new attempt of the whole gang |
+|---|---|---|
+| job | one index | every pod ends with 85 by `posttrain node`, which is ignored, and every index is created again |
+| jobset | the set | the Job fails by podFailurePolicy, and the JobSet restarts it without counting |
+| volcano | the job | PodEvicted and PodFailed restart the job; they count, so maxRetry is high |
+| rayjob | a new cluster | backoffLimit; exit codes are not visible, so a bad config is retried as well |
+
+64 (bad input) and 65 (no progress) end the run, but for rayjob. A raycluster is long-lived: jobs are submitted to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from posttrain.apps.launch.launch_request import LaunchRequest
+from posttrain.apps.launch.log_shipping import with_log_shipping
+from posttrain.apps.launch.pod_template import (
+    CONTAINER,
+    DASHBOARD_PORT,
+    NODE_COMMAND,
+    RUN_LABEL,
+    Object,
+    config_map,
+    labels_of,
+    pod_template,
+)
+from posttrain.errors import InputError
+
+INTERRUPTED, BAD_INPUT, NO_PROGRESS = 85, 64, 65
+MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` ends a run that makes no progress earlier
+MAX_COUNTED_EVICTIONS = 1000  # Volcano counts evictions
+KEEP_FINISHED_S = 7 * 24 * 3600
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # otherwise KubeRay wraps the command in a shell
+REPLICATED_JOB = "node"
+
+
+def render_run(request: LaunchRequest) -> list[Object]:
+    """The objects of one run, in the order in which they are created."""
+    return [config_map(request), *_RENDERERS[request.profile.scheduler.kind](request)]
+
+
+def _metadata(request: LaunchRequest) -> Object:
+    labels = labels_of(request)
+    if request.profile.scheduler.kueue_queue is not None:
+        labels[KUEUE_QUEUE] = request.profile.scheduler.kueue_queue
+    return {"name": request.name, "namespace": request.profile.cluster.namespace, "labels": labels}
+
+
+def _suspended(request: LaunchRequest) -> Object:
+    """Kueue admits suspended objects and starts them."""
+    return {"suspend": True} if request.profile.scheduler.kueue_queue is not None else {}
+
+
+def _indexed_job(request: LaunchRequest, head_host: str, failure_rules: list[Object]) -> Object:
+    return {
+        "completionMode": "Indexed",
+        "completions": request.num_nodes,
+        "parallelism": request.num_nodes,
+        "backoffLimit": 0 if request.profile.scheduler.kind == "jobset" else MAX_RESTARTS,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": failure_rules},
+        "successPolicy": {"rules": [{"succeededIndexes": "0", "succeededCount": 1}]},
+        "template": pod_template(request, head_host=head_host),
+    }
+
+
+def _exit_codes(*codes: int) -> Object:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+
+
+_DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
+
+
+# -- the schedulers ------------------------------------------------------------------------------------------------------
+
+
+def _job(request: LaunchRequest) -> list[Object]:
+    job = _indexed_job(
+        request,
+        f"{request.name}-0.{request.name}",
+        [
+            {"action": "FailJob", "onExitCodes": _exit_codes(BAD_INPUT, NO_PROGRESS)},
+            {"action": "Ignore", "onPodConditions": _DISRUPTED},
+            {"action": "Ignore", "onExitCodes": _exit_codes(INTERRUPTED)},
+        ],
+    )
+    job["template"]["spec"]["subdomain"] = request.name
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**_metadata(request), "labels": labels_of(request)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # pods look for rank 0 before it is ready
+            "selector": {RUN_LABEL: request.name},
+            "ports": _ports(request),
+        },
+    }
+    return [
+        service,
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": _metadata(request),
+            "spec": {**_suspended(request), "ttlSecondsAfterFinished": KEEP_FINISHED_S, **job},
+        },
+    ]
+
+
+def _ports(request: LaunchRequest) -> list[Object]:
+    container = pod_template(request, head_host=None)["spec"]["containers"][0]
+    return [{"name": port["name"], "port": port["containerPort"]} for port in container["ports"]]
+
+
+def _jobset(request: LaunchRequest) -> list[Object]:
+    job = _indexed_job(
+        request,
+        f"{request.name}-{REPLICATED_JOB}-0-0.{request.name}",
+        [
+            {"action": "FailJob", "onExitCodes": _exit_codes(BAD_INPUT, NO_PROGRESS)},
+            {"action": "FailJob", "onPodConditions": _DISRUPTED},
+            {"action": "FailJob", "onExitCodes": _exit_codes(INTERRUPTED)},
+        ],
+    )
+    failure_policy = {
+        "maxRestarts": MAX_RESTARTS,
+        "restartStrategy": "BlockingRecreate",  # no pod of the next attempt while one of this is alive
+        "rules": [
+            {
+                "name": "bad-input-or-no-progress",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": ["exit code 6[45] "],
+            },
+            {
+                "name": "interrupted",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+        ],
+    }
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(request),
+            "spec": {
+                **_suspended(request),
+                "ttlSecondsAfterFinished": KEEP_FINISHED_S,
+                "network": {"enableDNSHostnames": True, "subdomain": request.name, "publishNotReadyAddresses": True},
+                "failurePolicy": failure_policy,
+                "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}],
+            },
+        }
+    ]
+
+
+def _volcano(request: LaunchRequest) -> list[Object]:
+    """Rank 0 is a separate task: its end is the end of the run."""
+    head_host = f"{request.name}-head-0.{request.name}"
+    ends = [{"exitCode": code, "action": "AbortJob"} for code in (BAD_INPUT, NO_PROGRESS)]
+    restarts = [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")]
+
+    def task(name: str, replicas: int, policies: list[Object], rank_offset: int) -> Object:
+        template = pod_template(request, head_host=head_host, rank_offset=rank_offset)
+        return {"name": name, "replicas": replicas, "policies": policies, "template": template}
+
+    done = {"event": "TaskCompleted", "action": "CompleteJob"}
+    tasks = [task("head", 1, [*ends, *restarts, done], 0)]
+    if request.num_nodes > 1:
+        tasks.append(task("worker", request.num_nodes - 1, [*ends, *restarts], 1))
+    spec: Object = {
+        "schedulerName": "volcano",
+        "queue": request.profile.scheduler.queue or request.profile.nodes.pool,
+        "minAvailable": request.num_nodes,
+        "maxRetry": MAX_COUNTED_EVICTIONS,
+        "ttlSecondsAfterFinished": KEEP_FINISHED_S,
+        "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
+        "policies": [*ends, *restarts],
+        "tasks": tasks,
+    }
+    if request.profile.scheduler.priority_class is not None:
+        spec["priorityClassName"] = request.profile.scheduler.priority_class
+    return [{"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": _metadata(request), "spec": spec}]
+
+
+def ray_cluster_spec(request: LaunchRequest) -> Object:
+    """Head and workers are machines of the same type; the head is rank 0."""
+
+    def template(role: str) -> Object:
+        made = pod_template(request, head_host=None, role=role)  # KubeRay passes it to workers in FQ_RAY_IP
+        made["metadata"].setdefault("annotations", {})[OVERWRITE_COMMAND] = "true"
+        container = made["spec"]["containers"][0]
+        if role == "head":
+            container["ports"].append({"name": "dashboard", "containerPort": DASHBOARD_PORT})
+        return made
+
+    workers = []
+    if request.num_nodes > 1:
+        count = request.num_nodes - 1
+        workers = [
+            {
+                "groupName": "worker",
+                "replicas": count,
+                "minReplicas": count,
+                "maxReplicas": count,
+                "rayStartParams": {"num-gpus": str(request.gpus_per_node)},
+                "template": template("worker"),
+            }
+        ]
+    head = {
+        "rayStartParams": {"num-gpus": str(request.gpus_per_node), "dashboard-host": "0.0.0.0"},
+        "template": template("head"),
+    }
+    return {
+        "rayVersion": request.profile.image.ray_version,
+        "enableInTreeAutoscaling": False,
+        "headGroupSpec": head,
+        "workerGroupSpecs": workers,
+    }
+
+
+def _rayjob(request: LaunchRequest) -> list[Object]:
+    spec: Object = {
+        **_suspended(request),
+        "entrypoint": " ".join([*NODE_COMMAND, "driver"]),
+        "submissionMode": "HTTPMode",  # no separate pod for submission
+        "backoffLimit": MAX_RESTARTS,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 600,
+        "rayClusterSpec": ray_cluster_spec(request),
+    }
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": _metadata(request), "spec": spec}]
+
+
+def _raycluster(request: LaunchRequest) -> list[Object]:
+    cluster = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": _metadata(request),
+        "spec": {**_suspended(request), **ray_cluster_spec(request)},
+    }
+    return with_log_shipping(request, cluster)
+
+
+_RENDERERS: dict[str, Callable[[LaunchRequest], list[Object]]] = {
+    "job": _job,
+    "jobset": _jobset,
+    "volcano": _volcano,
+    "rayjob": _rayjob,
+    "raycluster": _raycluster,
+}
+
+
+def chart_values(request: LaunchRequest) -> Object:
+    """Values for the Helm chart charts/posttrain-ray, read from the RayCluster: the chart renders the same."""
+    if request.profile.scheduler.kind != "raycluster":
+        raise InputError(
+            f"scheduler.kind = {request.profile.scheduler.kind!r}: the chart is a long-lived Ray cluster; "
+            "set raycluster in the profile"
+        )
+    objects = render_run(request)
+    cluster, config, profile = objects[-1], objects[0], request.profile
+    spec, head = cluster["spec"], cluster["spec"]["headGroupSpec"]["template"]
+    pod, container = head["spec"], head["spec"]["containers"][0]
+    log_config = objects[1]["data"]["fluent-bit.conf"] if profile.log_image is not None else ""
+    return {
+        "name": request.name,
+        "labels": {name: value for name, value in cluster["metadata"]["labels"].items() if name != KUEUE_QUEUE},
+        "podLabels": head["metadata"]["labels"],
+        "podAnnotations": {
+            name: value for name, value in head["metadata"]["annotations"].items() if name != OVERWRITE_COMMAND
+        },
+        "kueueQueue": profile.scheduler.kueue_queue or "",
+        "image": container["image"],
+        "pullSecret": profile.image.pull_secret or "",
+        "rayVersion": spec["rayVersion"],
+        "command": container["command"],
+        "workers": request.num_nodes - 1,
+        "gpusPerNode": request.gpus_per_node,
+        "resources": container["resources"],
+        "addCapabilities": container["securityContext"]["capabilities"].get("add", []),
+        "user": pod["securityContext"]["runAsUser"],
+        "gracePeriodSeconds": pod["terminationGracePeriodSeconds"],
+        "priorityClass": profile.scheduler.priority_class or "",
+        "nodeSelector": pod.get("nodeSelector", {}),
+        "tolerations": pod.get("tolerations", []),
+        "affinity": pod.get("affinity", {}),
+        "env": {
+            entry["name"]: entry["value"]
+            for entry in container["env"]
+            if "value" in entry and entry["name"] != "POSTTRAIN_ROLE"
+        },
+        "secretEnv": {name: {"secret": ref.secret, "key": ref.key} for name, ref in profile.secrets.items()},
+        "storage": {"claim": profile.storage.claim, "mount": profile.storage.mount},
+        "shmSize": f"{request.instance.shm_gib}Gi",
+        "config": {
+            "data": config["data"],
+            "binaryData": config.get("binaryData", {}),
+            "items": pod["volumes"][0]["configMap"]["items"],
+        },
+        "hostPaths": dict(request.fabric.host_paths),
+        "logs": {"image": profile.log_image or "", "config": log_config},
+    }

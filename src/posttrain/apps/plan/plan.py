@@ -1,0 +1,272 @@
+"""The plan of one config on one GPU: memory of each phase, time of each stage, whether it fits, and assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.apps.plan.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
+from posttrain.apps.plan.memory import MemoryPlan, plan_memory
+from posttrain.apps.plan.timing import StepTime, TimeModel
+from posttrain.apps.plan.workload import MeanLengths, Workload, workload_of
+from posttrain.config import GrpoRunConfig, RunConfig
+from posttrain.config.checkpointing import CheckpointingConfig
+from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
+from posttrain.policy.memory.model_shape import ModelShape, find_shape
+from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
+from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
+
+if TYPE_CHECKING:
+    from posttrain.apps.plan.split import Splits
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Memory and time of one set of settings."""
+
+    shape: ModelShape
+    settings: RunSettings
+    workload: Workload
+    gpu: Gpu
+    memory: MemoryPlan
+    time: StepTime
+
+    @property
+    def rank(self) -> RankMemory:
+        return RankMemory(self.shape, self.settings)
+
+    def needed_bytes(self, phase: Phase) -> float:
+        """Of the GPU: tensors, gaps between them, and the CUDA context."""
+        return self.rank.needed_bytes(phase.peak_bytes)
+
+    def fits(self, phase: Phase) -> bool:
+        cache = self.memory.cache
+        if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
+            return False
+        return self.needed_bytes(phase) <= self.gpu.memory_bytes
+
+    @property
+    def too_large(self) -> list[Phase]:
+        return [phase for phase in self.memory.phases if not self.fits(phase)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of full sequences, per GPU, end to end."""
+        return self.workload.num_tokens / self.time.total_s
+
+
+def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> RunEstimate:
+    rank = RankMemory(shape, settings)
+    memory = plan_memory(rank, workload, gpu)
+    time = TimeModel(rank, gpu).step(workload, memory.cache)
+    return RunEstimate(shape, settings, workload, gpu, memory, time)
+
+
+def find_gpu(name: str) -> Gpu:
+    if name.lower() not in GPUS:
+        raise InputError(f"--gpu {name}: not in the planner's table; accepted: {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def estimate_run(
+    config: RunConfig,
+    gpu: Gpu,
+    *,
+    lengths: MeanLengths | None = None,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> RunEstimate:
+    """The plan of a config. Lengths are those given, else those measured, else assumed."""
+    shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
+    if config.scores_answers:
+        shape = shape.without_output_table()
+    return estimate_config(config, shape, gpu, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+
+def _refuse_fp8(config: RunConfig, gpu: Gpu) -> None:
+    generation = config.policy.generation
+    settings = {
+        "policy.fp8 = true": config.policy.fp8,
+        "policy.generation.native_cfg.precision = fp8": generation is not None
+        and generation.native_cfg.precision == "fp8",
+    }
+    for setting, is_on in settings.items():
+        if is_on and not gpu.has_fp8:
+            raise InputError(f"{setting}: {gpu.name} has no FP8 matrix units; Ada, Hopper and newer GPUs have")
+
+
+def estimate_config(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu: Gpu,
+    lengths: MeanLengths | None,
+    *,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> RunEstimate:
+    """Of a shape that is known."""
+    _refuse_fp8(config, gpu)
+    workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+    def with_checkpointing(recomputes: bool) -> RunEstimate:
+        settings = run_settings(
+            config.policy,
+            has_reference=config.needs_reference,
+            ranks=config.num_ranks,
+            scores_answers=config.scores_answers,
+            checkpointing=recomputes,
+            checkpoint_copy=_checkpoint_copy(config.checkpointing),
+            num_engines=config.num_engines,
+            engine_shares=config.gpus_per_engine,
+        )
+        return estimate(shape, settings, workload, gpu)
+
+    plain = with_checkpointing(False)
+    if config.policy.dtensor_cfg.activation_checkpointing == "auto" and plain.too_large:
+        return with_checkpointing(True)
+    return plain
+
+
+def splits_of(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> Splits | None:
+    """None where there is nothing to split: one GPU, or no answers to sample."""
+    if not isinstance(config, GrpoRunConfig) or config.cluster.num_workers == 1 or found.memory.cache is None:
+        return None
+    from posttrain.apps.plan.split import find_splits  # imports torch
+
+    return find_splits(found, config, rewards_s)
+
+
+def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> float:
+    """Of stages one after the other; simulated where some run beside others, or go on in the next step."""
+    if not isinstance(config, GrpoRunConfig) or not (config.num_engines or config.grpo.async_grpo.enabled):
+        return found.time.total_s
+    from posttrain.apps.plan.split import simulated_step_s
+
+    return simulated_step_s(found, config, rewards_s)
+
+
+def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
+    """As loop.py decides it on a GPU, where host memory suffices."""
+    if not config.enabled or config.async_save is False:
+        return "none"
+    return "with optimizer" if config.save_optimizer else "weights"
+
+
+def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
+    """The assumptions of the estimate, one line each."""
+    gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
+    limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
+    how = f"measured ({MEASURED_ON})" if gpu.is_measured else "not measured: data sheet, scaled by what an H200 reaches"
+    lengths = workload.lengths
+    lines = [
+        f"{gpu.name}: {limits}; {how}",
+        f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})",
+    ]
+    if workload.num_sampled:
+        spread = (
+            "all answers are equally long"
+            if workload.fixed_length
+            else "answers end with the same probability at every token"
+        )
+        lines.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+        engine = found.settings.engine
+        if engine is not None and engine.num_drafts != 0 and not workload.fixed_length:
+            tokens = CALIBRATION.drafted_tokens_per_step
+            lines.append(f"where tokens are drafted for the last answers, a step draws {tokens:g} of each")
+    if not shape.fused:
+        lines.append(
+            f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
+        )
+    if found.settings.fp8:
+        lines.append(
+            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured for "
+            "products alone; the run is refused on GPUs before Ada and Hopper"
+        )
+    if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
+        lines.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
+    if step.may_sample_again:
+        lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
+    if isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0:
+        lines.append("every answer is counted in training; a run leaves out those without gradient")
+    if found.settings.ranks > 1:
+        lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
+    if found.settings.layer_shares * found.settings.row_shares > 1:
+        lines.append("time is counted as of ranks that share no layers and rows")
+    if config.num_engines:
+        lines.append(
+            "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
+        )
+    if workload.num_scorings and step.caches_reference:
+        lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
+    beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
+    lines.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
+    return lines
+
+
+def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
+    time, cache, workload = found.time, found.memory.cache, found.workload
+    return {
+        "model": found.shape.name,
+        "num_weights": found.shape.num_weights,
+        "num_trained": found.rank.num_trained,
+        "gpu": found.gpu.name,
+        "gpu_is_measured": found.gpu.is_measured,
+        "gpu_memory_gib": found.gpu.memory_bytes / GIB,
+        "lengths": {
+            "prompt": workload.lengths.prompt,
+            "answer": workload.lengths.answer,
+            "source": workload.lengths.source,
+        },
+        "num_samples": workload.num_samples,
+        "num_tokens": workload.num_tokens,
+        "activation_checkpointing": found.settings.checkpointing,
+        "memory_gib": {
+            phase.name: {
+                "items": {name: num_bytes / GIB for name, num_bytes in phase.items.items()},
+                "peak": phase.peak_bytes / GIB,
+                "needed": found.needed_bytes(phase) / GIB,
+                "fits": found.fits(phase),
+            }
+            for phase in found.memory.phases
+        },
+        "host_memory_gib": sum(found.memory.host_items.values()) / GIB,
+        "host_memory_items_gib": {name: num_bytes / GIB for name, num_bytes in found.memory.host_items.items()},
+        "kv_cache": None
+        if cache is None
+        else {
+            "gib": cache.num_bytes / GIB,
+            "wanted_gib": cache.wanted_bytes / GIB,
+            "bytes_per_token": cache.bytes_per_token,
+            "kept_while_training": cache.is_kept,
+        },
+        "seconds": {
+            **time.stages,
+            "total_step_time": time.total_s,
+            "parts": {
+                "generation/prompts": time.prompts_s,
+                "generation/decoding": time.decoding_s,
+                "generation/recording": time.capture_s,
+                "policy_training/passes": time.passes_s,
+                "policy_training/optimizer": time.optimizer_s,
+                "decode_step": time.mean_step_s,
+            },
+        },
+        "tokens_per_s_per_gpu": found.tokens_per_s,
+        "fits": not found.too_large,
+        "assumptions": assumptions(found, config),
+    }
+
+
+def described(config: RunConfig, device_name: str, max_steps: int) -> str:
+    """Memory and time for the header of a run; empty for unknown devices, and if the prediction fails."""
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device_name.lower()), None)
+    if gpu is None:
+        return ""
+    try:
+        found = estimate_run(config, gpu)
+    except Exception:  # the planner must not keep a run from starting
+        return ""
+    needed = max(found.needed_bytes(phase) for phase in found.memory.phases) / GIB
+    hours = max_steps * found.time.total_s / 3600
+    return f"{needed:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"

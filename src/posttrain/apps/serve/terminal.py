@@ -1,0 +1,202 @@
+"""A chat in the terminal: reads lines, streams answers, keeps the conversation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from posttrain.apps.serve.models import load_engine
+from posttrain.apps.serve.options import EngineOptions
+from posttrain.apps.serve.responses import ResponseChoice
+from posttrain.data.chat import ChatFormat
+from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
+from posttrain.engines.native.stopping import stop_token_ids
+from posttrain.errors import InputError, option
+from posttrain.models.accepted_names import resolve_registered_model
+from posttrain.types import SMALLEST_TEMPERATURE, Message, Sampling
+
+HELP = """\
+/reset          forget the conversation (the system message stays)
+/system TEXT    set the system message and start again; without TEXT, remove it
+/history        show the conversation so far
+/help           this
+/exit           end (so does Ctrl-D)
+Ctrl-C stops an answer."""
+
+Write = Callable[[str], None]
+
+
+class DamagedModelError(InputError):
+    """The model's output is NaN."""
+
+
+@dataclass
+class TerminalChat:
+    """A conversation and the model that answers. `sampling.max_new_tokens` is for one answer."""
+
+    session: GenerationSession
+    chat: ChatFormat
+    sampling: Sampling
+    seed: int | None = None  # None: random
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+    name: str = ""  # of the model; of a registered one, with its version
+    num_forgotten: int = 0  # turns that did not fit into the context of the last answer
+    _num_answers: int = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*self._system, *self.turns]
+
+    @property
+    def _system(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def reset(self) -> None:
+        self.turns.clear()
+        self._num_answers = 0
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The pieces of the answer. Closing the iterator stops it and keeps the text so far."""
+        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        self.num_forgotten = 0  # also where the message does not fit
+        self.num_forgotten, prompt_ids = self._fitting_prompt(turns)
+        self.turns = turns[self.num_forgotten :]
+        room = self.session.settings.max_total_tokens - len(prompt_ids)
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=min(self.sampling.max_new_tokens, room),
+            end_of_turn_ids=self.chat.stop_token_ids,
+        )
+        seed = secrets.randbits(63) if self.seed is None else self.seed + self._num_answers
+        tokenizer = self.session.tokenizer
+        choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.limits.model_ends, tokenizer, sampling))
+        answer_text = ""
+        self.session.add(SessionRequest("turn", prompt_ids, sampling, seed))
+        try:
+            while self.session.unfinished:
+                for event in self.session.step():
+                    if isinstance(event, FailureEvent):
+                        raise DamagedModelError(event.message)
+                    piece = choice.push(event).text
+                    answer_text += piece
+                    if piece:
+                        yield piece
+        finally:
+            self.session.reset()  # not `cancel`: Ctrl-C may have come in the middle of a step
+            self.turns.append({"role": "assistant", "content": answer_text})
+            self._num_answers += 1
+
+    def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[int, tuple[int, ...]]:
+        """How many of the oldest turns are dropped to leave room for an answer, and the prompt of the rest."""
+        limit = self.session.settings.max_total_tokens
+        wanted = min(self.sampling.max_new_tokens, limit // 4)
+        for forgotten in range(0, len(turns), 2):
+            _, ids = self.chat.prompt([*self._system, *turns[forgotten:]])
+            if len(ids) + wanted <= limit:
+                break
+        self.session.limits.check(ids, 1)  # raises for a single message that is too long
+        return forgotten, tuple(ids)
+
+
+def open_chat(
+    model: str,
+    *,
+    system: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    max_tokens: int = 512,
+    seed: int | None = None,
+    max_model_len: int | None = None,
+    precision: str = "auto",
+    device: str = "auto",
+    registry: str | None = None,
+) -> TerminalChat:
+    """Load the model. Raises InputError for an option that is out of range."""
+    fine = {
+        "--temperature": (temperature, 0 <= temperature <= 10, "a number from 0 to 10"),
+        "--top-p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        "--max-tokens": (max_tokens, max_tokens >= 1, "at least 1"),
+        "--max-model-len": (max_model_len, max_model_len is None or max_model_len >= 8, "at least 8"),
+    }
+    for flag, (value, is_fine, accepted) in fine.items():
+        if not is_fine:
+            raise InputError(f"{option(flag)} is {value}: {accepted} is accepted")
+    found = resolve_registered_model(model, registry=registry)
+    session = GenerationSession(load_engine(found, EngineOptions(precision, device, max_model_len, max_batch_size=1)))
+    sampling = Sampling(
+        max_tokens, temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0, top_p=top_p
+    )
+    return TerminalChat(session, ChatFormat(session.tokenizer), sampling, seed, system, name=found.text)
+
+
+def converse(
+    conversation: TerminalChat, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
+) -> bool:
+    """Chat until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
+
+    Without commands every line is a message. Returns whether every message was answered.
+    """
+    all_answered = True
+    while True:
+        try:
+            line = read().strip()
+        except EOFError:
+            return all_answered
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D or /exit ends the chat)\n")
+            continue
+        if not line:
+            continue
+        if has_commands and line.startswith("/"):
+            if not run_command(conversation, line, say):
+                return all_answered
+            continue
+        all_answered &= answer_line(conversation, line, write, say)
+
+
+def answer_line(conversation: TerminalChat, line: str, write: Write, say: Write) -> bool:
+    """Answer one message; False if that failed."""
+    pieces = conversation.answer(line)
+    try:
+        for piece in pieces:
+            write(piece)
+    except KeyboardInterrupt:
+        pieces.close()  # type: ignore[attr-defined]
+        say(" (stopped)")
+    except DamagedModelError:
+        raise
+    except ValueError as error:  # the message does not fit, or the template refuses it
+        say(f"posttrain: {error}\n")
+        return False
+    write("\n")
+    if conversation.num_forgotten:
+        say(
+            f"(the conversation is too long for the model: its {conversation.num_forgotten} oldest messages are forgotten)\n"
+        )
+    return True
+
+
+def run_command(conversation: TerminalChat, line: str, say: Write) -> bool:
+    """Run a command; False if the chat should end."""
+    command, _, rest = line.partition(" ")
+    if command in ("/exit", "/quit"):
+        return False
+    if command == "/reset":
+        conversation.reset()
+        say("(new conversation)\n")
+    elif command == "/system":
+        conversation.reset()
+        conversation.system = rest.strip() or None
+        say(f"(new conversation, {'system message set' if conversation.system else 'no system message'})\n")
+    elif command == "/history":
+        say(
+            "".join(f"{message['role']}: {message['content']}\n" for message in conversation.messages)
+            or "(nothing yet)\n"
+        )
+    elif command == "/help":
+        say(HELP + "\n")
+    else:
+        say(f"unknown command {command}\n{HELP}\n")
+    return True

@@ -1,0 +1,263 @@
+"""evaluate: runs every evaluation of the config on the candidate and on the model that it is compared with.
+
+Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them. Metrics,
+thresholds and prices do not change answers: summaries are computed again from the stored answers. An evaluation that was
+killed resumes with the remaining problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.apps.ship.pipeline.iteration_models import locate, model_identity
+from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
+from posttrain.apps.ship.pipeline.stage import Stage, StageContext
+from posttrain.apps.ship.pipeline.stages.gate import load_gate
+from posttrain.config import LoadedConfig, load_config
+from posttrain.config.changes import same_but_for_the_version
+from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.named_files import files_named_in
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.files import durable
+from posttrain.files.digests import digest
+from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.roles import Progress
+
+EVALUATIONS = "evaluations"
+OWN_KEYS = ("generation.model_name", "eval.save_path")
+PLACEHOLDER = "chosen-by-the-pipeline"  # the model; also the tokenizer, unless the config names another one
+KL = "kl_from_base"
+KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
+
+
+class EvaluateStage(Stage):
+    name: StageName = "evaluate"
+    version = 2
+    reads: tuple[StageName, ...] = ("convert",)
+    resumes = True
+
+    def check(self, config: PipelineConfig) -> None:
+        for name in config.evaluate:
+            load_evaluation(config, name, PLACEHOLDER)
+
+    def inputs(self, context: StageContext) -> JsonObject:
+        config, incumbent = context.config, context.iteration.incumbent
+        settings: JsonObject = {}
+        for name in config.evaluate:
+            flat = load_evaluation(config, name, PLACEHOLDER).flat()
+            own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
+            settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
+        drift = measures_drift(config)
+        models = {"incumbent": None if incumbent is None else incumbent.identity}
+        if drift:
+            models["base"] = model_identity(config.base_model)
+        files = context.hashes.of_named(files_named_in(settings))
+        return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
+
+    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
+        names = context.config.evaluate
+
+        def own(settings: JsonMapping, name: str) -> JsonObject:
+            return {
+                key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
+            }
+
+        return (
+            old.get("drift") == new.get("drift")
+            and all(
+                same_but_for_the_version(
+                    own(old, name), own(new, name), load_evaluation(context.config, name, PLACEHOLDER)
+                )
+                for name in names
+            )
+            and {key.partition(".")[0] for key in old} <= {*names, "drift"}
+        )
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        from posttrain.apps.evaluate.results import SUMMARY_FILE
+
+        values, drift = record.outcome.values, measures_drift(config)
+        for side in ("candidate", "incumbent"):
+            for name, relative_path in (values[side] or {}).items():
+                path = record.folder / relative_path
+                if not (path / SUMMARY_FILE).is_file():
+                    return str(path / SUMMARY_FILE)
+                if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
+                    return f"the summary of {name} with these settings"  # the folder was summarised with other settings since
+        return None
+
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
+        incumbent = context.iteration.incumbent
+        candidate = self._measure(context, "the candidate", str(context.before["convert"].path("model")))
+        others = None
+        if incumbent is not None:
+            others = self._measure(context, incumbent.text, locate(incumbent, context.config))
+        report = None
+        if others is not None:
+            for name in candidate:
+                report = report or f"compare-{name}.html"
+                _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
+        return _outcome(context, folder, candidate, others, report)
+
+    def _measure(self, context: StageContext, who: str, model: str) -> dict[str, Path]:
+        drift = measures_drift(context.config)
+        found = {}
+        for name in context.config.evaluate:
+            context.say(f"          {name}: {who}")
+            found[name] = _evaluate(context, name, model, drift=name in drift)
+        return found
+
+
+def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConfig[EvalRunConfig]:
+    section = config.evaluate[name]
+    for text in section.overrides:
+        if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
+            raise InputError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
+    path = None if section.config is None else Path(section.config)
+    try:
+        loaded = load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
+    except InputError as error:
+        raise about(f"evaluate.{name}", error) from error
+    if loaded.config.server_url is not None:
+        raise InputError(f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model")
+    return loaded
+
+
+def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
+    """InputError for problems that cannot be read, or a judge that does not exist, before the training is spent. `waiting` are
+    settings that name files which the demo has not made yet."""
+    from posttrain.apps.evaluate.build import EvaluationBuild
+
+    for name in config.evaluate:
+        if any(setting.startswith(f"evaluate.{name}.") for setting in waiting):
+            continue
+        build = EvaluationBuild(load_evaluation(config, name, PLACEHOLDER), say=lambda _: None)
+        try:
+            build.check_problems_and_judge()
+        except InputError as error:
+            raise about(f"evaluate.{name}", error) from error
+
+
+def measures_drift(config: PipelineConfig) -> list[str]:
+    """The evaluations for which the gate needs the distance from the base model."""
+    checks = load_gate(config).checks.values()
+    return sorted({check.evaluation for check in checks if check.metric == KL})
+
+
+def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> Path:
+    """The folder of the finished evaluation."""
+    from posttrain.apps.evaluate.build import EvaluationBuild
+
+    config = context.config
+    loaded = load_evaluation(config, name, model)
+    build = EvaluationBuild(loaded, context.say)
+    folder = context.home / EVALUATIONS / f"{name}-{digest(build.identity())[:12]}"
+    loaded.config.eval.save_path = str(folder)
+    build.execute(_beating(context), retry_unscored=context.iteration.redone.get("evaluate", 0) > 0)
+    if drift:
+        _measure_drift(context, loaded, folder, model)
+    return folder
+
+
+def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], folder: Path, model: str) -> None:
+    """Measured once per answers and base model."""
+    from posttrain.apps.ship.gate.divergence import KL_FILE, answers_digest
+
+    base = model_identity(context.config.base_model)
+    generation = loaded.config.generation
+    inputs, file = digest([base, answers_digest(folder), generation.precision]), folder / KL_INPUTS
+    if (folder / KL_FILE).is_file() and file.is_file() and file.read_text() == inputs:
+        return
+    from posttrain.apps.ship.gate.measure_divergence import measure_divergence
+
+    measure_divergence(
+        folder,
+        context.config.base_model,
+        model=model,
+        precision=generation.precision,
+        device=generation.device,
+        show_progress=_beating(context),
+    )
+    durable.write_text(file, inputs)
+
+
+def _beating(context: StageContext) -> Callable[[str, int], Any]:
+    """The progress bar, which also records the time of this attempt."""
+
+    @contextmanager
+    def show(label: str, total: int) -> Iterator[Progress]:
+        with context.show_progress(label, total) as advance:
+
+            def advance_and_beat(count: int) -> None:
+                advance(count)
+                context.heartbeat()
+
+            yield advance_and_beat
+
+    return show
+
+
+def _write_comparison(first: Path, second: Path, file: Path) -> None:
+    from posttrain.apps.evaluate.comparison import compare
+    from posttrain.apps.evaluate.comparison_html import render
+    from posttrain.apps.evaluate.results import read_evaluation
+
+    durable.write_text(file, render(compare(read_evaluation(first), read_evaluation(second), None)))
+
+
+def _outcome(
+    context: StageContext, folder: Path, candidate: dict[str, Path], others: dict[str, Path] | None, report: str | None
+) -> StageOutcome:
+    from posttrain.apps.evaluate.results import PROBLEMS_FILE, SUMMARY_FILE, read_summary
+
+    first = next(iter(candidate))
+    ours = read_summary(candidate[first])
+    theirs = None if others is None else read_summary(others[first])
+    interval = ours.intervals.get(ours.metric)
+    drift, judged, answers = measures_drift(context.config), {}, {}
+    for side, folders in (("candidate", candidate), ("incumbent", others or {})):
+        for name, path in folders.items():
+            judged[f"{side}/{name}"] = digest(_judged(path, drift=name in drift))
+            answers[f"{side}/{name}"] = context.hashes.of(path / PROBLEMS_FILE)
+    score = "none" if ours.score is None else f"{ours.score:.4f}"
+    against = "" if theirs is None or theirs.score is None else f" against {theirs.score:.4f} of {_who(context)}"
+    return StageOutcome(
+        digest=digest([answers, judged]),
+        headline=f"{first}: {ours.metric} {score}{against}, {ours.counts.problems:,} problems",
+        values={
+            "candidate": {name: relative(path, folder) for name, path in candidate.items()},
+            "incumbent": None if others is None else {name: relative(path, folder) for name, path in others.items()},
+            "metric": ours.metric,
+            "score": ours.score,
+            "interval": None if interval is None else [interval.low, interval.high],
+            "incumbent_score": None if theirs is None else theirs.score,
+            "judged": judged,
+            "num_devices": max(
+                load_evaluation(context.config, name, PLACEHOLDER).config.num_devices for name in candidate
+            ),
+        },
+        report=report or relative(candidate[first] / SUMMARY_FILE, folder),
+    )
+
+
+def _judged(folder: Path, *, drift: bool) -> JsonObject:
+    """What a gate may read, besides the answers."""
+    from posttrain.apps.evaluate.results import read_summary
+    from posttrain.apps.ship.gate.divergence import KL_FILE
+
+    summary, kl = read_summary(folder), folder / KL_FILE
+    return {
+        "metrics": dict(summary.metrics),
+        "pass_threshold": summary.pass_threshold,
+        "cost": [summary.cost, summary.cost_per_answer],
+        "kl": kl.read_text(encoding="utf-8") if drift and kl.is_file() else None,
+    }
+
+
+def _who(context: StageContext) -> str:
+    assert context.iteration.incumbent is not None
+    return context.iteration.incumbent.text

@@ -1,0 +1,328 @@
+"""Stores versions and changes in MLflow's model registry. Stages and checksums are computed elsewhere.
+
+A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
+one transaction. The log of changes is a second registered model, `NAME.history`, with one version per change: the
+database numbers them under a primary key, so that appending is atomic and ordered on every backend, with a local file and with
+a tracking server. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are for users of
+MLflow's own pages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.errors import RegistryBusy, RegistryError
+from posttrain.files import durable
+from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.locks import LockHeld, locked
+from posttrain.files.redaction import redact
+
+DATABASE = "registry.db"
+ARTIFACTS = "artifacts"
+LOCK = "registry.lock"
+HISTORY_SUFFIX = ".history"
+EXPERIMENT = "posttrain-registry"
+_MARK = "posttrain.kind"
+_RECORD = "posttrain.record"
+_MAX_TAG_CHARACTERS = 90_000  # MLflow accepts 100,000
+_PAGE = 1000
+_RETRY_S = 0.1
+_MLFLOW_SETTINGS = {  # environment variables, unless the user has set them
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # a registry in a folder needs no network
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is for results
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # with its default of 7, a missing server is reported after minutes
+}
+_NO_DATABASE = ("file is not a database", "disk image is malformed")  # messages of SQLite
+_LOCKED = "database is locked"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a registry is: a folder, or anything that MLflow understands (`sqlite:///…`, `postgresql://…`, `http://…`)."""
+
+    text: str
+
+    @property
+    def folder(self) -> Path | None:
+        return None if "://" in self.text else Path(self.text).expanduser().absolute()
+
+    @property
+    def is_server(self) -> bool:
+        return self.text.startswith(("http://", "https://"))
+
+    @property
+    def uri(self) -> str:
+        return f"sqlite:///{self.folder / DATABASE}" if self.folder else self.text
+
+    @property
+    def lock(self) -> Path | None:
+        if self.folder:
+            return self.folder / LOCK
+        return Path(self.text.removeprefix("sqlite:///") + ".lock") if self.text.startswith("sqlite:///") else None
+
+
+class MlflowStore:
+    """`wait_s`: how long to wait for another writer, or for a database that is locked."""
+
+    def __init__(self, location: Location, *, wait_s: float) -> None:
+        self.location = location
+        self.wait_s = wait_s
+        self._client: Any = None
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Exclusive write access inside the block, where the registry is a local file."""
+        if self.location.folder:
+            try:
+                durable.make_folder(self.location.folder)
+            except OSError as error:
+                raise RegistryError(f"{self.location.text}: cannot be created ({error.strerror or error})") from error
+        lock = self.location.lock
+        with ExitStack() as held:
+            try:
+                if lock is not None:
+                    held.enter_context(locked(lock, wait_s=self.wait_s))
+            except LockHeld as busy:
+                raise RegistryBusy(
+                    f"{self.location.text}: the registry is being written by {busy.holder or 'another process'}; waited "
+                    f"{self.wait_s:g} s, nothing was changed. Try again, or wait longer (--wait-s)"
+                ) from None
+            except OSError as error:
+                raise RegistryError(
+                    f"{lock}: cannot be opened for writing ({error.strerror}); do you have write access to the folder?"
+                ) from error
+            self._create_database()
+            yield
+
+    def _create_database(self) -> None:
+        """Created under a temporary name, so that a database without all of its tables is never visible."""
+        folder = self.location.folder
+        if folder is None or (folder / DATABASE).exists():
+            return
+        unfinished = folder / f".{DATABASE}.partial"
+        unfinished.unlink(missing_ok=True)
+        self._call(lambda: _client(f"sqlite:///{unfinished}").search_registered_models(max_results=1))
+        durable.sync_file(unfinished)
+        os.replace(unfinished, folder / DATABASE)
+        durable.sync_folder(folder)
+
+    @property
+    def client(self) -> Any:
+        if self._client is None:
+            folder = self.location.folder
+            if folder and not (folder / DATABASE).exists():
+                raise RegistryError(
+                    f"{self.location.text}: there is no registry here yet; `posttrain registry add` makes one "
+                    "(another place: the variable POSTTRAIN_REGISTRY, or --registry where a command has it)"
+                )
+            self._client = self._call(lambda: _client(self.location.uri))
+        return self._client
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        models = self._pages(lambda token: self.client.search_registered_models(max_results=_PAGE, page_token=token))
+        return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
+
+    def versions(self, name: str) -> dict[int, JsonObject]:
+        """The record of each version."""
+        return self._records(name)
+
+    def changes(self, name: str) -> dict[int, JsonObject]:
+        """The changes by their position in the log."""
+        return self._records(name + HISTORY_SUFFIX)
+
+    def _records(self, name: str) -> dict[int, JsonObject]:
+        found = self._pages(
+            lambda token: self.client.search_model_versions(f"name='{name}'", max_results=_PAGE, page_token=token)
+        )
+        # A version that was registered by other means has no record of ours and is ignored.
+        records = {
+            int(one.version): _from_tags(one.tags, f"{name} {one.version}") for one in found if _is_ours(one.tags)
+        }
+        return dict(sorted(records.items()))
+
+    # -- writing; inside `writing()` -----------------------------------------------------------------------------------
+
+    def add_version(self, name: str, source: str, record: JsonMapping, run_id: str | None = None) -> int:
+        self._ensure_model(name, "model", "")
+        tags = {**_to_tags(record), **_readable(record)}
+        return self._append(name, source, tags, run_id)
+
+    def add_change(self, name: str, change: JsonMapping) -> int:
+        log = name + HISTORY_SUFFIX
+        self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
+        return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))
+
+    def set_aliases(self, name: str, places: Mapping[str, int]) -> None:
+        """Bring MLflow's aliases in line with the log; version 0 removes an alias."""
+        present = self._call(lambda: self.client.get_registered_model(name)).aliases
+        for alias, version in places.items():
+            if version and str(present.get(alias)) != str(version):
+                self._call(partial(self.client.set_registered_model_alias, name, alias, str(version)))
+            elif not version and alias in present:
+                self._call(partial(self.client.delete_registered_model_alias, name, alias))
+
+    def _append(self, name: str, source: str, tags: Mapping[str, str], run_id: str | None = None) -> int:
+        made = self._call(lambda: self.client.create_model_version(name, source, run_id=run_id, tags=dict(tags)))
+        return int(made.version)
+
+    def _ensure_model(self, name: str, kind: str, description: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            found = self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
+            if found.tags.get(_MARK) != kind:  # created by other means; from now on it has versions of ours
+                self._call(lambda: self.client.set_registered_model_tag(name, _MARK, kind))
+            return
+        except MlflowException:
+            pass
+        with suppress(MlflowException):  # another writer created it first
+            self._call(
+                lambda: self.client.create_registered_model(name, tags={_MARK: kind}, description=description),
+                raw_if="RESOURCE_ALREADY_EXISTS",
+            )
+
+    # -- files on a tracking server ------------------------------------------------------------------------------------
+
+    def upload(self, name: str, folder: Path, files: Iterable[str]) -> tuple[str, str]:
+        """Put the files of a version where the tracking server keeps artifacts: (source, run id)."""
+        experiment = self._call(lambda: self.client.get_experiment_by_name(EXPERIMENT))
+        experiment_id = experiment.experiment_id if experiment else self._call(self._make_experiment)
+        run = self._call(lambda: self.client.create_run(experiment_id, run_name=name))
+        for file in files:
+            inside = (Path("model") / file).parent.as_posix()
+            self._call(partial(self.client.log_artifact, run.info.run_id, str(folder / file), inside))
+        self._call(lambda: self.client.set_terminated(run.info.run_id))
+        return f"{run.info.artifact_uri}/model", run.info.run_id
+
+    def _make_experiment(self) -> str:
+        return str(self.client.create_experiment(EXPERIMENT))
+
+    def download(self, source: str, target: Path) -> None:
+        import mlflow.artifacts
+
+        durable.make_folder(target)
+        self._call(
+            lambda: mlflow.artifacts.download_artifacts(
+                artifact_uri=source, dst_path=str(target), tracking_uri=self.location.uri
+            )
+        )
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _pages(self, fetch: Callable[[str | None], Any]) -> list[Any]:
+        found: list[Any] = []
+        token: str | None = None
+        while True:
+            page = self._call(partial(fetch, token))
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _call(self, call: Callable[[], T], *, raw_if: str = "") -> T:
+        """`call`, retried for `wait_s` while the database is locked or another writer took the number."""
+        _require_mlflow()
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import DatabaseError
+
+        start = time.monotonic()
+        while True:
+            try:
+                return call()
+            except (MlflowException, DatabaseError) as error:
+                if any(text in str(error) for text in _NO_DATABASE):
+                    raise RegistryError(self._no_database()) from error
+                if isinstance(error, MlflowException) and raw_if and error.error_code == raw_if:
+                    raise
+                message = str(error).split("\n")[0]
+                is_busy = _LOCKED in str(error) or "Giving up after" in message
+                if "failed with exception" in message:
+                    raise RegistryError(f"{self.location.text}: no answer; is the tracking server running?") from error
+                if not is_busy:
+                    raise RegistryError(f"{self.location.text}: MLflow: {message}") from error
+                waited_s = time.monotonic() - start  # SQLite and MLflow wait as well, some seconds at a time
+                if waited_s >= self.wait_s:
+                    raise RegistryBusy(
+                        f"{self.location.text}: another process is writing to the registry; waited {waited_s:.0f} s"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _no_database(self) -> str:
+        folder = self.location.folder
+        return (
+            f"{folder / DATABASE if folder else self.location.text}: this is no registry database, or a damaged one; restore "
+            "it from a backup, or name another registry (--registry)"
+        )
+
+
+def _require_mlflow() -> None:
+    for name, value in _MLFLOW_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import alembic  # noqa: F401
+        import mlflow.tracking  # noqa: F401
+        import sqlalchemy  # noqa: F401
+    except ImportError as error:
+        raise RegistryError(
+            f"the registry needs packages that are not installed ({error.name}): pip install 'posttrain[registry]'"
+        ) from error
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # errors are raised and printed in one line
+
+
+def _client(uri: str) -> Any:
+    _require_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except Exception as error:
+        if any(text in str(error) for text in (*_NO_DATABASE, _LOCKED)):
+            raise  # the caller reports it in one line with the name of the file
+        first_line = str(error).split("\n")[0]
+        raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error
+
+
+def _to_tags(record: JsonMapping) -> dict[str, str]:
+    text = redact(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    pieces = [text[start : start + _MAX_TAG_CHARACTERS] for start in range(0, len(text), _MAX_TAG_CHARACTERS)]
+    return {f"{_RECORD}.{place}": piece for place, piece in enumerate(pieces)}
+
+
+def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
+    places = sorted(int(key.removeprefix(f"{_RECORD}.")) for key in tags if key.startswith(f"{_RECORD}."))
+    try:
+        record = json.loads("".join(tags[f"{_RECORD}.{place}"] for place in places))
+    except ValueError as error:
+        raise RegistryError(
+            f"{what}: its record in the registry was changed and is no longer JSON ({error})"
+        ) from error
+    assert isinstance(record, dict)
+    return record
+
+
+def _is_ours(tags: Mapping[str, str]) -> bool:
+    return f"{_RECORD}.0" in tags
+
+
+def _readable(record: JsonMapping) -> dict[str, str]:
+    """What is shown in MLflow's own pages."""
+    lineage = record["lineage"]
+    shown = {"base_model": lineage.get("base_model"), "code_version": lineage.get("code_version")}
+    shown["gate"] = (lineage.get("gate") or {}).get("verdict")
+    return {f"posttrain.{key}": str(value) for key, value in shown.items() if value}

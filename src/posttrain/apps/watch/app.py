@@ -1,0 +1,317 @@
+"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself; and its server.
+
+Everything is named by ids, steps and indices: no request contains a path, and no answer does. All requests read.
+"""
+
+import asyncio
+import json
+import math
+import mimetypes
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import uvicorn
+from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Path as PathPart
+from fastapi.responses import Response, StreamingResponse
+
+from posttrain.apps.serve.listener import listen, url_of
+from posttrain.apps.watch.access import COOKIE, Access, Guard
+from posttrain.apps.watch.catalogue import Catalogue
+from posttrain.apps.watch.rollout_filters import Filters, Range
+from posttrain.apps.watch.rollout_store import Cursor, Kind, token_table
+from posttrain.apps.watch.run_view import RunView, config_differences
+from posttrain.apps.watch.shipping import pipeline_page, pipeline_row, registry_page
+from posttrain.errors import InputError
+
+T = TypeVar("T")
+
+MAX_POINTS = 1000
+MAX_KEYS = 64
+PAGE_GROUPS = 50
+CHANGE_PERIOD_S = 0.7
+PING_S = 15.0
+_FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
+ASSETS = files("posttrain.apps.watch") / "assets"
+THEME = files("posttrain.reporting") / "assets" / "theme.css"
+
+
+def as_json(value: object) -> bytes:
+    """Numbers that JSON does not have, which a damaged file may hold, become null."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class UiResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return as_json(content)
+
+
+def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], bool] = lambda: False) -> FastAPI:
+    app = FastAPI(
+        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=UiResponse
+    )
+    app.add_middleware(Guard, access=access)
+
+    @app.exception_handler(InputError)
+    def unreadable(request: Request, error: InputError) -> UiResponse:
+        return UiResponse({"error": "a record cannot be read"}, 500)
+
+    def run_of(run_id: str) -> RunView:
+        found = catalogue.run(run_id)
+        if found is None:
+            raise HTTPException(404, "no such run")
+        return found
+
+    Run = Annotated[RunView, Depends(run_of)]
+
+    # -------------------------------------------------------------- runs
+
+    @app.get("/api/runs")
+    def runs() -> UiResponse:
+        return UiResponse({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
+
+    @app.get("/api/runs/{run_id}")
+    def run(run: Run) -> UiResponse:
+        return UiResponse({"now": time.time(), **run.page()})
+
+    @app.get("/api/runs/{run_id}/curves")
+    def curves(
+        run: Run,
+        key: Annotated[list[str], Query(max_length=MAX_KEYS)],
+        points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 300,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> UiResponse:
+        return UiResponse({name: run.metrics.curve(name, points, first, last) for name in key})
+
+    @app.get("/api/runs/{run_id}/doctor")
+    def doctor(run: Run, again: bool = False) -> UiResponse:
+        found = run.examined() if again else run.findings
+        return UiResponse({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
+
+    @app.get("/api/runs/{run_id}/cluster")
+    def cluster(run: Run) -> UiResponse:
+        return UiResponse(run.cluster())
+
+    @app.get("/api/runs/{run_id}/config")
+    def config(run: Run) -> UiResponse:
+        return UiResponse({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
+
+    @app.get("/api/config-differences")
+    def differences(run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> UiResponse:
+        return UiResponse(config_differences([run_of(one) for one in run]))
+
+    # -------------------------------------------------------------- rollouts
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}")
+    def steps(run: Run, kind: Kind) -> UiResponse:
+        return UiResponse(
+            {"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)}
+        )
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/search")
+    def search(
+        run: Run,
+        kind: Kind,
+        filters: Annotated[Filters, Depends(filters_of)],
+        step: Annotated[int | None, Query(ge=0)] = None,
+        index: Annotated[int, Query(ge=0)] = 0,
+    ) -> UiResponse:
+        found = run.rollouts.search(kind, filters, None if step is None else Cursor(step, index))
+        cursor = None if found.cursor is None else {"step": found.cursor.step, "index": found.cursor.index}
+        return UiResponse({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}")
+    def step_groups(
+        run: Run,
+        kind: Kind,
+        step: int,
+        filters: Annotated[Filters, Depends(filters_of)],
+        sort: str = "order",
+        offset: Annotated[int, Query(ge=0)] = 0,
+    ) -> UiResponse:
+        found, total = run.rollouts.listing(kind, step, filters)
+        if sort in SORTS:
+            name, descending = SORTS[sort]
+            known = [row for row in found if row[name] is not None]
+            found = sorted(known, key=lambda row: row[name], reverse=descending) + [
+                row for row in found if row[name] is None
+            ]
+        page = found[offset : offset + PAGE_GROUPS]
+        return UiResponse({"total": total, "matching": len(found), "groups": page, "offset": offset})
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}/{index}")
+    def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> UiResponse:
+        found = run.rollouts.group(kind, step, index)
+        if found is None:
+            raise HTTPException(404, "no such group")
+        lines = run.rollouts.lines(kind, step)
+        return UiResponse({"group": found, "num_groups": len(lines.lines) if lines else 0})
+
+    @app.get("/api/runs/{run_id}/tokens/{step}/{draw}/{sample}")
+    def tokens(run: Run, step: int, draw: int, sample: int) -> UiResponse:
+        found = token_table(run.place, step, draw, sample)
+        if found is None:
+            raise HTTPException(404, "no token data of this answer")
+        return UiResponse(found)
+
+    # -------------------------------------------------------------- pipelines and registries
+
+    @app.get("/api/pipelines")
+    def pipelines() -> UiResponse:
+        return UiResponse({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
+
+    @app.get("/api/pipelines/{pipeline_id}")
+    def pipeline(pipeline_id: str) -> UiResponse:
+        return UiResponse(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
+
+    @app.get("/api/registries")
+    def registries() -> UiResponse:
+        names = {one: Path(text).name for one, text in catalogue.registries.items()}
+        return UiResponse({"registries": [{"id": one, "name": name} for one, name in names.items()]})
+
+    @app.get("/api/registries/{registry_id}")
+    def registry(registry_id: str) -> UiResponse:
+        return UiResponse(registry_page(_known(catalogue.registries, registry_id)))
+
+    # -------------------------------------------------------------- changes, login, files
+
+    @app.get("/api/events")
+    async def events(request: Request, run: str | None = None) -> StreamingResponse:
+        async def stream() -> AsyncIterator[str]:
+            yield "retry: 1000\n\n"
+            seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
+            while not is_ending() and not await request.is_disconnected():
+                await asyncio.sleep(CHANGE_PERIOD_S)
+                found = await asyncio.to_thread(stamps, catalogue, run)
+                changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
+                quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
+                if changed:
+                    yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
+                elif quiet_s > PING_S:
+                    quiet_s = 0.0
+                    yield ": still here\n\n"
+                seen = found
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    @app.post("/api/login")
+    def login(token: Annotated[str, Body(embed=True, max_length=4096)]) -> UiResponse:
+        if not access.is_token(token):
+            raise HTTPException(401, "this is not the token")
+        answer = UiResponse({})
+        answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
+        return answer
+
+    _add_files(app)
+    return app
+
+
+SORTS = {
+    "reward": ("mean", True),
+    "reward_up": ("mean", False),
+    "spread": ("spread", True),
+    "length": ("mean_length", True),
+    "length_up": ("mean_length", False),
+}
+
+
+def filters_of(
+    q: Annotated[str, Query(max_length=500)] = "",
+    task: Annotated[str, Query(max_length=500)] = "",
+    reward_min: float | None = None,
+    reward_max: float | None = None,
+    spread_min: float | None = None,
+    spread_max: float | None = None,
+    length_min: float | None = None,
+    length_max: float | None = None,
+    part: Annotated[str, Query(max_length=200)] = "",
+    part_min: float | None = None,
+    part_max: float | None = None,
+    finish: Annotated[str, Query(max_length=20)] = "",
+    error: bool | None = None,
+) -> Filters:
+    return Filters(
+        text=q,
+        task=task,
+        reward=Range(reward_min, reward_max),
+        spread=Range(spread_min, spread_max),
+        length=Range(length_min, length_max),
+        part=part,
+        part_value=Range(part_min, part_max),
+        finish=finish,
+        error=error,
+    )
+
+
+def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
+    """The stamps of the files of one run, or of all; by id."""
+    runs = catalogue.runs
+    if run_id is not None:
+        runs = {run_id: runs[run_id]} if run_id in runs else {}
+    return {one: run.stamps() for one, run in runs.items()}
+
+
+def _known(found: Mapping[str, T], name: str) -> T:
+    if name not in found:
+        raise HTTPException(404, "not found")
+    return found[name]
+
+
+def _add_files(app: FastAPI) -> None:
+    """The page: a fixed list of files, read once."""
+    served: dict[str, tuple[bytes, str]] = {"theme.css": (THEME.read_bytes(), "text/css")}
+    for folder, prefix in ((ASSETS, ""), (ASSETS / "pages", "pages/")):
+        for entry in folder.iterdir():
+            if entry.is_file():
+                kind = "text/javascript" if entry.name.endswith(".js") else mimetypes.guess_type(entry.name)[0]
+                served[prefix + entry.name] = (entry.read_bytes(), kind or "application/octet-stream")
+
+    @app.get("/{name:path}")
+    def file(name: str) -> Response:
+        content, kind = served.get(name or "index.html", (None, ""))
+        if content is None:
+            raise HTTPException(404, "not found")
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+class WatchServer(uvicorn.Server):
+    def __init__(self, catalogue: Catalogue, access: Access, on_ready: Callable[[], None] = lambda: None) -> None:
+        app = create_app(catalogue, access, is_ending=lambda: self.should_exit)
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_FLUSH_S
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def run(catalogue: Catalogue, access: Access, host: str, port: int, *, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal."""
+    with listen(host, port) as listener:
+        server = WatchServer(catalogue, access, lambda: on_ready(url_of(listener)))
+        server.run(sockets=[listener])
+    print("posttrain watch: ended", file=sys.stderr)
+    return 0

@@ -1,6 +1,0 @@
-"""Names what is wrong with a run and the setting that fixes it, from the run's metrics. docs/doctor.md lists the rules."""
-
-from posttrain.doctor.doctor import Doctor
-from posttrain.doctor.findings import Answer, Finding, Severity, worst
-
-__all__ = ["Answer", "Doctor", "Finding", "Severity", "worst"]

@@ -1,0 +1,120 @@
+"""Rules about every kind of run: numbers that are not finite, gradients, a loss that diverges, overfitting."""
+
+from __future__ import annotations
+
+import statistics
+
+from posttrain.config.runs import KINDS, SUPERVISED_KINDS
+from posttrain.reporting.doctor.findings import Severity
+from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.rule import Rule, Sighting, lower_lr, percent, short
+
+LOSS, NORM, SKIPPED = "train/loss", "train/grad_norm", "train/update_skipped"
+SPIKE_WARNING, SPIKE_ERROR, SPIKE_RATIO = 5.0, 10.0, 5.0
+DEAD_NORM = 1e-5
+WINDOW = 50  # steps whose median is the usual norm
+
+
+def not_finite(run: History) -> Sighting | None:
+    key = next((key for key in (LOSS, NORM) if run.is_null(key)), SKIPPED)
+    if key == SKIPPED and not run.now(SKIPPED):
+        return None
+    lasts = run.all_above(SKIPPED, 0, 3)
+    text = f"{key} is not finite, so the update was skipped" if key != SKIPPED else "an update was skipped"
+    return Sighting("error" if lasts else "warning", key, run.now(key), text, (lower_lr(run),))
+
+
+def grad_spike(run: History) -> Sighting | None:
+    norm = run.now(NORM)
+    values = run.values(NORM)
+    if norm is None or len(values) <= 5 or norm <= SPIKE_WARNING:
+        return None
+    usual = statistics.median(values[-WINDOW - 1 : -1])
+    fixes = (lower_lr(run),)
+    high = [value for value in values[-10:] if value > SPIKE_ERROR and value > SPIKE_RATIO * usual]
+    text = f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times its median {usual:.3g}" if usual else "a spike"
+    if len(high) >= 3:
+        return Sighting("error", NORM, norm, text, fixes)
+    if norm > SPIKE_ERROR and norm > SPIKE_RATIO * usual:
+        return Sighting("warning", NORM, norm, text, fixes)
+    if norm > SPIKE_RATIO * usual:
+        return Sighting("note", NORM, norm, text, fixes)
+    start = run.start(NORM)
+    if run.kind == "grpo" and start and run.all_above(NORM, SPIKE_ERROR, 10) and usual > SPIKE_RATIO * start:
+        text = f"the gradient norm grew from {start:.3g} to {usual:.3g}"
+        return Sighting("warning", NORM, norm, text, fixes)
+    return None
+
+
+def grad_dead(run: History) -> Sighting | None:
+    if run.now("train/groups_with_signal") == 0 or not run.all_below(NORM, DEAD_NORM, 5):
+        return None  # without signal there is no gradient: a separate rule covers that
+    norm = run.now(NORM)
+    text = f"the gradient norm is {norm:.2g}: the weights do not change"
+    return Sighting("error", NORM, norm, text, ("check that parameters are trainable and that the data has a signal",))
+
+
+def loss_diverges(run: History) -> Sighting | None:
+    """Not for GRPO, whose loss does not measure progress."""
+    start, now = run.start(LOSS), run.recent(LOSS)
+    if start is None or now is None or start <= 0:
+        return None
+    best = _lowest_level(run)
+    if now > 1.3 * start:
+        return Sighting("error", LOSS, now, f"the loss rose from {start:.3g} to {now:.3g}", (lower_lr(run),))
+    if best is not None and now > 3 * best and now - best > 0.3 * start:
+        text = f"the loss rose from its minimum {best:.3g} to {now:.3g}"
+        return Sighting("warning", LOSS, now, text, (lower_lr(run),))
+    return None
+
+
+def _lowest_level(run: History) -> float | None:
+    values = run.values(LOSS)[-1000:]
+    return min((statistics.median(values[i : i + 5]) for i in range(0, len(values) - 4, 5)), default=None)
+
+
+def overfit(run: History) -> Sighting | None:
+    """The loss on held-out rows rises, validation after validation, while that of training falls."""
+    losses = run.values("validation/loss")
+    if len(losses) < 4 or run.now("validation/loss") is None:
+        return None
+    best, now = min(losses), losses[-1]
+    rises = losses[-3] < losses[-2] < now
+    if not rises or now <= 1.1 * best:
+        return None
+    step = run.steps("validation/loss")[losses.index(best)]
+    severity: Severity = "warning" if now > 1.3 * best else "note"
+    text = f"the validation loss is {now:.3g}, {percent(now / best - 1)} above its minimum at step {step}"
+    fixes = (
+        run.fix(f"{run.kind}.max_num_steps", str(step)),
+        run.fix("policy.optimizer.kwargs.weight_decay", short(0.1)),
+    )
+    return Sighting(severity, "validation/loss", now, text, fixes)
+
+
+SEED = "the health table of the GRPO guide"
+COMMON_RULES = (
+    Rule("not-finite", KINDS, not_finite, "loss or gradient not finite: 1 step (warning), 3 steps (error)", SEED),
+    Rule(
+        "grad-spike",
+        KINDS,
+        grad_spike,
+        "gradient norm > 5 (note), > 10 (warning) and 5 x its median; 3 of 10 steps (error)",
+        SEED,
+    ),
+    Rule("grad-dead", KINDS, grad_dead, "gradient norm < 1e-5, 5 steps", "ours"),
+    Rule(
+        "loss-diverges",
+        SUPERVISED_KINDS,
+        loss_diverges,
+        "loss > 1.3 x the start (error), > 3 x its minimum (warning)",
+        SEED,
+    ),
+    Rule(
+        "overfit",
+        SUPERVISED_KINDS,
+        overfit,
+        "validation loss rises three times and is > 10 % above its minimum",
+        "ours",
+    ),
+)

@@ -1,0 +1,45 @@
+"""How many engines an evaluation starts, where, and what each of them gets."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from posttrain.apps.evaluate import engines
+from posttrain.config import load_config
+from posttrain.models.accepted_names import ResolvedModel
+from posttrain.orchestration.launch import RankLayout
+
+MODEL = ResolvedModel("some/model", "hub", "some/model", "some/model")
+VLLM = "generation.backend=vllm"
+TWO = "generation.vllm_cfg.tensor_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "per_node", "gpus", "devices"),
+    [
+        ([], 1, 1, 1, 1),
+        (["cluster.gpus_per_node=8"], 1, 8, 1, 8),
+        (["cluster.gpus_per_node=8", "cluster.num_nodes=2"], 2, 8, 1, 16),
+        ([VLLM, "cluster.gpus_per_node=8"], 1, 8, 1, 8),
+        ([VLLM, TWO, "cluster.gpus_per_node=8"], 1, 4, 2, 8),
+        ([VLLM, TWO], 1, 1, 2, 2),
+    ],
+)
+def test_engines_fill_the_gpus_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], nodes: int, per_node: int, gpus: int, devices: int
+) -> None:
+    started: list[tuple[partial[Any], RankLayout]] = []
+    monkeypatch.setattr(
+        engines, "start_workers", lambda build, layout, launcher, quiet: started.append((build, layout))
+    )
+    config = load_config("eval", None, words).config
+    engines.start_engines(config, MODEL)
+    build, layout = started[0]
+    assert (layout.num_nodes, layout.ranks_per_node, layout.gpus_per_rank) == (nodes, per_node, gpus)
+    assert not layout.is_process_group, "engines are independent of each other"
+    assert (config.num_engines, config.num_devices) == (nodes * per_node, devices)
+    several = VLLM in words and layout.num_ranks > 1
+    assert (build.args[1].vllm_kwargs.get("distributed_executor_backend") == "mp") == several

@@ -1,0 +1,78 @@
+"""Manifests, rules, profiles and figures in the documentation are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.apps.launch.admin_objects import render_setup
+from posttrain.apps.launch.instances import INSTANCES
+from posttrain.apps.launch.lint.check import RULES, check_manifests
+from posttrain.apps.launch.manifest_files import Manifest, read_text
+from posttrain.apps.launch.prices import PRICES
+from posttrain.cli.main import main
+from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.config.standalone import load_standalone
+
+ROOT = Path(__file__).parents[4]
+GUIDES = (ROOT / "docs" / "launch-seeds.md").read_text(encoding="utf-8")
+LAUNCH = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+_ROW = re.compile(r"^\| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
+
+
+def test_printed_manifests_have_exactly_the_errors_that_are_listed() -> None:
+    blocks = re.findall(
+        r"```yaml as-printed\n(.*?)```\n\n\| rule \| path \| \|\n\|---\|---\|---\|\n(.*?)\n\n",
+        GUIDES + "\n\n",
+        re.DOTALL,
+    )
+    assert len(blocks) == GUIDES.count("```yaml as-printed") == 5
+    for text, table in blocks:
+        found = {(error.rule, error.path) for error in check_manifests(read_text(text, "guide")).errors}
+        assert found == set(_ROW.findall(table + "\n"))
+
+
+def test_corrected_manifests_have_no_errors() -> None:
+    blocks = re.findall(r"```yaml corrected\n(.*?)```", GUIDES, re.DOTALL)
+    assert len(blocks) == 3
+    for text in blocks:
+        assert check_manifests(read_text(text, "guide")).errors == []
+
+
+@pytest.mark.parametrize("name", ["eks", "gke"])
+def test_profiles_in_configs_can_be_used(name: str) -> None:
+    profile = load_standalone(ClusterProfile, ROOT / "configs" / "clusters" / f"{name}.yaml")
+    objects = [Manifest(name, number, body) for number, body in enumerate(render_setup(profile))]
+    assert check_manifests(objects).errors == []
+
+
+def test_every_rule_and_every_machine_is_documented() -> None:
+    missing = [rule for rule in RULES if f"`{rule}`" not in LAUNCH]
+    assert missing == []
+    for name in INSTANCES:
+        assert f"`{name}`" in LAUNCH
+    assert set(PRICES) == set(INSTANCES)
+
+
+def test_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "check", "--rules"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == list(RULES)
+
+
+def test_the_commands_of_the_walk_render_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a config like the demo's: one process on a CPU, folders of this machine."""
+    config = tmp_path / "config.yaml"
+    config.write_text("grpo: {max_num_steps: 2}\npolicy: {device: cpu}\ncluster: {launcher: local}\n")
+    for place in ("local", "configs/clusters/eks.yaml"):
+        (shown,) = re.findall(
+            rf"^posttrain launch (?:render )?--on {place} grpo --config results(.*?[^\\])$",
+            LAUNCH,
+            re.MULTILINE | re.DOTALL,
+        )
+        settings = [word for word in shown.split() if "=" in word]
+        profile = place if place == "local" else str(ROOT / place)
+        assert main(["launch", "render", "--on", profile, "grpo", "--config", str(config), *settings]) == 0
+        assert "kind: JobSet" in capsys.readouterr().out

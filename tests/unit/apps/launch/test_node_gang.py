@@ -1,0 +1,259 @@
+"""A gang of two `posttrain node` processes on this machine, with a scripted driver and a stand-in for Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_metadata import FakeMetadata
+
+WAIT_S = 60.0  # for things that happen at once; the machine may be busy
+DRIVER = """
+import json, os, signal, sys, time
+folder = {folder!r}
+def on_stop(number, frame):
+    deadline = json.load(open(os.environ["POSTTRAIN_STOP_FILE"]))["deadline"]
+    open(folder + "/stopped", "w").write(str(deadline - time.time()))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, on_stop)
+signal.signal(signal.SIGUSR1, lambda number, frame: open(folder + "/asked_to_save", "w").write("1"))
+open(folder + "/driver", "w").write(os.environ.get("RAY_ADDRESS", "none"))
+{rest}
+"""
+FOREVER = "while True: time.sleep(0.05)"
+# Listens where Ray's head would; a worker only waits. Both leave an orphan, which must not outlive the pod.
+RAY = f"""#!{sys.executable}
+import os, socket, subprocess, sys, time
+kind = "head" if "--head" in sys.argv else "worker"
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(os.environ["SCENE"] + "/ray_" + kind, "w").write(" ".join(sys.argv[1:]) + "\\n" + str(child.pid))
+if kind == "head":
+    port = next(int(word.split("=")[1]) for word in sys.argv if word.startswith("--port="))
+    server = socket.create_server(("127.0.0.1", port))
+time.sleep(600)
+"""
+NODE = """
+import sys
+from posttrain.apps.launch.node import head
+head.driver_command = lambda settings: [sys.executable, {driver!r}]
+from posttrain.apps.launch.node import driver
+driver.driver_command = head.driver_command
+from posttrain.cli.main import main
+sys.exit(main(["node", *sys.argv[1:]]))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Gang:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pods: dict[object, subprocess.Popen[str]] = {}
+        (folder / "bin").mkdir()
+        (folder / "bin/ray").write_text(RAY)
+        (folder / "bin/ray").chmod(0o755)
+        (folder / "node.py").write_text(NODE.format(driver=str(folder / "driver.py")))
+        (folder / "config.yaml").write_text(
+            f"policy: {{device: cpu}}\ncheckpointing: {{checkpoint_dir: {folder}/run}}\n"
+        )
+        self.environment = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "SCENE": str(folder),
+            "POSTTRAIN_RUN": "run",
+            "POSTTRAIN_KIND": "grpo",
+            "POSTTRAIN_CONFIG": str(folder / "config.yaml"),
+            "POSTTRAIN_SCHEDULER": "jobset",
+            "POSTTRAIN_NUM_NODES": "2",
+            "POSTTRAIN_GPUS_PER_NODE": "1",
+            "POSTTRAIN_EFA_DEVICES": "0",
+            "POSTTRAIN_SHM_GIB": "0",
+            "POSTTRAIN_MOUNT": str(folder),
+            "POSTTRAIN_HEAD_HOST": "127.0.0.1",
+            "POSTTRAIN_RAY_PORT": str(free_port()),
+            "POSTTRAIN_CONTROL_PORT": str(free_port()),
+            "POSTTRAIN_GRACE_S": "40",
+            "POSTTRAIN_NOTICE": "none",
+        }
+
+    def script(self, rest: str) -> None:
+        (self.folder / "driver.py").write_text(DRIVER.format(folder=str(self.folder), rest=rest))
+
+    def start(self, *ranks: int, **more: str) -> None:
+        for rank in ranks:
+            self.run(rank, [], JOB_COMPLETION_INDEX=str(rank), **more)
+
+    def run(self, name: object, words: list[str], **more: str) -> None:
+        log = (self.folder / f"{name}.log").open("w")
+        self.pods[name] = subprocess.Popen(
+            [sys.executable, str(self.folder / "node.py"), *words],
+            env={**self.environment, **more},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, name: str) -> str:
+        """The content of a file of the scene."""
+        path = self.folder / name
+        self.until(lambda: path.exists() and path.stat().st_size > 0, name)
+        return path.read_text()
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while not is_so():
+            if time.monotonic() > end:
+                raise AssertionError(f"{what} was not seen:\n{self.logs()}")
+            time.sleep(0.02)
+
+    def codes(self) -> dict[object, int]:
+        return {name: pod.wait(WAIT_S) for name, pod in self.pods.items()}
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+    def orphans(self) -> list[int]:
+        pids = [int(path.read_text().splitlines()[1]) for path in self.folder.glob("ray_*")]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    def close(self) -> None:
+        """A pod that is killed here is not the first process of a container, so what it started lives on."""
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("SCENE") == str(self.folder):
+                with suppress(psutil.Error):
+                    process.kill()
+        for pod in self.pods.values():
+            pod.wait()
+
+
+@pytest.fixture
+def gang(tmp_path: Path) -> Iterator[Gang]:
+    scene = Gang(tmp_path)
+    yield scene
+    scene.close()
+
+
+def test_all_pods_end_with_the_code_of_the_driver_and_leave_no_process(gang: Gang) -> None:
+    gang.script("while not os.path.exists(folder + '/ray_worker'): time.sleep(0.02)")
+    gang.start(1, 0)
+    assert gang.codes() == {1: 0, 0: 0}, gang.logs()
+    head, worker = gang.wait_for("ray_head").split(), gang.wait_for("ray_worker").split()
+    port = gang.environment["POSTTRAIN_RAY_PORT"]
+    assert {"start", "--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-gpus=0"} <= set(head)
+    assert {"start", f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.1"} <= set(worker)
+    assert gang.wait_for("driver") == f"127.0.0.1:{port}"
+    assert gang.orphans() == []
+
+
+def test_bad_input_of_the_driver_ends_all_pods_with_64(gang: Gang) -> None:
+    gang.script("sys.exit(64)")
+    gang.start(0, 1)
+    assert gang.codes() == {0: 64, 1: 64}, gang.logs()
+
+
+def test_sigterm_of_a_worker_lets_the_driver_save_and_ends_all_with_85(gang: Gang) -> None:
+    gang.script(FOREVER)
+    gang.start(0, 1)
+    gang.wait_for("driver")
+    gang.pods[1].send_signal(signal.SIGTERM)
+    assert gang.codes() == {0: 85, 1: 85}, gang.logs()
+    assert 0 < float(gang.wait_for("stopped")) < 40, "the driver knows how much of the grace period is left"
+
+
+def test_a_killed_worker_ends_the_gang_without_waiting(gang: Gang) -> None:
+    gang.script(FOREVER)
+    gang.start(0, 1)
+    gang.wait_for("driver")
+    gang.pods[1].kill()
+    assert gang.pods[0].wait(WAIT_S) == 85, gang.logs()
+    assert not (gang.folder / "stopped").exists(), "ranks are lost: nothing can be saved"
+
+
+def test_a_killed_head_ends_the_workers_with_85(gang: Gang) -> None:
+    gang.script(FOREVER)
+    gang.start(0, 1)
+    gang.wait_for("driver")
+    gang.pods[0].kill()
+    assert gang.pods[1].wait(WAIT_S) == 85, gang.logs()
+
+
+def test_a_driver_that_does_not_stop_in_time_is_ended(gang: Gang) -> None:
+    gang.script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(folder + '/deaf', 'w').write('1')\n" + FOREVER)
+    gang.start(0, 1, POSTTRAIN_GRACE_S="3")
+    gang.wait_for("deaf")
+    gang.pods[0].send_signal(signal.SIGTERM)
+    assert gang.codes() == {0: 85, 1: 85}, gang.logs()
+
+
+def test_a_machine_without_gpus_ends_with_64_before_anything_starts(gang: Gang) -> None:
+    gang.script(FOREVER)
+    config = gang.folder / "config.yaml"
+    config.write_text(config.read_text().replace("cpu", "cuda"))
+    gang.start(0, POSTTRAIN_GPUS_PER_NODE="99")
+    assert gang.codes() == {0: 64}
+    assert "99 are needed" in gang.logs()
+    assert not (gang.folder / "ray_head").exists()
+
+
+def test_ray_ending_early_is_a_crash_with_the_end_of_its_output(gang: Gang) -> None:
+    gang.script(FOREVER)
+    (gang.folder / "bin/ray").write_text(f"#!{sys.executable}\nimport sys; print('no port is free'); sys.exit(3)\n")
+    gang.start(0, 1)
+    assert gang.codes() == {0: 1, 1: 1}, gang.logs()
+    assert gang.logs().count("the ray process ended with 3\n  no port is free") == 2, "rank 1 knows it, too"
+
+
+def test_a_run_without_progress_ends_with_65(gang: Gang) -> None:
+    folder = gang.folder / "run/attempts"
+    folder.mkdir(parents=True)
+    holder = {"host": "gone", "pid": 1, "machine": "gone", "created": 0.0, "command": "posttrain grpo", "since": ""}
+    for number in (1, 2, 3):
+        record = {"number": number, "token": "t", "holder": holder, "heartbeat": 0.0}
+        (folder / f"{number:04d}.json").write_text(json.dumps(record))
+    gang.start(0)
+    assert gang.codes() == {0: 65}
+    assert "made no new checkpoint" in gang.logs()
+
+
+def test_under_kuberay_the_driver_joins_the_head_and_an_interrupted_worker_stops_it(gang: Gang) -> None:
+    gang.script(FOREVER)
+    ray = {"POSTTRAIN_SCHEDULER": "rayjob", "KUBERAY_GEN_RAY_START_CMD": "ray start --block", "FQ_RAY_IP": "127.0.0.1"}
+    gang.run("head", [], POSTTRAIN_ROLE="head", **ray)
+    gang.run("worker", [], POSTTRAIN_ROLE="worker", **ray)
+    gang.run("driver", ["driver"], POSTTRAIN_ROLE="head", **ray, POSTTRAIN_RUN="a-job-of-the-cluster")
+    gang.wait_for("driver")
+    gang.until(lambda: "joined" in (gang.folder / "worker.log").read_text(), "the worker")
+    gang.pods["worker"].send_signal(signal.SIGTERM)
+    assert gang.pods["driver"].wait(WAIT_S) == 85, gang.logs()
+    assert gang.pods["worker"].wait(WAIT_S) == 85, gang.logs()
+    assert float(gang.wait_for("stopped")) > 0
+    assert gang.pods["head"].poll() is None, "KubeRay ends the head itself"
+    gang.pods["head"].send_signal(signal.SIGTERM)
+    assert gang.pods["head"].wait(WAIT_S) == 85
+
+
+def test_a_warning_lets_the_driver_save_and_go_on(gang: Gang) -> None:
+    metadata = FakeMetadata()
+    try:
+        gang.script("while not os.path.exists(folder + '/asked_to_save'): time.sleep(0.02)")
+        gang.start(0, 1, POSTTRAIN_NOTICE="aws", AWS_EC2_METADATA_SERVICE_ENDPOINT=f"http://{metadata.host}")
+        gang.wait_for("driver")
+        metadata.answers["events/recommendations/rebalance"] = "{}"
+        gang.wait_for("asked_to_save")
+        assert gang.codes() == {0: 0, 1: 0}, gang.logs()
+    finally:
+        metadata.close()

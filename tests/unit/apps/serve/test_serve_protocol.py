@@ -1,0 +1,121 @@
+"""Request bodies: accepted fields, and errors for the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from posttrain.apps.serve.protocol import ApiError, parse_chat, parse_completion, parse_feedback
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
+
+
+def refusal(parse: Any, body: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert raised.value.status == 400
+    assert raised.value.body["error"]["type"] == "invalid_request_error"
+    return raised.value
+
+
+def test_settings_become_sampling() -> None:
+    body = parse_chat(json.dumps({**CHAT, "temperature": 0.3, "top_p": 0.9, "top_k": 7, "stop": "x"}).encode())
+    sampling = body.sampling(11, (5,))
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (11, 0.3, 0.9, 7)
+    assert (sampling.stop_strings, sampling.end_of_turn_ids) == (("x",), (5,))
+    usual = parse_chat(json.dumps(CHAT).encode()).sampling(1)
+    assert (usual.temperature, usual.top_p, usual.top_k) == (1.0, 1.0, 0)
+
+
+def test_boundary_values_of_settings() -> None:
+    cold = parse_chat(json.dumps({**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1}).encode()).sampling(1)
+    assert (cold.temperature, cold.top_k) == (0.0, 0)
+    assert 0 < cold.top_p < 1e-3
+
+
+def test_content_parts_and_developer_role_become_plain_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
+    found = parse_chat(json.dumps({**CHAT, "messages": messages}).encode()).messages
+    assert [message.plain() for message in found] == [
+        {"role": "system", "content": "rules"},
+        {"role": "user", "content": "ab"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_of_text_and_of_tokens(prompt: Any, expected: Any) -> None:
+    assert parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode()).prompts == expected
+
+
+def test_labels_and_values_without_effect_are_accepted() -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {},
+                "response_format": {"type": "text"}, "n": None, "stream": None, "ignore_eos": None,
+                "parallel_tool_calls": True}  # fmt: skip
+    chat, plain_chat = (parse_chat(json.dumps(body).encode()) for body in ({**CHAT, **harmless}, CHAT))
+    assert (chat.messages, chat.sampling(1)) == (plain_chat.messages, plain_chat.sampling(1))
+    neutral = {**COMPLETION, "echo": False, "best_of": 1, "suffix": None}
+    completion, plain_completion = (parse_completion(json.dumps(body).encode()) for body in (neutral, COMPLETION))
+    assert (completion.prompts, completion.sampling(1)) == (plain_completion.prompts, plain_completion.sampling(1))
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": []}, "tools"),
+        ({"functions": []}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_unimplemented_fields_that_change_the_answer_are_refused(extra: dict[str, Any], param: str) -> None:
+    error = refusal(parse_chat, {**CHAT, **extra})
+    assert (error.param, error.code) == (param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "words"),
+    [
+        ({"temperatur": 1}, "temperatur", "Unrecognized request argument"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"temperature": "1"}, "temperature", "number"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "integer"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ],
+)
+def test_wrong_values_name_their_field(extra: dict[str, Any], param: str, words: str) -> None:
+    error = refusal(parse_chat, {**CHAT, **extra})
+    assert error.param == param
+    assert words in error.message
+
+
+def test_invalid_bodies_are_refused() -> None:
+    assert "not valid JSON" in refusal(parse_chat, b"{").message
+    assert "the key 'model' is set twice" in refusal(parse_chat, b'{"model": "a", "model": "b"}').message
+    assert "nested more than" in refusal(parse_chat, b'{"model": ' + b"[" * 200_000).message
+    assert "too many digits" in refusal(parse_chat, b'{"model": ' + b"1" * 5000 + b"}").message
+    assert "messages is missing" in refusal(parse_chat, {"model": "m"}).message
+    assert "the body: Input should be an object" in refusal(parse_chat, b"[]").message
+    assert refusal(parse_completion, {**COMPLETION, "prompt": []}).param == "prompt"
+    assert refusal(parse_completion, {**COMPLETION, "best_of": 3}).param == "best_of"
+    assert refusal(parse_completion, {**COMPLETION, "echo": True}).param == "echo"
+    assert refusal(parse_feedback, {"id": "a", "score": "good"}).param == "score"

@@ -1,0 +1,97 @@
+"""Runs of other systems in their own formats; tests/foreign_runs/README.md says what is recorded and what is made up."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from posttrain.apps.watch.foreign import open_foreign_run
+from posttrain.apps.watch.foreign.tensorboard_events import scalars
+from posttrain.cli.main import main
+
+SAMPLES = Path(__file__).parents[3] / "foreign_runs"
+EVENTS = SAMPLES / "nemo_rl" / "exp_001" / "tensorboard" / "events.out.tfevents.1700000000.host.1.0"
+
+
+def findings_of(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:
+    code = main(["doctor", str(SAMPLES / name), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_trl(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = findings_of("trl", capsys)
+    assert (code, report["system"], report["kind"], report["steps"]) == (3, "TRL", "grpo", 12)
+    found = {finding["rule"]: finding for finding in report["findings"]}
+    assert found["truncated"]["severity"] == "error"
+    assert found["truncated"]["fixes"][0] == "max_completion_length=32"
+    assert found["kl-runaway"]["severity"] == "error"
+    assert found["kl-runaway"]["fixes"][0].startswith("learning_rate=")
+    run = open_foreign_run(SAMPLES / "trl")
+    assert run is not None
+    assert {"train/reward", "train/approx_entropy", "train/grad_norm", "train/lr"} <= set(run.rows[0])
+    groups = run.groups(5)
+    assert [len(group["completions"]) for group in groups] == [4, 4]
+    assert all(answer["reward"] is not None for group in groups for answer in group["completions"])
+
+
+def test_nemo_rl(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = findings_of("nemo_rl", capsys)
+    assert (code, report["system"], report["steps"]) == (3, "NeMo RL", 30)
+    (kl,) = report["findings"]
+    assert (kl["rule"], kl["severity"]) == ("kl-runaway", "error")
+    assert "loss_fn.reference_policy_kl_penalty=five times as much" in kl["fixes"]
+    run = open_foreign_run(SAMPLES / "nemo_rl")
+    assert run is not None
+    assert run.rows[0]["train/mean_generation_length"] == 211.0
+    assert run.groups(21)[0]["completions"][1] == {"text": "It is 1. \\boxed{1}", "reward": 1.0}
+
+
+def test_verl(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = findings_of("verl", capsys)
+    assert (code, report["system"], report["steps"]) == (3, "verl", 20)
+    found = {finding["rule"]: finding for finding in report["findings"]}
+    assert found["truncated"]["fixes"][0] == "actor_rollout_ref.actor.optim.lr=1e-7"
+    assert found["truncated"]["step"] == 12
+    assert len(found["length-explosion"]["answers"]) == 3
+
+
+def test_prime_rl(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = findings_of("prime_rl", capsys)
+    assert (code, report["system"]) == (3, "prime-rl")
+    (entropy,) = report["findings"]
+    assert (entropy["rule"], entropy["severity"]) == ("entropy-collapse", "error")
+    assert entropy["fixes"][0] == "trainer.optim.lr=1e-7"
+
+
+def test_scalars_of_an_event_file_as_tensorboard_wrote_it() -> None:
+    found = list(scalars(EVENTS))
+    assert found[0] == (1, "train/loss", pytest.approx(0.01))
+    assert [step for step, tag, _ in found if tag == "validation/accuracy"] == [10, 20, 30]
+
+
+def test_a_torn_record_ends_an_event_file(tmp_path: Path) -> None:
+    content, whole = EVENTS.read_bytes(), list(scalars(EVENTS))
+    for cut in (1, 5, 30):
+        (tmp_path / "events").write_bytes(content[:-cut])
+        assert list(scalars(tmp_path / "events")) == whole[:-1]
+
+
+def test_a_scalar_that_is_stored_as_a_tensor(tmp_path: Path) -> None:
+    def field(number: int, value: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    tensor = bytes([1 << 3, 1]) + field(4, struct.pack("<f", 0.25))
+    summary = field(1, field(1, b"train/loss") + field(8, tensor))
+    event = bytes([2 << 3, 7]) + field(5, summary)
+    (tmp_path / "events").write_bytes(struct.pack("<Q", len(event)) + b"----" + event + b"----")
+    assert list(scalars(tmp_path / "events")) == [(7, "train/loss", 0.25)]
+
+
+def test_a_folder_without_a_run_names_what_is_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 64
+    assert "trainer_state.json" in capsys.readouterr().err
+    assert main(["doctor", str(SAMPLES.with_name("foreign_run"))]) == 64
+    assert "did you mean" in capsys.readouterr().err
