@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.roles import Ending, Finished, Objective, Progress
+from posttrain.errors import ExitCode
+from posttrain.roles import Finished, Objective, Progress
 from posttrain.types import (
     Completion,
     Group,
@@ -263,7 +264,7 @@ class FakeRecorder:
     said: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     reason: str = ""
-    ending: Ending = "complete"
+    exit_code: ExitCode = ExitCode.DONE
     resumed_step: int = -1
     problem: str | None = None  # for which the run has to stop
 
@@ -294,9 +295,9 @@ class FakeRecorder:
     def record_validation(self, step: int, validation: StepReport) -> None:
         self.events.append(("record", step))
 
-    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
+    def finish(self, reason: str, *, is_stopped: bool = False) -> ExitCode:
         self.reason = reason
-        return self.ending
+        return self.exit_code
 
 
 @dataclass

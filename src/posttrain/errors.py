@@ -1,4 +1,7 @@
-"""Errors that end a command with a message, and the exit code of each. Only hardware and storage show a traceback above it."""
+"""How commands and runs end: the exit codes, and the errors that end a command with a message.
+
+Only errors of hardware and storage show a traceback above the message.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,48 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import Literal
 
-EXIT_ERROR_FOUND = 3  # the doctor has found an error in a run
-EXIT_SAVED = 85  # stopped by SIGTERM or SIGHUP after saving
 _IN_PYTHON = ContextVar("_IN_PYTHON", default=False)
+
+
+class ExitCode(IntEnum):
+    """Of every command. Other programs rely on the numbers: schedulers, `posttrain node`, the pipeline."""
+
+    DONE = 0
+    CRASHED = 1
+    ERROR_FOUND = 3  # the doctor found an error in a run; the gate rejects a model
+    MORE_SAMPLES = 4  # the gate cannot decide
+    BAD_INPUT = 64
+    NO_PROGRESS = 65  # not one rollout could be scored; attempts without a new checkpoint
+    UNREACHABLE = 69  # the cluster
+    STORAGE_FAILED = 74
+    FOLDER_HELD = 75
+    SUPERSEDED = 76
+    SAVED = 85  # stopped by SIGTERM or SIGHUP after saving
+    HANGUP = 129  # SIGHUP with nothing to save
+    INTERRUPTED = 130
+    TERMINATED = 143  # SIGTERM with nothing to save
+
+
+STOPPED_UNSAVED = (ExitCode.HANGUP, ExitCode.TERMINATED)
+VERDICT_CODES = {  # of the gate, also as the last stage of a pipeline
+    "promote": ExitCode.DONE,
+    "reject": ExitCode.ERROR_FOUND,
+    "needs_more_samples": ExitCode.MORE_SAMPLES,
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a run stops training. `exit_code` is that of a run whose record is complete."""
+
+    kind: Literal["finished", "threshold", "deadline", "doctor", "signal"]
+    text: str
+    exit_code: int = ExitCode.DONE
 
 
 @contextmanager
@@ -39,7 +79,7 @@ def switch(flag: str) -> str:
 class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
 
-    exit_code = 64
+    exit_code = ExitCode.BAD_INPUT
 
 
 class CheckpointError(InputError):
@@ -121,19 +161,19 @@ def printable(text: object) -> str:
 class FolderHeld(InputError):
     """Another process is using the folder; the message names it. Nothing was written."""
 
-    exit_code = 75
+    exit_code = ExitCode.FOLDER_HELD
 
 
 class Superseded(RuntimeError):
     """A newer attempt of this run has begun elsewhere, so this one writes nothing any more."""
 
-    exit_code = 76
+    exit_code = ExitCode.SUPERSEDED
 
 
 class StorageError(RuntimeError):
     """A file of a run that has begun cannot be read or written. Nothing is wrong with the input; a later try may succeed."""
 
-    exit_code = 74
+    exit_code = ExitCode.STORAGE_FAILED
 
 
 class Terminated(KeyboardInterrupt):
@@ -141,7 +181,7 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, number: int, *, saved: bool = False) -> None:
         self.signal = signal.Signals(number)
-        self.exit_code = EXIT_SAVED if saved else 128 + number
+        self.exit_code = ExitCode.SAVED if saved else 128 + number
         super().__init__(self.signal.name)
 
 
@@ -152,7 +192,7 @@ class StopRequested(Exception):
 class HardwareError(RuntimeError):
     """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
 
-    exit_code = 1
+    exit_code = ExitCode.CRASHED
 
 
 class RankLostError(HardwareError):
@@ -171,7 +211,7 @@ def exit_code_of(error: BaseException) -> int | None:
     """Of a command that ends with `error`; None: a crash."""
     if isinstance(error, InputError | Superseded | StorageError | Terminated):
         return error.exit_code
-    return 130 if isinstance(error, KeyboardInterrupt) else None
+    return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
 
 
 def reason_of(error: BaseException) -> str:

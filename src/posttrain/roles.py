@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from posttrain.errors import ExitCode
 from posttrain.types import (
     Completion,
     NoiseKey,
@@ -184,10 +185,6 @@ class StopPoints(Protocol):
         """The last such point of a step: the model changes after it."""
 
 
-# "record lost": files of earlier steps were deleted while the run went on; "nothing scored": of no rollout a reward is known.
-Ending = Literal["complete", "record lost", "nothing scored"]
-
-
 class Recorder(Protocol):
     """Writes what happened to the run folder and shows it on the console."""
 
@@ -206,8 +203,9 @@ class Recorder(Protocol):
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that comes without its training step: the one before training, or one that is made up for."""
 
-    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
-        """Show and write how the run ended. Returns whether its record is complete and says anything.
+    def finish(self, reason: str, *, is_stopped: bool = False) -> ExitCode:
+        """Show and write how the run ended. Returns DONE; CRASHED if files of earlier steps were deleted while the run
+        went on; NO_PROGRESS if of no rollout a reward is known.
 
         `is_stopped`: it was asked to stop, and goes on when it is started again, also after its last step.
         """

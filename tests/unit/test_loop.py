@@ -15,9 +15,8 @@ import pytest
 from loop_scene import scene
 
 from posttrain.checkpointing import SaveDeadline, StopAtOnce
-from posttrain.errors import CheckpointError, StopRequested, Superseded, Terminated
+from posttrain.errors import CheckpointError, ExitCode, StopRequested, Superseded, Terminated
 from posttrain.files.run_folder_lock import Attempt
-from posttrain.roles import Ending
 from posttrain.types import StepReport
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def test_a_signal_while_the_end_is_written_changes_nothing(tmp_path: Path, monke
     run = scene(tmp_path)
     finish = run.recorder.finish
 
-    def interrupted(reason: str, **options: Any) -> Ending:
+    def interrupted(reason: str, **options: Any) -> ExitCode:
         os.kill(os.getpid(), signal.SIGTERM)
         return finish(reason, **options)
 
@@ -385,13 +384,11 @@ def test_a_step_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path) -> None
     assert run.checkpoints() == ["step_2"]
 
 
-@pytest.mark.parametrize(("ending", "code"), [("complete", 0), ("record lost", 1), ("nothing scored", 65)])
-def test_exit_code_tells_what_is_wrong_with_a_run_that_has_all_its_steps(
-    ending: Ending, code: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.CRASHED, ExitCode.NO_PROGRESS])
+def test_exit_code_tells_what_is_wrong_with_a_run_that_has_all_its_steps(code: ExitCode, tmp_path: Path) -> None:
     for _ in range(2):  # the second has nothing to do, which is no success either
         run = scene(tmp_path, max_steps=1)
-        run.recorder.ending = ending
+        run.recorder.exit_code = code
         assert run.loop.run() == code
 
 

@@ -1,8 +1,9 @@
 """The folder of a run: which one a command uses, and whether the run in it may be resumed with the settings given now.
 
-One process at a time has write access (`files/run_folder_lock.py`). The config that steps were trained with is never replaced. A run is
-resumed with equal settings, with changes that do not affect training (`config.changes.FREE_TO_CHANGE`), or with any change
-if the user asks for it. Changes are recorded with the first step trained with them.
+One process at a time has write access (`files/run_folder_lock.py`). The config that steps were trained with is never
+replaced. A run is resumed with equal settings, with changes that do not affect training
+(`config.changes.FREE_TO_CHANGE`), or with any change if the user asks for it. Changes are recorded with the first step
+trained with them.
 """
 
 from __future__ import annotations

@@ -22,9 +22,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ClassVar
 
-from posttrain.errors import EXIT_SAVED, StopRequested, Terminated
+from posttrain.errors import ExitCode, StopRequested, Terminated
 
-_EXIT_CODES = {signal.SIGTERM: EXIT_SAVED, signal.SIGHUP: EXIT_SAVED, signal.SIGINT: 130}
+_EXIT_CODES = {
+    signal.SIGTERM: ExitCode.SAVED,
+    signal.SIGHUP: ExitCode.SAVED,
+    signal.SIGINT: ExitCode.INTERRUPTED,
+}
 STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable: a file {"deadline": seconds since 1970}, written before SIGTERM is sent
 
 
@@ -143,7 +147,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Exit code after saving: 85 after SIGTERM and SIGHUP, 130 after SIGINT, 0 without a signal."""
+        """After saving; without a signal that of success."""
         return 0 if self.signal is None else _EXIT_CODES[self.signal]
 
     def __enter__(self) -> Interruption:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers, add_command
-from posttrain.errors import InputError
+from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.errors import ExitCode, InputError
 
 DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return line
 
     all_answered = converse(conversation, read, _write, _say, has_commands=interactive)
-    return 0 if interactive or all_answered else EXIT_BAD_INPUT
+    return 0 if interactive or all_answered else ExitCode.BAD_INPUT
 
 
 def _write(text: str) -> None:

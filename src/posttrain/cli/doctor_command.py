@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.errors import EXIT_ERROR_FOUND, InputError, near_path
+from posttrain.errors import ExitCode, InputError, near_path
 
 if TYPE_CHECKING:
     from posttrain.files.json_files import JsonObject
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(report.to_text())
-    return EXIT_ERROR_FOUND if report.has_errors else 0
+    return ExitCode.ERROR_FOUND if report.has_errors else 0
 
 
 def rules_text() -> str:

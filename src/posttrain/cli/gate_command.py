@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
-from posttrain.errors import InputError
+from posttrain.errors import VERDICT_CODES, InputError
 from posttrain.files import durable
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
-EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}
 SUMMARY = "decide whether a candidate may ship: promote, reject, or more samples needed"
 EPILOG = """\
 examples:
@@ -114,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         _write(Path(args.json), json.dumps(report, indent=2) + "\n")
     if args.html is not None:
         _write(args.html, as_html(report, result))
-    return EXIT_CODES[result.verdict]
+    return VERDICT_CODES[result.verdict]
 
 
 def _show_result(result: GateResult) -> None:

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from posttrain.errors import InputError
+from posttrain.errors import ExitCode, InputError
 
 if TYPE_CHECKING:
     from posttrain.apps.launch.launch_request import LaunchRequest
@@ -134,4 +134,4 @@ def _exit_code(phase: str, pods: list[RunPod]) -> int:
         return 0
     last = max((pod.attempt for pod in pods), default=0)
     codes = {pod.exit_code for pod in pods if pod.attempt == last}
-    return next((code for code in (64, 65) if code in codes), 1)
+    return next((code for code in (ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS) if code in codes), 1)

@@ -41,9 +41,10 @@ from posttrain.cli import (
     watch_command,
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
+from posttrain.cli.overrides_parser import RAW, OverridesParser
 from posttrain.errors import (
-    EXIT_SAVED,
+    STOPPED_UNSAVED,
+    ExitCode,
     HardwareError,
     InputError,
     StorageError,
@@ -52,11 +53,6 @@ from posttrain.errors import (
     path_error,
     printable,
 )
-
-EXIT_DONE = 0
-EXIT_CRASH = 1
-EXIT_INTERRUPTED = 130
-STOPPED = (EXIT_SAVED, EXIT_INTERRUPTED, 129, 143)  # by a signal
 
 DESCRIPTION = """\
 Tune language models from preferences and rewards.
@@ -139,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             code = _main(sys.argv[1:] if arguments is None else arguments)
         except Terminated as stopped:  # before there was a command
             code = stopped.exit_code
-        if arguments is None and code in STOPPED:
+        if arguments is None and code in (ExitCode.SAVED, ExitCode.INTERRUPTED, *STOPPED_UNSAVED):
             _leave(code)
     return code
 
@@ -166,17 +162,17 @@ def _main(given: list[str]) -> int:
         if not given:
             parser.print_help(sys.stderr)
             print("\nposttrain: error: no command given", file=sys.stderr)
-            return EXIT_BAD_INPUT
+            return ExitCode.BAD_INPUT
         if given[0] == "help":
             given = [*given[1:], "--help"]
-        if (code := report_errors(lambda: _check_surroundings(given))) != EXIT_DONE:
+        if (code := report_errors(lambda: _check_surroundings(given))) != ExitCode.DONE:
             return code
         try:
             args = parser.parse_args(given)
         except SystemExit as ended:
             if ended.code or not unwritten(out):
                 raise
-            return _code_without_output(out, EXIT_DONE, is_result=True)  # of --help and --version
+            return _code_without_output(out, ExitCode.DONE, is_result=True)  # of --help and --version
         code = report_errors(lambda: int(args.run(args)), getattr(args, "interrupted", "stopped"))
         return _code_without_output(out, code, is_result=getattr(args, "output_is_result", True))
 
@@ -186,7 +182,7 @@ def _code_without_output(out: ConsoleStream, code: int, *, is_result: bool) -> i
     problem = unwritten(out)
     if problem and not (is_result and out.is_reader_gone):
         print(f"posttrain: the output could not be written to stdout: {problem}", file=sys.stderr)
-    return EXIT_CRASH if problem and is_result and code == EXIT_DONE else code
+    return ExitCode.CRASHED if problem and is_result and code == ExitCode.DONE else code
 
 
 def _check_surroundings(words: list[str]) -> int:
@@ -218,7 +214,7 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     except (HardwareError, StorageError) as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
@@ -227,12 +223,12 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     except OSError as error:
         if (readable := path_error(error)) is None:
             traceback.print_exc()
-            return EXIT_CRASH
+            return ExitCode.CRASHED
         print(f"posttrain: error: {readable}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return ExitCode.BAD_INPUT
     except Exception:
         traceback.print_exc()
-        return EXIT_CRASH
+        return ExitCode.CRASHED
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from posttrain.errors import ExitCode
 from posttrain.files.redaction import redact_argument
 
-EXIT_BAD_INPUT = 64
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 
@@ -30,9 +30,9 @@ class OverridesParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Like argparse's, with the exit code that every bad input has, and with the command that was probably meant."""
         if (match := re.search(r"invalid choice: '([^']*)'", message)) and self._subparsers is not None:
-            self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: unknown command {match[1]!r}{self._meant(match[1])}\n")
+            self.exit(ExitCode.BAD_INPUT, f"{self.prog}: error: unknown command {match[1]!r}{self._meant(match[1])}\n")
         self.print_usage(sys.stderr)
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
+        self.exit(ExitCode.BAD_INPUT, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.apps.ship.pipeline.records import STAGES
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
-from posttrain.errors import EXIT_SAVED, Terminated
+from posttrain.errors import ExitCode, Terminated
 
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
@@ -101,7 +101,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
         return stop.code
     except KeyboardInterrupt as stopped:
         print("posttrain: stopped; finished stages are kept, and the same command resumes", file=sys.stderr)
-        return EXIT_SAVED if isinstance(stopped, Terminated) else 130
+        return ExitCode.SAVED if isinstance(stopped, Terminated) else ExitCode.INTERRUPTED
     show_result(config, write_views(config))
     return code
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from posttrain.config import LoggerConfig
-from posttrain.errors import Superseded, reason_of, switch
+from posttrain.errors import ExitCode, Superseded, reason_of, switch
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
@@ -66,7 +66,6 @@ from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 if TYPE_CHECKING:
     from posttrain.config.changes import ConfigChange
     from posttrain.files.run_folder_lock import Attempt
-    from posttrain.roles import Ending
     from posttrain.types import Group, StepReport, TokenTrace
 
 REPORT_PERIOD_S = 10.0
@@ -259,21 +258,21 @@ class RunRecorder:
         for line in self._loggers.wake():
             self.warn(line)
 
-    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
+    def finish(self, reason: str, *, is_stopped: bool = False) -> ExitCode:
         """Write the final state of the run and show how it ended."""
         is_finished = self._step >= self._max_steps and not is_stopped
         if not self._is_complete:
             self._confirm_folder()
         rows = load_run(self.folder).rows
-        ending: Ending = "complete"
+        code = ExitCode.DONE
         if num_rollouts := num_all_unscored(rows):
-            ending = "nothing scored"
+            code = ExitCode.NO_PROGRESS
             reason += (
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
                 f"the reasons; fix the reward, and begin again with {switch('--restart')}"
             )
         elif self._lost_step is not None:
-            ending = "record lost"
+            code = ExitCode.CRASHED
             reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
             if is_finished:
@@ -290,7 +289,7 @@ class RunRecorder:
         findings = self._examination.findings
         lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
-        return ending
+        return code
 
     def _end_loggers(self, *, is_finished: bool, limit_s: float) -> None:
         if self._gpus is not None:

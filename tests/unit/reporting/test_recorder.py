@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import Superseded
+from posttrain.errors import ExitCode, Superseded
 from posttrain.files.run_folder_lock import Attempt
 from posttrain.recipes.dpo import DpoRecipe
 from posttrain.recipes.grpo import GrpoRecipe
@@ -428,7 +428,7 @@ def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(deleted
             shutil.rmtree(bench.folder) if deleted == "the folder" else (bench.folder / "metrics.jsonl").unlink()
             recorder.stage("Generating responses")
         recorder.record_step(step, report(step), None)
-    assert recorder.finish("finished") == "record lost"
+    assert recorder.finish("finished") == ExitCode.CRASHED
     assert [row["step"] for row in bench.rows()] == [3, 4]
     assert {path.name for path in bench.folder.iterdir()} >= {"config.yaml", "run.json", "report.html", "attempts"}
     assert bench.output.count("was deleted or replaced after step 2") == 1
@@ -450,7 +450,7 @@ def test_a_folder_that_is_deleted_while_a_step_is_written_is_made_again(
 
     monkeypatch.setattr(recorder_module, "append_rows", delete_and_append)
     recorder.record_step(2, report(2), None)
-    assert recorder.finish("finished") == "record lost"
+    assert recorder.finish("finished") == ExitCode.CRASHED
     assert [row["step"] for row in bench.rows()] == [2]
 
 
@@ -459,22 +459,22 @@ def test_a_folder_that_is_deleted_before_the_run_begins_has_lost_nothing(bench: 
     shutil.rmtree(bench.folder)
     recorder = bench.recorder(attempt=attempt, max_steps=1)
     recorder.record_step(1, report(1), None)
-    assert recorder.finish("finished") == "complete"
+    assert recorder.finish("finished") == ExitCode.DONE
 
 
 def test_a_run_without_any_score_says_so_at_its_end_and_when_started_again(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=2)
     for step in (1, 2):
         recorder.record_step(step, report(step, unscored=20, num_samples=20), None)
-    assert recorder.finish("finished") == "nothing scored"
+    assert recorder.finish("finished") == ExitCode.NO_PROGRESS
     assert "finished, but not one of the 40 rollouts could be scored" in bench.output
-    assert bench.recorder(resumed_step=2, max_steps=2).finish("nothing to do") == "nothing scored"
+    assert bench.recorder(resumed_step=2, max_steps=2).finish("nothing to do") == ExitCode.NO_PROGRESS
 
 
 def test_one_score_makes_a_run_count(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=1)
     recorder.record_step(1, report(1, unscored=19, num_samples=20), None)
-    assert recorder.finish("finished") == "complete"
+    assert recorder.finish("finished") == ExitCode.DONE
 
 
 def test_a_deleted_folder_of_attempts_loses_no_record(bench: Any, report: Any) -> None:
@@ -482,7 +482,7 @@ def test_a_deleted_folder_of_attempts_loses_no_record(bench: Any, report: Any) -
     recorder.record_step(1, report(1), None)
     shutil.rmtree(bench.folder / "attempts")
     recorder.record_step(2, report(2), None)
-    assert recorder.finish("finished") == "complete"
+    assert recorder.finish("finished") == ExitCode.DONE
     assert [row["step"] for row in bench.rows()] == [1, 2]
     assert (bench.folder / "attempts" / "0001.json").exists()
 
@@ -493,11 +493,11 @@ def test_a_lost_record_stays_lost_when_the_run_is_started_again(max_steps: int, 
     recorder.record_step(1, report(1), None)
     (bench.folder / "metrics.jsonl").unlink()
     recorder.record_step(2, report(2), None)
-    assert recorder.finish("finished") == "record lost"
+    assert recorder.finish("finished") == ExitCode.CRASHED
     again = bench.recorder(resumed_step=2, max_steps=max_steps)
-    assert again.finish("nothing to do") == "record lost"
+    assert again.finish("nothing to do") == ExitCode.CRASHED
     assert bench.output.count("the record of the steps up to 1 is lost") == 2
-    assert bench.recorder(resumed_step=0, max_steps=2).finish("stopped") == "complete", "a new run has lost nothing"
+    assert bench.recorder(resumed_step=0, max_steps=2).finish("stopped") == ExitCode.DONE, "a new run has lost nothing"
 
 
 def test_log_of_an_attempt_begins_with_its_number_host_and_time(bench: Any) -> None:

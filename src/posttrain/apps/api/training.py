@@ -18,16 +18,13 @@ from posttrain.apps.api.settings import (
     overrides_of,
 )
 from posttrain.apps.train import WITH_APPS
-from posttrain.errors import called_from_python
+from posttrain.errors import ExitCode, called_from_python
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.run import start_run
 
 if TYPE_CHECKING:
     from posttrain.apps.api.settings import Config, Data, Reward
     from posttrain.config import LoadedConfig, RunConfig
-
-EXIT_INTERRUPTED = 130
-EXIT_STOPPED = 85  # by SIGTERM or SIGHUP, after saving
 
 
 def grpo(
@@ -142,9 +139,9 @@ def _train(
             prepare=prepare,
             extensions=WITH_APPS,
         )
-    if code == EXIT_INTERRUPTED:
+    if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    if code == EXIT_STOPPED:
+    if code == ExitCode.SAVED:
         raise SystemExit(code)
     run = Run(_folder(loaded), loaded.config.checkpointing.checkpoint_dir)
     if code != 0:

@@ -33,7 +33,7 @@ from posttrain.data.datasets import TaskDataset
 from posttrain.data.entries import Entry, read_entries
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
-from posttrain.errors import InputError, StopRequested
+from posttrain.errors import ExitCode, InputError, StopRequested
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import without_credentials
 from posttrain.models.accepted_names import resolve_model
@@ -81,7 +81,7 @@ class RewardRange:
 
 
 class NothingScored(InputError):
-    exit_code = 65
+    exit_code = ExitCode.NO_PROGRESS
 
 
 @dataclass

@@ -27,7 +27,7 @@ from posttrain.apps.launch.pod_template import NODE_COMMAND, RUN_LABEL, Object, 
 from posttrain.apps.launch.run_checkpoints import listing_command, run_folders
 from posttrain.apps.launch.runs import Check, ClusterUnreachable, name_of
 from posttrain.config.cluster_profile import is_http_address
-from posttrain.errors import InputError, reason_of
+from posttrain.errors import ExitCode, InputError, reason_of
 from posttrain.files.json_files import JsonObject, parse_json
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"  # Ray's own
@@ -46,8 +46,8 @@ _PHASES = {
     "STOPPED": "Failed",
 }
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-_MEANINGS = {
-    85: ": interrupted. Nothing starts it again: `posttrain launch stop` removes it, and the same launch resumes it",
+_MEANINGS: dict[int, str] = {
+    ExitCode.SAVED: ": interrupted. Nothing starts it again: `posttrain launch stop` removes it, and the same launch resumes it",
     127: ": executable file not found; the image of the Ray cluster needs `posttrain`, see Dockerfile",
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from posttrain.apps.launch.pod_template import RUN_LABEL, Object
-from posttrain.errors import InputError
+from posttrain.errors import ExitCode, InputError
 from posttrain.files.json_files import JsonObject
 
 WORKLOADS = {  # apiVersion and kind of what a run is; the plural of each is its lower-case kind with an s
@@ -31,7 +31,7 @@ NOT_STARTING = (  # reasons for waiting that do not end by themselves
 class ClusterUnreachable(InputError):
     """The cluster does not answer or is not reachable."""
 
-    exit_code = 69
+    exit_code = ExitCode.UNREACHABLE
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from posttrain.apps.launch.pod_template import (
     labels_of,
     pod_template,
 )
-from posttrain.errors import InputError
+from posttrain.errors import ExitCode, InputError
 
-INTERRUPTED, BAD_INPUT, NO_PROGRESS = 85, 64, 65
 MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` ends a run that makes no progress earlier
 MAX_COUNTED_EVICTIONS = 1000  # Volcano counts evictions
 KEEP_FINISHED_S = 7 * 24 * 3600
@@ -68,7 +67,7 @@ def _indexed_job(request: LaunchRequest, head_host: str, failure_rules: list[Obj
 
 
 def _exit_codes(*codes: int) -> Object:
-    return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+    return {"containerName": CONTAINER, "operator": "In", "values": [int(code) for code in codes]}
 
 
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
@@ -82,9 +81,9 @@ def _job(request: LaunchRequest) -> list[Object]:
         request,
         f"{request.name}-0.{request.name}",
         [
-            {"action": "FailJob", "onExitCodes": _exit_codes(BAD_INPUT, NO_PROGRESS)},
+            {"action": "FailJob", "onExitCodes": _exit_codes(ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS)},
             {"action": "Ignore", "onPodConditions": _DISRUPTED},
-            {"action": "Ignore", "onExitCodes": _exit_codes(INTERRUPTED)},
+            {"action": "Ignore", "onExitCodes": _exit_codes(ExitCode.SAVED)},
         ],
     )
     job["template"]["spec"]["subdomain"] = request.name
@@ -120,9 +119,9 @@ def _jobset(request: LaunchRequest) -> list[Object]:
         request,
         f"{request.name}-{REPLICATED_JOB}-0-0.{request.name}",
         [
-            {"action": "FailJob", "onExitCodes": _exit_codes(BAD_INPUT, NO_PROGRESS)},
+            {"action": "FailJob", "onExitCodes": _exit_codes(ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS)},
             {"action": "FailJob", "onPodConditions": _DISRUPTED},
-            {"action": "FailJob", "onExitCodes": _exit_codes(INTERRUPTED)},
+            {"action": "FailJob", "onExitCodes": _exit_codes(ExitCode.SAVED)},
         ],
     )
     failure_policy = {
@@ -161,7 +160,7 @@ def _jobset(request: LaunchRequest) -> list[Object]:
 def _volcano(request: LaunchRequest) -> list[Object]:
     """Rank 0 is a separate task: its end is the end of the run."""
     head_host = f"{request.name}-head-0.{request.name}"
-    ends = [{"exitCode": code, "action": "AbortJob"} for code in (BAD_INPUT, NO_PROGRESS)]
+    ends = [{"exitCode": int(code), "action": "AbortJob"} for code in (ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS)]
     restarts = [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")]
 
     def task(name: str, replicas: int, policies: list[Object], rank_offset: int) -> Object:

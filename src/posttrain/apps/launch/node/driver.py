@@ -13,9 +13,10 @@ from functools import partial
 from posttrain.apps.launch.node.contract import NodeSettings
 from posttrain.apps.launch.node.control import Link, Message
 from posttrain.apps.launch.node.head import DRIVER, driver_command, exit_code, why_no_progress, write_stop
-from posttrain.apps.launch.node.member import INTERRUPTED, NO_PROGRESS, Member
+from posttrain.apps.launch.node.member import Member
 from posttrain.apps.launch.node.notices import Notice
 from posttrain.checkpointing.stopping import STOP_FILE
+from posttrain.errors import ExitCode
 
 
 class DriverMember(Member):
@@ -31,7 +32,7 @@ class DriverMember(Member):
 
     def _begin(self) -> None:
         if (why := why_no_progress(self.settings.checkpoint_dir)) is not None:
-            self.end(NO_PROGRESS, why)
+            self.end(ExitCode.NO_PROGRESS, why)
             return
         self.begin()
 
@@ -48,7 +49,7 @@ class DriverMember(Member):
         elif kind == "save":
             self.children.signal(DRIVER, signal.SIGUSR1)
         elif kind == "kill":
-            self.end(INTERRUPTED, str(message["why"]))
+            self.end(ExitCode.SAVED, str(message["why"]))
 
     def on_notice(self, notice: Notice) -> None:
         assert notice.seconds is not None
@@ -56,7 +57,7 @@ class DriverMember(Member):
         self.deadline = min(self.deadline, time.monotonic() + notice.seconds)
         write_stop(self._stop_file, self.deadline)
         self.children.signal(DRIVER, signal.SIGTERM)
-        self.at(self.deadline, partial(self.end, INTERRUPTED, "the driver has not ended in the time that was left"))
+        self.at(self.deadline, partial(self.end, ExitCode.SAVED, "the driver has not ended in the time that was left"))
 
     def on_end(self, name: str, code: int) -> None:
         self.end(exit_code(code, is_stopping=self._is_stopping), f"the driver ended with {code}")

@@ -26,10 +26,10 @@ from pathlib import Path
 
 from posttrain.apps.launch.node.contract import NodeSettings
 from posttrain.apps.launch.node.control import Link, Listener, Message, port_is_open
-from posttrain.apps.launch.node.member import BAD_INPUT, CRASHED, DONE, INTERRUPTED, JOIN_S, NO_PROGRESS, RAY, Member
+from posttrain.apps.launch.node.member import JOIN_S, RAY, Member
 from posttrain.apps.launch.node.notices import Notice
 from posttrain.checkpointing.stopping import STOP_FILE
-from posttrain.errors import EXIT_ERROR_FOUND, reason_of
+from posttrain.errors import ExitCode, reason_of
 from posttrain.files.run_folder_lock import ATTEMPTS_FOLDER, read_attempts
 
 DRIVER = "driver"
@@ -41,7 +41,11 @@ _GIVEN_UP = "given_up.json"  # the last reported attempt; a relaunched run has n
 _POLL_S = 0.2
 # Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a signal
 # with nothing to save.
-_MEANINGS = {EXIT_ERROR_FOUND: NO_PROGRESS, 129: INTERRUPTED, 143: INTERRUPTED}
+_MEANINGS: dict[int, int] = {
+    ExitCode.ERROR_FOUND: ExitCode.NO_PROGRESS,
+    ExitCode.HANGUP: ExitCode.SAVED,
+    ExitCode.TERMINATED: ExitCode.SAVED,
+}
 
 
 class HeadMember(Member):
@@ -60,7 +64,7 @@ class HeadMember(Member):
     def begin(self) -> None:
         settings = self.settings
         if not settings.is_kuberay and (why := why_no_progress(settings.checkpoint_dir)) is not None:
-            self.end(NO_PROGRESS, why)
+            self.end(ExitCode.NO_PROGRESS, why)
             return
         self._listener = Listener(
             settings.control_port, self._pass_on, lambda link: self.later(partial(self._left, link))
@@ -75,7 +79,7 @@ class HeadMember(Member):
     def _give_up_waiting(self) -> None:
         missing = [str(rank) for rank in range(1, self.settings.num_nodes) if rank not in self.members]
         if missing:
-            self.end(INTERRUPTED, f"rank {', '.join(missing)} has not joined within {JOIN_S:.0f} s")
+            self.end(ExitCode.SAVED, f"rank {', '.join(missing)} has not joined within {JOIN_S:.0f} s")
 
     def on_message(self, link: Link, message: Message) -> None:
         kind = message["type"]
@@ -111,7 +115,7 @@ class HeadMember(Member):
         else:
             number = int(str(rank))
         if number in self.members or not 0 < number < max(self.settings.num_nodes, len(self.members) + 2):
-            self.end(INTERRUPTED, f"rank {number} has joined twice: its pod was replaced")
+            self.end(ExitCode.SAVED, f"rank {number} has joined twice: its pod was replaced")
             return
         self.members[number] = link
         link.send({"type": "welcome", "rank": number})
@@ -133,7 +137,7 @@ class HeadMember(Member):
                 link.send({"type": "go", "address": f"{address}:{port}", "token": self._token})
             self._start_driver({"RAY_ADDRESS": f"{address}:{port}"})
         elif time.monotonic() > limit:
-            self.end(CRASHED, f"Ray's head has not answered at {address}:{port} for {_RAY_START_S:.0f} s")
+            self.end(ExitCode.CRASHED, f"Ray's head has not answered at {address}:{port} for {_RAY_START_S:.0f} s")
         else:
             self.at(time.monotonic() + _POLL_S, partial(self._when_ray_answers, address, limit))
 
@@ -169,7 +173,7 @@ class HeadMember(Member):
 
     def _on_deadline(self) -> None:
         if self._is_stopping and time.monotonic() >= self.deadline:
-            self.end(INTERRUPTED, "the driver has not ended in the time that was left")
+            self.end(ExitCode.SAVED, "the driver has not ended in the time that was left")
 
     def _ask_drivers(self) -> None:
         for driver in self.drivers:
@@ -178,16 +182,16 @@ class HeadMember(Member):
     def _after_drivers(self, why: str) -> None:
         """Under KubeRay only the machines that were told to end do so."""
         if not self.settings.is_kuberay or not self._waiting:
-            self.end(INTERRUPTED, why)
+            self.end(ExitCode.SAVED, why)
             return
         for link in self._waiting:
-            link.send({"type": "stop", "code": INTERRUPTED, "why": why})
+            link.send({"type": "stop", "code": ExitCode.SAVED, "why": why})
         self._waiting, self._is_stopping, self.deadline = [], False, math.inf
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, name: str, code: int) -> None:
-        known, words = (CRASHED, self.ray_output_tail()) if name == RAY else (code, "")
+        known, words = (ExitCode.CRASHED, self.ray_output_tail()) if name == RAY else (code, "")
         self.end(exit_code(known, is_stopping=self._is_stopping), f"the {name} process ended with {code}{words}")
 
     def _left(self, link: Link) -> None:
@@ -210,7 +214,7 @@ class HeadMember(Member):
             for driver in self.drivers:
                 driver.send({"type": "kill", "why": f"rank {rank} is gone"})
         else:
-            self.end(INTERRUPTED, f"rank {rank} is gone")
+            self.end(ExitCode.SAVED, f"rank {rank} is gone")
 
     def end(self, code: int, why: str) -> None:
         """Notify all members, and end once they have disconnected or after a short timeout."""
@@ -234,7 +238,11 @@ class HeadMember(Member):
 def exit_code(code: int, *, is_stopping: bool) -> int:
     """Of a gang whose driver ended with `code`. An interruption that did not let it save is no crash."""
     known = _MEANINGS.get(code, code)
-    return INTERRUPTED if is_stopping and known not in (DONE, BAD_INPUT, NO_PROGRESS) else known
+    return (
+        ExitCode.SAVED
+        if is_stopping and known not in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS)
+        else known
+    )
 
 
 def driver_command(settings: NodeSettings) -> list[str]:

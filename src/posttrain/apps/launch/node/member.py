@@ -27,9 +27,8 @@ from posttrain.apps.launch.node.children import Children
 from posttrain.apps.launch.node.contract import NodeSettings
 from posttrain.apps.launch.node.control import Link, Message, connect
 from posttrain.apps.launch.node.notices import Notice, metadata_service, start_watch
-from posttrain.errors import InputError
+from posttrain.errors import ExitCode, InputError
 
-DONE, CRASHED, BAD_INPUT, NO_PROGRESS, INTERRUPTED = 0, 1, 64, 65, 85
 JOIN_S = 1800.0  # for all machines of a gang to start
 RAY = "ray"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -146,7 +145,7 @@ class Member:
             say=self.say,
         )
         if link is None:
-            self.later(partial(self.end, INTERRUPTED, "rank 0 did not start"))
+            self.later(partial(self.end, ExitCode.SAVED, "rank 0 did not start"))
         else:
             self.later(partial(self._on_connection, link))
 
@@ -185,21 +184,23 @@ class Member:
         if notice.is_final:
             seconds = self.settings.grace_s if notice.seconds is None else notice.seconds
             self.deadline = min(self.deadline, time.monotonic() + seconds)
-            self.at(self.deadline, partial(self.end, INTERRUPTED, "the machine's time is over"))
+            self.at(self.deadline, partial(self.end, ExitCode.SAVED, "the machine's time is over"))
         if self._link is not None:
             self._link.send(
                 {"type": "notice", "source": notice.source, "seconds": notice.seconds, "is_final": notice.is_final}
             )
         elif notice.is_final:
-            self.end(INTERRUPTED, "nothing had begun")
+            self.end(ExitCode.SAVED, "nothing had begun")
 
     def on_end(self, name: str, code: int) -> None:
         """Rank 0 decides whether the gang continues."""
         assert self._link is not None
-        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"})
+        self._link.send(
+            {"type": "failed", "code": ExitCode.CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"}
+        )
 
     def _on_loss(self) -> None:
-        self.end(INTERRUPTED, "rank 0 is gone")
+        self.end(ExitCode.SAVED, "rank 0 is gone")
 
     def end(self, code: int, why: str) -> None:
         if self.code is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from posttrain.apps.ship.pipeline.stage import Stop
 from posttrain.apps.ship.pipeline.training_process import run_training
 from posttrain.config.pipeline import DemoSection
+from posttrain.errors import ExitCode
 from posttrain.files import durable
 from posttrain.files.digests import digest
 
@@ -71,7 +72,7 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
         loaded = load_config("sft", None, _sft_settings(demo, taught))
         durable.write_text(taught / "sft.yaml", loaded.to_yaml())
     if code := run_training("sft", taught / "sft.yaml", quiet=quiet, lock=lock):
-        raise Stop(code if code in (64, 74, 75, 76, 85, 129, 130, 143) else 1, f"demo: SFT ended with exit code {code}")
+        raise Stop(code if code in set(ExitCode) else ExitCode.CRASHED, f"demo: SFT ended with exit code {code}")
     settings = ConversionSettings(force=True, verify=False)
     convert(str(taught / "run"), folder / MODEL, settings, shown_as="careless arithmetic", say=say)
 

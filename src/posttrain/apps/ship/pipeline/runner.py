@@ -36,13 +36,12 @@ from posttrain.apps.ship.pipeline.stages.evaluate import check_problems
 from posttrain.apps.ship.pipeline.stages.traces import current_content
 from posttrain.apps.ship.registry.lineage import code_version
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import FolderHeld, InputError, place_and_reason
+from posttrain.errors import VERDICT_CODES, FolderHeld, InputError, place_and_reason
 from posttrain.files import durable
 from posttrain.files.digests import FileHashes, digest
 from posttrain.files.locks import Holder, LockHeld, locked
 from posttrain.roles import ShowProgress, no_progress
 
-EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}  # as those of `posttrain gate`
 HASHES_FILE = ".hashes.json"
 ELAPSED_FILE = ".elapsed.json"
 _BEAT_S = 2.0
@@ -126,7 +125,7 @@ class PipelineRunner:
                 iteration.write()
                 after_stage()
         gate = before.get("gate")
-        return EXIT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
+        return VERDICT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
 
     def dry_run(self, request: RunRequest) -> DryRun:
         """Check everything that can be checked; write nothing."""

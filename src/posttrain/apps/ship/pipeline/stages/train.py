@@ -15,7 +15,7 @@ from posttrain.config import LoadedConfig, RunConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import EXIT_ERROR_FOUND, InputError
+from posttrain.errors import STOPPED_UNSAVED, ExitCode, InputError
 from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.reporting.examination import errors_of_model
@@ -90,7 +90,7 @@ class TrainStage(Stage):
         for error in errors:
             context.say(f"warning: train: doctor: {error.line}")
         if errors and config.train.on_doctor_error == "stop":
-            raise Stop(EXIT_ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
+            raise Stop(ExitCode.ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
         metric, value, seconds = _training_metric(run)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
         sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
@@ -163,22 +163,22 @@ def _quoted(text: str) -> str:
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
     again = "the same command resumes from its newest checkpoint"
-    if code == EXIT_ERROR_FOUND:
+    if code == ExitCode.ERROR_FOUND:
         return code, f"train: stopped by the doctor, saved; see the finding above. {again[0].upper()}{again[1:]}"
-    if code in (85, 130):
+    if code in (ExitCode.SAVED, ExitCode.INTERRUPTED):
         return code, f"train: stopped, saved; {again}"
-    if code in (129, 143):
-        return 85, "train: stopped before there was anything to save; the same command starts it again"
-    if code == 74:
+    if code in STOPPED_UNSAVED:
+        return ExitCode.SAVED, "train: stopped before there was anything to save; the same command starts it again"
+    if code == ExitCode.STORAGE_FAILED:
         return code, f"train: the storage failed; see the error above. When it is fixed, {again}"
-    if code == 65:
+    if code == ExitCode.NO_PROGRESS:
         return (
             code,
             "train: not one rollout could be scored, so nothing was learnt; see the reasons above and fix the reward",
         )
-    if code in (75, 76):
+    if code in (ExitCode.FOLDER_HELD, ExitCode.SUPERSEDED):
         return code, f"train: another process is training in this folder; see above. When it has ended, {again}"
-    if code == 64:
+    if code == ExitCode.BAD_INPUT:
         return code, f"train: `posttrain {algorithm}` refused its input; see the error above"
     if code < 0:
         return 1, f"train: the training was killed by signal {-code}; {again}"
