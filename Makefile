@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .vllm-venv
 
-.PHONY: help setup demo test test-long test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-full durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
-	@echo "make test    set up, then run all tests but those of test-long"
+	@echo "make test    set up, then run the tests that hold every promise once (8 minutes on 2 cores)"
+	@echo "make test-full  all tests: every family, kernel, Ray layout, browser (an hour on 2 cores)"
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
@@ -18,7 +20,7 @@ help:
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
-	@echo "make test-long  runs on several Ray nodes that take minutes"
+	@echo "make durations  measure all tests anew; their tier follows from tests/durations.json"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
@@ -35,12 +37,19 @@ demo: setup
 	$(BIN)/posttrain demo
 
 # Two workers with one thread each are faster on small models than one with two. In the order of the folders slow files are first.
-test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-# Configs of the guides on two Ray nodes, runs as jobs of a Ray cluster, lost machines, further cases of slow tests: some fifteen minutes.
-test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m long tests
+# Every promise at least once, chosen by measured times (tests/tiers.py): at most 8 minutes on two quiet cores.
+test: setup
+	$(PYTEST) --tier fast
+
+# Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM if `make vllm-env` has made its environment.
+test-full: setup
+	$(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(PYTEST)
+
+# Measure every test anew, on a quiet machine: the tier of a test follows from its time.
+durations: setup
+	$(PYTEST) --record-durations
 
 # Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
 LOGGERS := $(VENV)/loggers
@@ -51,11 +60,11 @@ test-loggers: setup
 	OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
 
 # Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
-# Without the slow ones: they start Ray or kill runs, and compare runs that use the same kernels.
+# Without Ray: such tests compare runs that use the same kernels.
 invariants: setup
 	set -e; for capability in $$($(BIN)/python tests/cpu_capabilities.py); do \
 	  echo "tests/invariants with ATEN_CPU_CAPABILITY=$$capability"; \
-	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not long" tests/invariants; \
+	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --tier fast -m "not ray" tests/invariants; \
 	done
 
 lint: setup
@@ -91,7 +100,6 @@ bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
 
 # vLLM has an environment of its own: its pins do not affect ours. For a GPU: python tools/vllm_env.py .vllm-venv
-VLLM_VENV ?= .vllm-venv
 vllm-env: setup
 	test -f $(VLLM_VENV)/.installed || $(BIN)/python tools/vllm_env.py $(VLLM_VENV) --cpu
 	touch $(VLLM_VENV)/.installed

@@ -5,8 +5,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import local_ray
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["tiers"]
+# Without a GPU its tests are not collected.
+collect_ignore = [] if any(Path("/dev").glob("nvidia[0-9]*")) else ["gpu"]
 
 # No test reaches a network. Set before transformers and datasets are imported, which read it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,10 +53,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
-    """Started once for the tests of a file."""
-    from local_ray import local_ray
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ray is started once for all tests marked `ray`: they run in one worker, one after the other."""
+    if item.get_closest_marker("ray"):
+        local_ray.start()
 
-    with local_ray():
-        yield
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if local_ray.is_running() and (nextitem is None or not nextitem.get_closest_marker("ray")):
+        local_ray.stop()  # the other tests must not find it

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 
-@contextmanager
-def local_ray(num_gpus: int = 0) -> Iterator[None]:
-    """Four slots, which are not cores: a small machine can hold four ranks."""
+def start(num_gpus: int = 0) -> None:
+    """Unless it runs already. Four slots, which are not cores: a small machine can hold four ranks."""
     ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    if ray.is_initialized():
+        return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         num_cpus=4,
@@ -23,7 +25,20 @@ def local_ray(num_gpus: int = 0) -> Iterator[None]:
         log_to_driver=False,
         address="local",
     )
+
+
+def is_running() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+def stop() -> None:
+    sys.modules["ray"].shutdown()
+
+
+@contextmanager
+def local_ray(num_gpus: int = 0) -> Iterator[None]:
+    start(num_gpus)
     try:
         yield
     finally:
-        ray.shutdown()
+        stop()

@@ -34,12 +34,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> RankSetup:
     return RankSetup(loaded.config.policy, seed=0, needs_reference=True)
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def group(request: pytest.FixtureRequest, setup: RankSetup) -> Iterator[WorkerGroup]:
     if request.param == "local":
         yield LocalWorker(build_rank(setup))
         return
-    request.getfixturevalue("one_ray")
     workers = start_workers(partial(build_rank, setup), RankLayout(1, 2, device="cpu", num_threads=1), "ray")
     yield workers
     workers.close()
@@ -179,8 +178,7 @@ def test_the_engine_samples_with_the_weights_of_the_last_update(trainer: Trainer
     assert engine.generate(tasks, 2, sampling, key) == groups, "what was released is allocated again"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
+@pytest.mark.ray
 def test_a_dead_actor_is_named(setup: RankSetup) -> None:
     import ray
 

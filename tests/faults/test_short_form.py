@@ -19,7 +19,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "spot"])  # that: integration/test_spot_is_exact.py
 def test_promises_hold(name: str, lab: Lab) -> None:
     result = run_part(PARTS[name], lab, SEED, short=True)

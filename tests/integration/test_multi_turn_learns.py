@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_ray import local_ray
 from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
 
 from posttrain.apps.demo.calculator import build_model, write_data
@@ -28,7 +27,6 @@ def groups_of(path: Path) -> list[dict[str, Any]]:
 # -- the worked example ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/sft_calculator.yaml and configs/grpo_calculator.yaml as they are, with fewer prompts and steps of GRPO."""
     monkeypatch.chdir(tmp_path)
@@ -190,12 +188,11 @@ def test_packed_conversations_train_like_unpacked_ones(model: Path, data: Path, 
     assert_same_numbers(tmp_path / "packed", whole)
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_conversations_are_the_same_on_two_ranks_as_in_one_process(
     model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
-    with local_ray():
-        assert run([*talking(model, data, tmp_path / "two"), "cluster.launcher=ray", "cluster.gpus_per_node=2"]) == 0
+    assert run([*talking(model, data, tmp_path / "two"), "cluster.launcher=ray", "cluster.gpus_per_node=2"]) == 0
     assert_same_numbers(tmp_path / "two", whole)
     ours, theirs = (groups_of(folder / "rollouts/step_1.jsonl.gz") for folder in (tmp_path / "two", whole))
     assert [c["turns"] for g in ours for c in g["completions"]] == [

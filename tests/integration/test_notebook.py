@@ -13,7 +13,6 @@ nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "own_reward.ipynb"
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_and_its_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")

@@ -29,7 +29,6 @@ from tiny_runs import (
 from posttrain.apps.evaluate.results import read_evaluation
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKEN = "5eed" * 16
@@ -92,7 +91,6 @@ def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path,
         assert ours == {key: same_up_to_rounding(value) for key, value in theirs.items()}
 
 
-@pytest.mark.long
 def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
     nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +133,6 @@ def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) 
     assert "ray get-auth-token" in shown
 
 
-@pytest.mark.long
 def test_a_run_goes_on_by_itself_with_the_same_bits_when_a_node_is_lost_and_another_one_joins(
     nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,6 @@ from posttrain.files.run_folder_lock import read_attempts
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 pytest.importorskip("aiohttp_cors", reason="Ray has no dashboard (ray[default])")
-pytestmark = pytest.mark.long
 
 TOKEN = "5eed" * 16
 LIMIT_S = 240.0

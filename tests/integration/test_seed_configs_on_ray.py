@@ -16,7 +16,6 @@ from ray_nodes import RayNodes
 from tiny_runs import questions, rows_of, save_model, write_rows
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
-pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 LORA, FULL = "configs/grpo_lora_7b_2nodes.yaml", "configs/grpo_llama8b_2nodes.yaml"
@@ -65,7 +64,6 @@ def assert_trained(folder: Path) -> None:
     assert (folder / "step_2" / "policy" / "weights" / "model").is_dir()
 
 
-@pytest.mark.long
 def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes, inputs: Path, tmp_path: Path) -> None:
     python = vllm_pythons.REAL or vllm_pythons.stand_in(tmp_path / "stand-in")
     code, shown = train(nodes, FULL, inputs, tmp_path / "run", f"policy.generation.vllm_cfg.python={python}")
@@ -75,7 +73,6 @@ def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes,
     assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows_of(tmp_path / "run"))
 
 
-@pytest.mark.long
 def test_one_node_trains_in_two_parts_and_the_other_samples_ahead_in_two_parts(
     nodes: RayNodes, inputs: Path, tmp_path: Path
 ) -> None:
@@ -94,7 +91,6 @@ def test_one_node_trains_in_two_parts_and_the_other_samples_ahead_in_two_parts(
     assert second["timing/train/generation_ahead"] > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("config", [LORA, FULL])
 def test_a_config_as_printed_runs_on_two_nodes_and_says_that_vllm_is_not_there(
     config: str, nodes: RayNodes, inputs: Path, tmp_path: Path

@@ -15,7 +15,6 @@ import pytest
 from tiny_runs import Row, preferences, questions, rows_of, save_model, traces, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
 
 GRPO_SIZES = (
     "policy.precision=float32 policy.num_threads=1 policy.max_total_sequence_length=48 policy.generation.max_new_tokens=8 "

@@ -43,7 +43,6 @@ def whole(folder: Path, material: tuple[Path, Path]) -> SpotRun:
     return run
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scheduler", ["jobset", "volcano"])
 def test_a_run_that_loses_machines_ends_as_the_one_that_does_not(

@@ -65,7 +65,6 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], call: int)
     return calls
 
 
-@pytest.mark.slow
 def test_ranks_under_ray_stop_while_they_sample(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,6 @@ TOOLS = ("tensorboard", "wandb", "trackio", "swanlab")
 # huey: mlflow-skinny, which the registry needs, has no server
 MISSING = [name for name in (*TOOLS, "mlflow", "huey") if find_spec(name) is None]
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; make test-loggers installs them"),
 ]
 

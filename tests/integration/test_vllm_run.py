@@ -48,7 +48,7 @@ def answers(folder: Path, step: int) -> list[str]:
         return file.read().splitlines()
 
 
-@pytest.fixture(scope="module", params=["stand-in", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["stand-in", "vllm"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("vllm-run")
     if request.param == "stand-in":
@@ -117,7 +117,6 @@ def test_rounds_carry_answers_over(world: World) -> None:
     assert sorted(draws) == list(range(12))
 
 
-@pytest.mark.long
 def test_a_vllm_of_two_processes_on_places_of_its_own_samples_ahead(world: World) -> None:
     """One rank, and one engine on two places, whose vLLM splits the layers itself."""
     pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")

@@ -29,7 +29,7 @@ LOCAL = ["cluster.launcher=local"]
 DEDICATED = ["cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"]
 AGE_2 = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
+pytestmark = pytest.mark.ray
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_p
     assert_same_run(tmp_path / "resumed", ahead.whole)
 
 
-@pytest.mark.parametrize("place", ["update", pytest.param("reference_logprobs", marks=pytest.mark.long)])
+@pytest.mark.parametrize("place", ["update", "reference_logprobs"])
 def test_a_run_that_is_stopped_while_it_samples_ahead_resumes_with_the_same_bits(
     place: str, ahead: Ahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,6 @@ def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("even") / "model", num_kv_heads=2)
 
 
-@pytest.mark.long
 def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_survives_the_death_of_a_part(
     fault_at: Callable[..., None], even_model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +142,6 @@ def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_su
     assert_same_run(tmp_path / "killed", tmp_path / "parts")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
 def test_ranks_that_share_layers_hand_their_parts_to_an_engine_of_two_parts(
     adapters: list[str], even_model: Path, data: Path, tmp_path: Path
@@ -212,7 +210,6 @@ def test_a_run_that_loses_a_rank_starts_again_by_itself_and_has_the_same_bits(
     assert [log.count(" build …") for log in logs] == [2, 2], "both attempts"
 
 
-@pytest.mark.long
 def test_an_engine_that_hangs_is_named_within_the_deadline(
     fault_at: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,

@@ -44,7 +44,7 @@ IN_BACKGROUND = ["checkpointing.async_save=true"]
 # With one validation prompt the second rank has nothing to sample, and must take part all the same.
 GRPO_SETTINGS = ["grpo.max_val_samples=1"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
+pytestmark = pytest.mark.ray
 
 
 def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
@@ -94,7 +94,6 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.long
 def test_rounds_on_two_ranks_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         rounds = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]

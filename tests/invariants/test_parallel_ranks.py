@@ -121,13 +121,11 @@ def test_ranks_that_share_layers_never_hold_the_whole_model(quick: Path) -> None
     assert shared["held while sampling"] < 0.51 * shared["parameters"]  # the norms are on both
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "expected"), [(case, cases[0]) for cases in SLOW for case in cases[1:]])
 def test_any_arrangement_of_ranks_computes_what_one_process_does(slow: Path, case: str, expected: str) -> None:
     assert_same(slow, case, expected)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("expected", "case"), FAMILIES)
 def test_ranks_that_share_layers_of_any_family_compute_what_one_process_does(
     families: Path, case: str, expected: str

@@ -40,7 +40,6 @@ SETTINGS: dict[str, list[str]] = {
     "orpo": ["preference_loss_weight=0.1", "sft_loss_weight=1", "sft_token_level_loss=true"],
     "kto": ["desirable_weight=1.2", "reference_policy_kl_penalty=0.1"],
 }
-QUICK = ("ipo", "kto")  # the others are slow to show, and `test_loss_invariance.py` packs the loss of each
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -103,7 +102,7 @@ def test_resumed_run_equals_uninterrupted_run(
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES])
+@pytest.mark.parametrize("name", LOSSES)
 def test_packing_does_not_change_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -205,9 +204,8 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
 # -- several ranks ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_two_ranks_equal_one_process_in_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -218,8 +216,7 @@ def test_two_ranks_equal_one_process_in_a_run(
     assert_close(folder, finished[name])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
+@pytest.mark.ray
 def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> None:
     """One optimizer step after another, each with another loss, on the same weights here and there."""
     loaded = load_config("dpo", None, dpo(model, model, model)[1:])

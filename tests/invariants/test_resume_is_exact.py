@@ -43,7 +43,6 @@ LORA_WITH_DROPOUT = [*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]  # its no
 Arguments = Callable[[Path], list[str]]  # run folder -> command line
 
 
-@pytest.mark.slow
 def test_killed_grpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     # The uninterrupted run is started as a user starts it; the killed ones are forked, which must make no difference.
     whole = tmp_path / "whole"
@@ -53,7 +52,6 @@ def test_killed_grpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_p
     kill_and_compare(lambda folder: grpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=10, seed=1)
 
 
-@pytest.mark.slow
 def test_killed_dpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run(dpo(model, data, whole, steps=STEPS)) == 0
@@ -68,8 +66,6 @@ def test_killed_dpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_pa
     assert torn >= 2, "some kills must interrupt a write in the background"
 
 
-@pytest.mark.long
-@pytest.mark.slow
 def test_killed_grpo_lora_run_with_dropout_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
         return [*grpo(model, data, folder, steps=STEPS), *LORA_WITH_DROPOUT]

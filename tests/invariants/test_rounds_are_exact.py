@@ -45,7 +45,6 @@ def test_a_synchronous_run_says_that_it_drops_the_open_groups_of_a_checkpoint(
     assert "step_2 holds sampled groups for later steps (rounds)" in "".join(capsys.readouterr())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("correction", [False, True], ids=["clipped", "importance weights"])
 def test_a_killed_run_with_rounds_equals_the_uninterrupted_one(
     correction: bool, model: Path, data: Path, tmp_path: Path

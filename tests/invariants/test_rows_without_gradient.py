@@ -75,8 +75,6 @@ def test_metrics_do_not_depend_on_packing(alone: Outcomes, case: str) -> None:
     assert two_by_two == [approx(metrics) for metrics in packed]
 
 
-@pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_process_over_all_rows(alone: Outcomes, on_two: Outcomes, case: str, packing: str) -> None:

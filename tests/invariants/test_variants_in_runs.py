@@ -138,7 +138,6 @@ def test_resumed_variant_equals_uninterrupted_run(
     assert_same_bits(folder, whole(name))
 
 
-@pytest.mark.slow
 def test_killed_run_resumes_with_its_surplus_groups(
     arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -165,14 +164,13 @@ def test_results_are_independent_of_packing_and_micro_batching(
     assert_same_numbers(tmp_path / "run", whole(name))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
+@pytest.mark.ray
 @pytest.mark.parametrize(
     "name",
     [
         "dynamic sampling, gdpo, vapo",
-        pytest.param("reinforce++", marks=pytest.mark.long),
-        pytest.param("rloo", marks=pytest.mark.long),
+        "reinforce++",
+        "rloo",
     ],
 )
 def test_two_ranks_equal_one_process(

@@ -111,9 +111,7 @@ def test_registry_is_busy_while_another_process_writes(
         holder.join()
 
 
-@pytest.mark.parametrize(
-    "kind", ["EXCLUSIVE", pytest.param("IMMEDIATE", marks=pytest.mark.long)]
-)  # MLflow tries for 20 s
+@pytest.mark.parametrize("kind", ["EXCLUSIVE", "IMMEDIATE"])  # MLflow tries for 20 s
 def test_locked_database_is_reported_as_busy_in_one_line(
     registry: Registry,
     registry_folder: Path,
