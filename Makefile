@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .vllm-venv
 
-.PHONY: help setup demo test test-full durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
@@ -46,6 +46,12 @@ test: setup
 # Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM if `make vllm-env` has made its environment.
 test-full: setup
 	$(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(PYTEST)
+
+# What `make test` leaves out, until UNTIL (seconds since 1970): tests of recently changed files first, the others from a place
+# that moves every day.
+UNTIL ?= 9999999999
+test-rest: setup
+	$(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
 
 # Measure every test anew, on a quiet machine: the tier of a test follows from its time.
 durations: setup
