@@ -1,23 +1,30 @@
 """Prints counts of the source with the goal for each: `make measure`, or with `--details` to list what is counted.
 
-Everything is read from syntax trees, except for config fields, which are counted by the test that checks them.
+Everything is read from syntax trees, except for config fields, which are counted by the test that checks them, and the walk
+through a run, which docs/concepts.md lists. `make measure ROOT=folder` counts another checkout.
 """
 
 from __future__ import annotations
 
 import ast
+import io
+import json
 import re
 import sys
-from collections import defaultdict
+import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), Path(__file__).parents[1]))
 SOURCE = ROOT / "src" / "posttrain"
 SMALL_FILE_LINES = 60
 TYPED_PACKAGES = ("build", "recipes", "roles", "rollouts")  # no `Any` in their signatures
 NAMES_OF_RM = re.compile(r"Rm[A-Z]\w*")
+MAX_COLUMNS = 120
+MAX_HELPER_LINES = 3
+LAST_TEST_RUN = "results/make_test.json"  # written by `make test`
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,63 @@ def unread_config_fields() -> list[str]:
     return sorted(unread(sections()) - set(RESOLVED_BY_CONFIG))
 
 
+def num_code_lines(module: Module) -> int:
+    """Lines that are not blank, not a comment and not part of a docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    code: set[int] = set()
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in silent:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def num_statements(module: Module) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(module.tree))
+
+
+def helpers_called_once(modules: list[Module]) -> list[str]:
+    """Private functions of at most `MAX_HELPER_LINES` lines that one place uses."""
+    uses: Counter[str] = Counter()
+    found: list[tuple[str, str]] = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Name):
+                uses[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                uses[node.attr] += 1
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name, body = node.name, [part for part in node.body if not _is_docstring(part)]
+                is_private = name.startswith("_") and not name.startswith("__") and not node.decorator_list
+                if is_private and body and (body[-1].end_lineno or 0) - body[0].lineno < MAX_HELPER_LINES:
+                    found.append((name, f"{module.name}:{node.lineno} {name}"))
+    return [place for name, place in found if uses[name] == 1]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def files_with(modules: list[Module], pattern: str) -> list[str]:
+    return [module.name for module in modules if re.search(pattern, module.text)]
+
+
+def walk_of_a_run() -> list[str]:
+    """The files of docs/concepts.md from `posttrain grpo` to the optimizer step and the checkpoint, in the order of calls."""
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    part = page.partition("<!-- walk -->")[2].partition("<!-- end of walk -->")[0]
+    return list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", part)))
+
+
 def measure(modules: list[Module]) -> list[Count]:
     small = [m.name for m in modules if m.num_lines < SMALL_FILE_LINES and m.path.name != "__init__.py"]
     signatures = [name for m in modules if m.package in TYPED_PACKAGES for name in signatures_with_any(m)]
@@ -127,8 +191,38 @@ def measure(modules: list[Module]) -> list[Count]:
     with_rm = [m.name for m in modules if uses_kind_rm(m)]
     unread = unread_config_fields()
     loop = next((m.num_lines for m in modules if m.name == "loop.py"), 0)
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    names = sorted(path.name for path in SOURCE.iterdir() if path.name not in ("__pycache__", "py.typed"))
+    walk = walk_of_a_run()
+    of_config = [name for name in walk if name.startswith("config/")]
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("src", "tests", "bench", "tools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    helpers = helpers_called_once(modules)
+    knows_85 = [
+        m.name
+        for m in modules
+        if any(isinstance(n, ast.Constant) and type(n.value) is int and n.value == 85 for n in ast.walk(m.tree))
+    ]
+    renames = files_with(modules, r"\bos\.(?:replace|rename)\(|\.rename\(")
+    digests = files_with(modules, r"\bhashlib\b")
     return [
-        Count("source lines", sum(m.num_lines for m in modules), 49_000),
+        Count("source lines", sum(m.num_lines for m in modules), 69_000),
+        Count("source lines without blanks, docstrings, comments", sum(map(num_code_lines, modules)), 51_000),
+        Count("statements of the source (syntax tree)", sum(map(num_statements, modules)), 43_000),
+        Count("test lines", sum(text.count("\n") for text in tests), 60_000),
+        Count("names in src/posttrain", len(names), 24, ", ".join(names)),
+        Count("files of the walk from `posttrain grpo` to a checkpoint", len(walk), 60, ", ".join(walk)),
+        Count("of them config", len(of_config), 6, ", ".join(of_config)),
+        Count(f"private functions used once, up to {MAX_HELPER_LINES} lines", len(helpers), 57, "; ".join(helpers)),
+        Count(f"lines over {MAX_COLUMNS} columns", len(wide), 0, ", ".join(wide[:200])),
+        Count("files with the number of exit code 85", len(knows_85), 1, ", ".join(knows_85)),
+        Count("files that rename files themselves", len(renames), 1, ", ".join(renames)),
+        Count("files that call hashlib", len(digests), 1, ", ".join(digests)),
         Count(f"files under {SMALL_FILE_LINES} lines, without __init__", len(small), 30, ", ".join(small)),
         Count("`Any`", sum(num_any(m.tree) for m in modules), 450),
         Count(f"signatures with `Any` in {', '.join(TYPED_PACKAGES)}", len(signatures), 0, ", ".join(signatures)),
@@ -137,6 +231,18 @@ def measure(modules: list[Module]) -> list[Count]:
         Count("lines of loop.py", loop, 170),
         Count("files that know the kind rm", len(with_rm), 6, ", ".join(with_rm)),
         Count("config fields that nothing reads", len(unread), 0, ", ".join(unread)),
+        *last_test_run(),
+    ]
+
+
+def last_test_run() -> list[Count]:
+    path = ROOT / LAST_TEST_RUN
+    if not path.exists():
+        return []
+    run = json.loads(path.read_text())
+    return [
+        Count("seconds of `make test`, the last time", round(run["wall_s"]), 480),
+        Count("CPU seconds of `make test`, the last time", round(run["cpu_s"]), 900),
     ]
 
 
