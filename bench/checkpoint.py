@@ -5,10 +5,10 @@
     python bench/checkpoint.py --shape 8b --state-dtype int8 --folder /data
     python bench/checkpoint.py                                         tiny, on a CPU, in seconds: does it all run?
 
-A model of the shape gets the state of an optimizer that has taken a step, and is saved several times each way, with matrix
-products and an update after each save, as in a run. "Held up" is the time for which the loop stands still: the call that
-saves, and in the background also the time for which the update waits for the copy. The first save in the background is
-shown apart: it takes the memory. The two ways must write the same bytes. See README.md here.
+A model of the shape gets the state of an optimizer that has taken a step, and is saved several times each way, with
+matrix products and an update after each save, as in a run. "Held up" is the time for which the loop stands still: the
+call that saves, and in the background also the time for which the update waits for the copy. The first save in the
+background is shown apart: it takes the memory. The two ways must write the same bytes. See README.md here.
 """
 
 from __future__ import annotations

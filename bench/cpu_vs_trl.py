@@ -6,7 +6,8 @@
     python bench/cpu_vs_trl.py --only grpo --prompt-tokens 256    long prompts, which posttrain computes once for a group
     python bench/cpu_vs_trl.py --tiny              a random model of two layers: does it all run?
 
-Each side runs in a process of its own, one after the other, on the same weights and the same tokens. See README.md here.
+Each side runs in a process of its own, one after the other, on the same weights and the same tokens. See README.md
+here.
 """
 
 from __future__ import annotations

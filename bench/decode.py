@@ -6,8 +6,9 @@
     python bench/decode.py --shape llama-8b --workload long-tail --engines native vllm --profile
     python bench/decode.py --shape tiny                    on a CPU, in a minute: does it all run?
 
-A workload is SAMPLESxPROMPT+NEW tokens, -gN for N samples of each prompt, MIN..MAX for lengths with a long tail. Each engine is
-started once, in a process of its own, one after the other, and samples all workloads. See README.md here for what is measured.
+A workload is SAMPLESxPROMPT+NEW tokens, -gN for N samples of each prompt, MIN..MAX for lengths with a long tail. Each
+engine is started once, in a process of its own, one after the other, and samples all workloads. See README.md here for
+what is measured.
 """
 
 from __future__ import annotations

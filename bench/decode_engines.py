@@ -85,7 +85,9 @@ class _KeepLogprobs(LogitsProcessor):
 
 
 class GenerateSampling:
-    """`model.generate` on batches of rows. A batch runs until its longest row is done; what is beyond a row's limit is lost."""
+    """`model.generate` on batches of rows. A batch runs until its longest row is done; what is beyond a row's limit is
+    lost.
+    """
 
     def __init__(self, model: PreTrainedModel, batch: int) -> None:
         self.model = model

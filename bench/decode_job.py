@@ -1,8 +1,8 @@
 """One engine's share of `decode.py`: what to sample, and how it is timed. Independent of engines.
 
-Every engine is asked for the same prompts, temperature 1, no stop token, log-probabilities of the sampled tokens, and none turns
-tokens into text. In order: the first token of one prompt (start); then, for each workload, a few tokens of all prompts
-(warm-up), one token of all (the prompts alone), the whole.
+Every engine is asked for the same prompts, temperature 1, no stop token, log-probabilities of the sampled tokens, and
+none turns tokens into text. In order: the first token of one prompt (start); then, for each workload, a few tokens of
+all prompts (warm-up), one token of all (the prompts alone), the whole.
 """
 
 from __future__ import annotations

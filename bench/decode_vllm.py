@@ -1,7 +1,8 @@
-"""vLLM's side of `decode.py`, in a process of its own: the same prompts, the same sampling, dummy weights of the same shape.
+"""vLLM's side of `decode.py`, in a process of its own: the same prompts, the same sampling, dummy weights of the same
+shape.
 
-As vLLM starts by default, but without a tokenizer. Its start contains the making of the weights, which takes seconds; the import
-of the package does not count.
+As vLLM starts by default, but without a tokenizer. Its start contains the making of the weights, which takes seconds;
+the import of the package does not count.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from machine import GIB
 from shapes import shape_of
 from workloads import Workload
 
-# Before vLLM is imported; what the caller has set wins. FlashInfer's sampler, which is for top-k and top-p, would be compiled
-# at the first use, with a compiler that may be missing.
+# Before vLLM is imported; what the caller has set wins. FlashInfer's sampler, which is for top-k and top-p, would be
+# compiled at the first use, with a compiler that may be missing.
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",

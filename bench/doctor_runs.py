@@ -5,10 +5,11 @@
     python bench/doctor_runs.py --folder /tmp/doctor_runs --only lr grpo  those whose names begin with one of these
     python bench/doctor_runs.py --folder /tmp/doctor_runs --look          only look again at the runs that are there
 
-The model is the demo's: it has learnt the format of an answer from examples that are mostly wrong. A healthy run should have no
-error and at most one note. A sick run should have an error or a warning of one of the rules that are expected for it. Then the
-first fix of its first finding is applied, and the run with it is looked at like a healthy one; what is found there is fixed in
-the same way, three times at most. A fix that is no setting (fix the reward, remove duplicates) is made as the case says.
+The model is the demo's: it has learnt the format of an answer from examples that are mostly wrong. A healthy run should
+have no error and at most one note. A sick run should have an error or a warning of one of the rules that are expected
+for it. Then the first fix of its first finding is applied, and the run with it is looked at like a healthy one; what is
+found there is fixed in the same way, three times at most. A fix that is no setting (fix the reward, remove duplicates)
+is made as the case says.
 """
 
 from __future__ import annotations
@@ -300,7 +301,9 @@ def _train(kind: str, words: Sequence[str], log: Path, noisy_sampler: bool) -> N
 
 
 def with_noise(exact: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
-    """A sampler whose log-probabilities are not those of the trainer, as one of another precision or implementation has."""
+    """A sampler whose log-probabilities are not those of the trainer, as one of another precision or implementation
+    has.
+    """
 
     def noisy(*args: object, **options: object) -> TokenBatch:
         batch = exact(*args, **options)

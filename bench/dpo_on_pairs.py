@@ -4,8 +4,9 @@
     python bench/dpo_on_pairs.py --train hh_train.jsonl.gz --test hh_test.jsonl.gz --model models/smollm2-135m-instruct
     python bench/dpo_on_pairs.py … --sides posttrain-packed trl --epochs 2 --json result.json
 
-Each side trains on the same pairs for the same number of steps with the same settings, in a process of its own, one after the
-other. Then one judge, the same for all, compares each trained model with the model it started from on the test pairs.
+Each side trains on the same pairs for the same number of steps with the same settings, in a process of its own, one
+after the other. Then one judge, the same for all, compares each trained model with the model it started from on the
+test pairs.
 """
 
 from __future__ import annotations

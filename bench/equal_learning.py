@@ -6,9 +6,9 @@
     python bench/equal_learning.py --config configs/grpo_smollm2_gsm8k.yaml --set policy.model_name=SFT \\
         --variants plain age-1 age-2 fp8 --jobs 20 --steps 60                                    one GPU
 
-Each run is a process of its own, `--jobs` of them at a time. The table has accuracy on held-out problems after the last step as
-mean ± standard error over the seeds, the difference to `plain` seed by seed, reward and length in the last fifth of the steps,
-and how old the trained tokens were. A run that is complete is not repeated.
+Each run is a process of its own, `--jobs` of them at a time. The table has accuracy on held-out problems after the last
+step as mean ± standard error over the seeds, the difference to `plain` seed by seed, reward and length in the last
+fifth of the steps, and how old the trained tokens were. A run that is complete is not repeated.
 """
 
 from __future__ import annotations

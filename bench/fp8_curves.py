@@ -3,9 +3,9 @@
 
     python bench/fp8_curves.py --model models/smollm2-135m-instruct --data data/gsm8k/train.jsonl.gz --out curves.json
 
-The run is configs/sft_smollm2_gsm8k.yaml. FP8 and bf16 see the same batches, so their losses are compared step by step; the other
-seed sees other batches, so of it only the means over many steps mean something: they are the noise level. `--set` changes any
-setting of the three runs. On an H200 it should take about a minute; it has not run on one yet.
+The run is configs/sft_smollm2_gsm8k.yaml. FP8 and bf16 see the same batches, so their losses are compared step by step;
+the other seed sees other batches, so of it only the means over many steps mean something: they are the noise level.
+`--set` changes any setting of the three runs. On an H200 it should take about a minute; it has not run on one yet.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
     python bench/fp8_products.py --out products.json
 
-Launches are captured in a CUDA graph and go round among weights that together are larger than L2. `rows`: a factor for each row
-of activations, as in training and for prompts; `tensor`: without, as in the steps of a sampler, where the next kernel applies
-the factors of the rows (`src/posttrain/policy/fused/fp8.py`). Needs a GPU with FP8 matrix units.
+Launches are captured in a CUDA graph and go round among weights that together are larger than L2. `rows`: a factor for
+each row of activations, as in training and for prompts; `tensor`: without, as in the steps of a sampler, where the next
+kernel applies the factors of the rows (`src/posttrain/policy/fused/fp8.py`). Needs a GPU with FP8 matrix units.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One GRPO run of `grpo_step.py`, in its own process: the real step of `algorithms/grpo.py` on random weights.
 
-Prompts are random tokens, answers have a fixed length, the reward is trivial. With `share_prompts` off every sample has a prompt
-of its own, in sampling and in training: the same tokens and the same noise, so the same answers, without the sharing.
+Prompts are random tokens, answers have a fixed length, the reward is trivial. With `share_prompts` off every sample has
+a prompt of its own, in sampling and in training: the same tokens and the same noise, so the same answers, without the
+sharing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class EvenTokens:
         pass
 
 
-# -- without sharing -----------------------------------------------------------------------------------------------------
+# -- without sharing
+# -----------------------------------------------------------------------------------------------------
 
 
 class UnsharedPolicy:
@@ -146,7 +148,8 @@ class UnsharedEngine:
         self.generator.release()
 
 
-# -- the run -------------------------------------------------------------------------------------------------------------
+# -- the run
+# -------------------------------------------------------------------------------------------------------------
 
 
 def config_of(job: GrpoJob, folder: Path) -> Any:

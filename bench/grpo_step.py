@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""GRPO end to end on one GPU, in NeMo RL's terms: each stage of the step with its seconds, its share and its tokens per second.
+"""GRPO end to end on one GPU, in NeMo RL's terms: each stage of the step with its seconds, its share and its tokens per
+second.
 
     python bench/grpo_step.py --shape llama-8b --out grpo.json              64 prompts x 32 samples of about 900 tokens, KL on
     python bench/grpo_step.py --shape llama-8b --lora
@@ -8,8 +9,9 @@
                                                                             8 answers to a prompt that fills the context
     python bench/grpo_step.py --shape tiny                                  on a CPU, in a minute: does it all run?
 
-Tokens are those of full sequences, prompt and answer of every sample, in every stage. A small step goes before the measured one
-and warms up. `--set` changes any setting of the run, as on posttrain's own command line. See README.md here.
+Tokens are those of full sequences, prompt and answer of every sample, in every stage. A small step goes before the
+measured one and warms up. `--set` changes any setting of the run, as on posttrain's own command line. See README.md
+here.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ WORKLOADS = {
     "long-prompt": ((32, 16, 1024, 128), (4, 4, 48, 6)),
     "long-context": ((1, 8, 130560, 512), (1, 4, 400, 6)),
 }
-# What others have published for an 8B Llama with GRPO, in the same terms: tokens per second and GPU, end to end.
-# All weights, as far as is published; on other GPUs, with answers that end by themselves and GPUs that wait for each other.
+# What others have published for an 8B Llama with GRPO, in the same terms: tokens per second and GPU, end to end. All
+# weights, as far as is published; on other GPUs, with answers that end by themselves and GPUs that wait for each other.
 PUBLISHED = {
     "NeMo RL v0.5, 16 x H100, on-policy": 1581.0,
     "NeMo RL v0.4 on GKE, 16 x B200, checkpointing included": 1087.21,

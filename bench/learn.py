@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """What a GRPO run learns in so many minutes, beside TRL: the same start, prompts, reward, batch and time.
 
-    python bench/learn.py train posttrain --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out runs/posttrain-1e-5
-    python bench/learn.py train trl       --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out runs/trl-1e-5
-    python bench/learn.py evaluate runs/* --test test.jsonl --problems 400
-    python bench/learn.py report runs/* --svg curve.svg
-    python bench/learn.py train posttrain … --recipe dynamic --set policy.generation.temperature=1.2     posttrain alone
+    python bench/learn.py train posttrain --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out
+    runs/posttrain-1e-5 python bench/learn.py train trl       --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4
+    --out runs/trl-1e-5 python bench/learn.py evaluate runs/* --test test.jsonl --problems 400 python bench/learn.py
+    report runs/* --svg curve.svg python bench/learn.py train posttrain … --recipe dynamic --set
+    policy.generation.temperature=1.2     posttrain alone
 
-`train` runs one side for its minutes and keeps the weights at `--marks` equally distant times; writing them does not count, nor
-does loading. `evaluate` samples held-out problems from each of them (avg@k at T = 0.6, an interval by bootstrap over problems),
-with posttrain's engine for both sides. Both write `curve.json` in the run's folder, so every call can be made on its own, minutes
-each. `report` prints accuracy over time and over generated tokens, and the gain per minute of each side's best run.
+`train` runs one side for its minutes and keeps the weights at `--marks` equally distant times; writing them does not
+count, nor does loading. `evaluate` samples held-out problems from each of them (avg@k at T = 0.6, an interval by
+bootstrap over problems), with posttrain's engine for both sides. Both write `curve.json` in the run's folder, so every
+call can be made on its own, minutes each. `report` prints accuracy over time and over generated tokens, and the gain
+per minute of each side's best run.
 
-Rows of the data have `question` and `final_answer`; the reward is `problems.py`'s. TRL runs by its defaults (transformers'
-generate, fp32 weights under bf16 autocast) with what the job fixes: batch, temperature, longest answer, constant learning rate,
-no KL.
+Rows of the data have `question` and `final_answer`; the reward is `problems.py`'s. TRL runs by its defaults
+(transformers' generate, fp32 weights under bf16 autocast) with what the job fixes: batch, temperature, longest answer,
+constant learning rate, no KL.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class TimeUp(Exception):
 
 
 class Stopwatch:
-    """Seconds since the first step began, without those in which weights were written; keeps them at equally distant times."""
+    """Seconds since the first step began, without those in which weights were written; keeps them at equally distant
+    times.
+    """
 
     def __init__(self, minutes: float, marks: int, save: Callable[[Path], None], out: Path) -> None:
         self.limit_s, self.out, self._save = 60 * minutes, out, save

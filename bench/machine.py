@@ -1,5 +1,6 @@
-"""What the numbers were measured on, and the two clocks they are measured with: seconds that wait for the device, and peaks
-of memory."""
+"""What the numbers were measured on, and the two clocks they are measured with: seconds that wait for the device, and
+peaks of memory.
+"""
 
 from __future__ import annotations
 

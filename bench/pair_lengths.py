@@ -17,8 +17,8 @@ from shapes import EOS, FIRST_WORD
 from posttrain.errors import InputError
 from posttrain.types import Pair
 
-# Tokens of the prompt (with its template), the chosen and the rejected answer (with the end of the turn) in 994 pairs of
-# UltraFeedback, as SmolLM2's tokenizer counts them: the lengths below which these shares of the pairs lie.
+# Tokens of the prompt (with its template), the chosen and the rejected answer (with the end of the turn) in 994 pairs
+# of UltraFeedback, as SmolLM2's tokenizer counts them: the lengths below which these shares of the pairs lie.
 SHARES = (0.0, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
 PROMPT = (34, 39, 42, 52, 111, 246, 502, 694, 1188, 1500)
 CHOSEN = (2, 10, 19, 61, 219, 456, 659, 789, 1018, 1242)

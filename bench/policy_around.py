@@ -1,4 +1,5 @@
-"""A run's policy and generator around a model that is already in memory: the real worker, without a folder to load from.
+"""A run's policy and generator around a model that is already in memory: the real worker, without a folder to load
+from.
 
 Everything else is as in a training run: the config with its checks, `Rank`, micro-batches, the engine. Calls are
 watched on their way to the worker: how long each took until the device was done, and the most memory it held meanwhile.

@@ -2,15 +2,15 @@
 
     python bench/same_bits.py OLD NEW [--only grpo-fresh dpo] [--cache FOLDER]
 
-OLD and NEW are commits, or folders with a checkout. Each side runs on this machine, in one process with one thread, from its
-own sources. Three comparisons per run:
+OLD and NEW are commits, or folders with a checkout. Each side runs on this machine, in one process with one thread,
+from its own sources. Three comparisons per run:
 
     metrics   every number under train/ and validation/ of metrics.jsonl
     weights   the bytes of the last checkpoint's weights
     resumed   OLD saves a checkpoint half way, NEW resumes from it, and the result equals OLD's uninterrupted run
 
-The results of a commit are kept in --cache, so that comparing many trees with one commit runs that commit once. Exits with 1 if
-anything differs.
+The results of a commit are kept in --cache, so that comparing many trees with one commit runs that commit once. Exits
+with 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     python bench/sampler_gap.py --text problems.jsonl --seconds 60          weights trained here, on the lines of a file
     python bench/sampler_gap.py --shape tiny                                on a CPU: bf16 alone, does it run?
 
-Each sampler draws answers to the same prompts at temperature 1; the trainer computes the log-probabilities of their tokens in
-bf16. `exp|d|` is the mean over tokens of exp(abs(difference)), what a run reports as token_mult_prob_error. `ess` is the
-effective sample size of the weights w = exp(trainer - sampler) as a share of the tokens, (sum w)^2 / (n sum w^2). `kl` is
-the mean of sampler - trainer.
+Each sampler draws answers to the same prompts at temperature 1; the trainer computes the log-probabilities of their
+tokens in bf16. `exp|d|` is the mean over tokens of exp(abs(difference)), what a run reports as token_mult_prob_error.
+`ess` is the effective sample size of the weights w = exp(trainer - sampler) as a share of the tokens, (sum w)^2 / (n
+sum w^2). `kl` is the mean of sampler - trainer.
 """
 
 from __future__ import annotations

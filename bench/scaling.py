@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What the driver costs: everything in a GRPO step that is not the model, as a step has 10 and 100 times as many samples.
+"""What the driver costs: everything in a GRPO step that is not the model, as a step has 10 and 100 times as many
+samples.
 
     python bench/scaling.py --out scaling.json
     python bench/scaling.py --samples 64 --factors 1 10 --new-tokens 32     in seconds
 
-The step is that of `algorithms/grpo.py` with a policy and a sampler that do nothing: credit, batches, packing, reports and
-the run folder are real, and so is the scheduler of the native engine. Prints seconds per 1,000 samples, and whether they stay
-the same.
+The step is that of `algorithms/grpo.py` with a policy and a sampler that do nothing: credit, batches, packing, reports
+and the run folder are real, and so is the scheduler of the native engine. Prints seconds per 1,000 samples, and whether
+they stay the same.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
 
 
 def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:
-    """The native engine's bookkeeping of pages and places, from the first token of the first sample to the last of the last."""
+    """The native engine's bookkeeping of pages and places, from the first token of the first sample to the last of the
+    last.
+    """
     rng = random.Random(0)
     groups = [
         PromptGroup(task, args.new_tokens)

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Load on an OpenAI-compatible server: requests per second, time to first token, time between tokens, and whether it is right.
+"""Load on an OpenAI-compatible server: requests per second, time to first token, time between tokens, and whether it is
+right.
 
-    posttrain serve models/smollm2-135m-instruct &
-    python bench/serve_load.py http://127.0.0.1:8000 --streams 200
-    python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
+    posttrain serve models/smollm2-135m-instruct & python bench/serve_load.py http://127.0.0.1:8000 --streams 200 python
+    bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
     python bench/serve_load.py --serve tiny --streams 200       # starts posttrain with two processes and with one
 
-First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must be the
-one that its prompt got alone. The answer to another prompt is *mixed up*; any other answer *differs* (on a GPU, rounding may
-depend on the batch). The client only stores what arrives, with its time, and reads it when the load is over: it takes little from
-a server on the same machine. `--probe` also checks a posttrain server's manners: keys, 429 when full, places freed by clients
-that leave.
-Exits with 1 if a response was lost or mixed up, or a probe failed.
+First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must
+be the one that its prompt got alone. The answer to another prompt is *mixed up*; any other answer *differs* (on a GPU,
+rounding may depend on the batch). The client only stores what arrives, with its time, and reads it when the load is
+over: it takes little from a server on the same machine. `--probe` also checks a posttrain server's manners: keys, 429
+when full, places freed by clients that leave. Exits with 1 if a response was lost or mixed up, or a probe failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Each side of a comparison runs in a process of its own: its memory and its compiled code are its own, and so are its crashes.
+"""Each side of a comparison runs in a process of its own: its memory and its compiled code are its own, and so are its
+crashes.
 
-A script calls `run_side` with a job, which is JSON; the same script, started with `--job`, does it with `serve_side` and writes
-the result. A side that fails is shown as failed and does not stop the others.
+A script calls `run_side` with a job, which is JSON; the same script, started with `--job`, does it with `serve_side`
+and writes the result. A side that fails is shown as failed and does not stop the others.
 """
 
 from __future__ import annotations

@@ -117,8 +117,9 @@ def tokens_by_version(rows: Sequence[Row]) -> dict[int, list[int]]:
 
 
 def fitted_speed(rows: Sequence[Row], age: int, *, ahead: bool) -> EngineSpeed:
-    """Seconds of a round as a part for each decode step and one for each token. The first and last rounds are left out: their
-    version sampled two rounds, or answers that no step was left to train."""
+    """Seconds of a round as a part for each decode step and one for each token. The first and last rounds are left out:
+    their version sampled two rounds, or answers that no step was left to train.
+    """
     tokens, rounds = tokens_by_version(rows), stages(rows)[0]
     used = range(1 + ahead, len(rows) - age)
     counts = np.array([[max(tokens[step - ahead]), sum(tokens[step - ahead])] for step in used])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Decoding with drafts beside decoding without: the same tokens, and how much faster.
 
-    python bench/speculation.py --model MODEL --data gsm8k/test.jsonl --prompts 64 --samples 16 --new-tokens 512
-    python bench/speculation.py --shape tiny --prompts 1000 --per-call 32 --samples 4 --new-tokens 48 --device cpu --drafts 3 7
+    python bench/speculation.py --model MODEL --data gsm8k/test.jsonl --prompts 64 --samples 16 --new-tokens 512 python
+    bench/speculation.py --shape tiny --prompts 1000 --per-call 32 --samples 4 --new-tokens 48 --device cpu --drafts 3 7
 
 Problems of a file with the key `question`, through the model's chat template, or random prompts of 8 to 40 tokens. Each
-setting samples the same prompts `--repeats` times; the first time steps are captured. `equal` counts the answers whose tokens
-are those of decoding without drafts. In float32 they all are. In bf16 products of other shapes round differently, and the second
-row shows what another batch size alone changes. `tokens a step` are what an answer draws in a step with drafts, `drafted` is
-the share of tokens drawn in such steps.
+setting samples the same prompts `--repeats` times; the first time steps are captured. `equal` counts the answers whose
+tokens are those of decoding without drafts. In float32 they all are. In bf16 products of other shapes round
+differently, and the second row shows what another batch size alone changes. `tokens a step` are what an answer draws in
+a step with drafts, `drafted` is the share of tokens drawn in such steps.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     .venv/bin/python bench/traces.py --rows 200000 --format jsonl
     .venv/bin/python bench/traces.py --folder /data/tmp --json traces.json
 
-Each command runs in a process of its own. Rows per second are rows of the input over its whole wall-clock time, from the
-start of the interpreter to the end of writing; on a busy machine look at rows per second of CPU time. Memory is the most that
-the process held (ru_maxrss). Exits with 1 if that passes --limit-gib. The traces of a prompt lie scattered over all files,
-which is the hard case for grouping.
+Each command runs in a process of its own. Rows per second are rows of the input over its whole wall-clock time, from
+the start of the interpreter to the end of writing; on a busy machine look at rows per second of CPU time. Memory is the
+most that the process held (ru_maxrss). Exits with 1 if that passes --limit-gib. The traces of a prompt lie scattered
+over all files, which is the hard case for grouping.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def run_measured(command: list[str]) -> tuple[float, float, int, str]:
 
 
 def write_traces(folder: Path, rows: int, answers: int, form: str) -> None:
-    """Prompts of about 180 characters, responses of about 420, rewards in steps of 0.01; nothing in an order that helps."""
+    """Prompts of about 180 characters, responses of about 420, rewards in steps of 0.01; nothing in an order that
+    helps.
+    """
     import numpy as np
     import pyarrow as pa
     from pyarrow import parquet

@@ -7,8 +7,9 @@
     python bench/train.py --shape llama-1.5b --against stock trl --shortest 100   lengths between 100 and 900
     python bench/train.py --shape tiny --against stock trl                        on a CPU, in a minute: does it all run?
 
-One optimizer step over `--sequences` sequences of `--tokens` tokens in micro-batches of `--micro-tokens`, through the policy
-that every algorithm uses. `--set` changes any setting of the run, as on posttrain's own command line. See README.md here.
+One optimizer step over `--sequences` sequences of `--tokens` tokens in micro-batches of `--micro-tokens`, through the
+policy that every algorithm uses. `--set` changes any setting of the run, as on posttrain's own command line. See
+README.md here.
 """
 
 from __future__ import annotations

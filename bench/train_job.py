@@ -1,6 +1,8 @@
-"""What the sides of `train.py` do: sequences of random tokens, one optimizer step on all of them, log-probabilities of all.
+"""What the sides of `train.py` do: sequences of random tokens, one optimizer step on all of them, log-probabilities of
+all.
 
-The loss is the mean negative log-likelihood of every token but the first of its sequence, so the sides' losses can be compared.
+The loss is the mean negative log-likelihood of every token but the first of its sequence, so the sides' losses can be
+compared.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def posttrain_side(job: TrainJob) -> dict[str, Any]:
     return result
 
 
-# -- plain transformers --------------------------------------------------------------------------------------------------
+# -- plain transformers
+# --------------------------------------------------------------------------------------------------
 
 
 def _padded(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +160,8 @@ def stock_side(job: TrainJob) -> dict[str, Any]:
     return {**result, "loss": losses[0] if losses else None, "peak_gib": peak, "logprobs_peak_gib": logprobs_peak}
 
 
-# -- TRL -----------------------------------------------------------------------------------------------------------------
+# -- TRL
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def trl_side(job: TrainJob) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Buckets that carry weights between two processes: what goes where, packing, digests, and memory that can be shared.
 
-Used by `weight_transfer.py`. A bucket is a flat tensor of bytes. Every weight is cut where a bucket ends, so buckets are full.
+Used by `weight_transfer.py`. A bucket is a flat tensor of bytes. Every weight is cut where a bucket ends, so buckets
+are full.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ if triton is not None:
 
 
 def digest(bucket: Tensor, kernel: bool = True) -> Tensor:
-    """A number of 64 bits that changes with any bit and with the order of words. Sums wrap around, so their order is free."""
+    """A number of 64 bits that changes with any bit and with the order of words. Sums wrap around, so their order is
+    free.
+    """
     words = bucket.view(torch.int64)
     if kernel and triton is not None and bucket.is_cuda:
         programs = triton.cdiv(words.numel(), _WORDS_PER_PROGRAM)
@@ -163,7 +166,8 @@ def digest(bucket: Tensor, kernel: bool = True) -> Tensor:
     return total
 
 
-# -- memory that another process can open --------------------------------------------------------------------------------
+# -- memory that another process can open
+# --------------------------------------------------------------------------------
 
 PLAIN, POOL, POOL_OFF, DRIVER = "torch.empty", "MemPool", "MemPool, segments off meanwhile", "cuMemAlloc"
 WAYS = (PLAIN, POOL, POOL_OFF, DRIVER)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Times candidate tiles of the decode kernels on a GPU, for given shapes, in TB/s and as a share of what a plain copy reaches.
+"""Times candidate tiles of the decode kernels on a GPU, for given shapes, in TB/s and as a share of what a plain copy
+reaches.
 
     python bench/tune_decode_kernels.py                                     # attention: the 8B shape at several batch sizes
     python bench/tune_decode_kernels.py --shape qwen-1.5b --rows 64 --context 1024 --page-size 16 64
     python bench/tune_decode_kernels.py --what shared --group 16 --prefix 512
     python bench/tune_decode_kernels.py --what sampling rope attention shared --json tuning.json
 
-Launches are captured in a CUDA graph and cycle over caches that together are larger than L2, so neither Python nor L2 takes
-part. Bytes are those that have to be read at least: keys and values of all tokens once. The line with * is the fastest; the
-one marked "now" is what the engine takes by itself. The best tile of a shape belongs into `TILES` of
+Launches are captured in a CUDA graph and cycle over caches that together are larger than L2, so neither Python nor L2
+takes part. Bytes are those that have to be read at least: keys and values of all tokens once. The line with * is the
+fastest; the one marked "now" is what the engine takes by itself. The best tile of a shape belongs into `TILES` of
 `src/posttrain/engines/native/kernels/shapes.py`. Needs a CUDA device.
 """
 

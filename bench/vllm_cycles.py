@@ -10,8 +10,8 @@
     python bench/vllm_cycles.py --python ... --parts host --shape llama-1.5b     sync of weights in host memory, through files
     python bench/vllm_cycles.py --python ... --tiny                              on a CPU: does it all run?
 
-`dedicated` puts the engine on the GPU that trains, as a second place that Ray counts. `host` is how a vLLM of several GPUs gets
-its weights, here with one GPU.
+`dedicated` puts the engine on the GPU that trains, as a second place that Ray counts. `host` is how a vLLM of several
+GPUs gets its weights, here with one GPU.
 
 Each part is a process of its own with a time limit; one that fails is shown with its error and the others go on.
 """
@@ -98,7 +98,8 @@ def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": round(time.monotonic() - started, 1), **found}
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------------
+# -- parts
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def policy_for(args: argparse.Namespace, *extra: str) -> Any:
@@ -235,7 +236,9 @@ def sync(args: argparse.Namespace, *, in_host_memory: bool = False) -> dict[str,
 
 
 def cycles(args: argparse.Namespace) -> dict[str, Any]:
-    """New weights, answers, sleep, many times over. Memory of the GPU while vLLM sleeps, and of its processes, must not grow."""
+    """New weights, answers, sleep, many times over. Memory of the GPU while vLLM sleeps, and of its processes, must not
+    grow.
+    """
     import psutil  # type: ignore[import-untyped]
     import torch
 
@@ -280,7 +283,9 @@ def cycles(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def host(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with a model in host memory, as in an engine whose vLLM has several GPUs. Its log-probabilities are the CPU's."""
+    """The same with a model in host memory, as in an engine whose vLLM has several GPUs. Its log-probabilities are the
+    CPU's.
+    """
     return sync(args, in_host_memory=True)
 
 
@@ -300,7 +305,9 @@ def lora(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def dedicated(args: argparse.Namespace) -> dict[str, Any]:
-    """An engine that samples ahead, in a process of its own with a vLLM. Ray counts two GPUs; each process takes the first."""
+    """An engine that samples ahead, in a process of its own with a vLLM. Ray counts two GPUs; each process takes the
+    first.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     from local_ray import local_ray
@@ -370,7 +377,8 @@ def run_words(args: argparse.Namespace, model: Path, root: Path) -> list[str]:
         f"policy.generation.vllm_cfg.python={args.python}",
         f"policy.generation.vllm_cfg.env_vars={json.dumps(_ENVIRONMENT)}",
         "policy.generation.vllm_cfg.check_period=1",
-        # The random model has far larger logits than a trained one, and so larger differences in bf16; they are reported.
+        # The random model has far larger logits than a trained one, and so larger differences in bf16; they are
+        # reported.
         *([] if args.model else ["policy.generation.vllm_cfg.max_prob_error=2.0"]),
         "policy.generation.vllm_cfg.enforce_eager=true",
         "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",

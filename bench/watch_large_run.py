@@ -3,8 +3,8 @@
     python bench/watch_large_run.py --folder /tmp/large             makes the run the first time: minutes, and the disk
     python bench/watch_large_run.py --folder /tmp/large --gigabytes 0.5
 
-The run is made of text that packs like text (words of Zipf's law). The server is a process of its own, and its memory is that
-of the process. The page is opened in Chromium, if there is one, in a fresh browser each time.
+The run is made of text that packs like text (words of Zipf's law). The server is a process of its own, and its memory
+is that of the process. The page is opened in Chromium, if there is one, in a fresh browser each time.
 """
 
 from __future__ import annotations

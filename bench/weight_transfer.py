@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Weights from a training process to a sampling process on one GPU: seconds of a sync, by route, and memory on both sides.
+"""Weights from a training process to a sampling process on one GPU: seconds of a sync, by route, and memory on both
+sides.
 
     python bench/weight_transfer.py --out transfer.json          an 8B Llama shape in bf16; under 150 s on an H200
     python bench/weight_transfer.py --skip host --cycles 50      less of it
     python bench/weight_transfer.py --tiny                       on a CPU, through shared memory: does it all run?
 
-The trainer packs its weights into buckets that the engine has opened over CUDA IPC, and the engine copies them into its own
-parameters in place. Every route must first bring weights that the engine can draw itself from the seed. Two jobs, each a pair of
-processes: torch's usual memory, and `expandable_segments:True` on both sides with several ways to have buckets that can be shared
-nevertheless. Section `handover` is what a run with engines of its own does, calls of Ray excepted: over CUDA IPC, and through its
-file (src/posttrain/engines/weight_handover.py). A section that fails is shown with its error, its engine is replaced, and the
-others go on. See transfer_buckets.py.
+The trainer packs its weights into buckets that the engine has opened over CUDA IPC, and the engine copies them into its
+own parameters in place. Every route must first bring weights that the engine can draw itself from the seed. Two jobs,
+each a pair of processes: torch's usual memory, and `expandable_segments:True` on both sides with several ways to have
+buckets that can be shared nevertheless. Section `handover` is what a run with engines of its own does, calls of Ray
+excepted: over CUDA IPC, and through its file (src/posttrain/engines/weight_handover.py). A section that fails is shown
+with its error, its engine is replaced, and the others go on. See transfer_buckets.py.
 """
 
 from __future__ import annotations
@@ -805,7 +806,9 @@ def do_job(options: argparse.Namespace, sections: Sequence[str], ends: float) ->
 def run_job(
     options: argparse.Namespace, sections: Sequence[str], environment: dict[str, str], ends: float
 ) -> dict[str, Any]:
-    """In a process of its own, whose allocator has these settings. What it had found counts, even if it had to be stopped."""
+    """In a process of its own, whose allocator has these settings. What it had found counts, even if it had to be
+    stopped.
+    """
     with tempfile.TemporaryDirectory(prefix="weight-transfer-") as scratch:
         result = Path(scratch) / "result.json"
         command = [

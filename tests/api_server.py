@@ -15,7 +15,9 @@ Object = dict[str, Any]
 
 
 class ApiServer:
-    """`groups` are the APIs that are installed. `refused` maps a part of a path to the status and message of its refusal."""
+    """`groups` are the APIs that are installed. `refused` maps a part of a path to the status and message of its
+    refusal.
+    """
 
     def __init__(self, *groups: str) -> None:
         self.groups = {"batch/v1", *groups}

@@ -1,4 +1,6 @@
-"""Settings that hold for every test. Being here also puts `tests/` on the path, for shared modules such as `tiny_models`."""
+"""Settings that hold for every test. Being here also puts `tests/` on the path, for shared modules such as
+`tiny_models`.
+"""
 
 import os
 import signal
@@ -22,7 +24,8 @@ os.environ["RAY_ADDRESS"] = "local"  # nor a Ray cluster that runs on this machi
 settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("posttrain")
 
-# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that. Some tests send them.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that. Some tests
+# send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Print the CPU capabilities of torch that this machine has beside its best one, one per line, for `make invariants`.
 
 torch chooses its kernels by capability, and kernels with other vector widths add up in another order. A value of
-ATEN_CPU_CAPABILITY below the best one makes it use the kernels that a lesser CPU would get. torch does not check whether the
-CPU has the instructions, so nothing above the best one may be printed.
+ATEN_CPU_CAPABILITY below the best one makes it use the kernels that a lesser CPU would get. torch does not check
+whether the CPU has the instructions, so nothing above the best one may be printed.
 """
 
 from __future__ import annotations

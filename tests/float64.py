@@ -1,11 +1,13 @@
 """Run model code that asks for float32 by name in float64, so that algebraic identities can be tested at 1e-10.
 
-Tests use the fixture `in_float64` of conftest.py; data that is made on import and module fixtures use `with float64():`.
+Tests use the fixture `in_float64` of conftest.py; data that is made on import and module fixtures use `with
+float64():`.
 
 `model.to(torch.float64)` is not enough. These places compute in float32 whatever the dtype of the weights:
 
 - transformers: the RMS norms, the rotary angles, the softmax of eager attention;
-- posttrain: `policy.head.project`, `policy.logprobs` (logits and their gradient), attention with a soft cap, the sampler.
+- posttrain: `policy.head.project`, `policy.logprobs` (logits and their gradient), attention with a soft cap, the
+  sampler.
 
 Inside `float64()` each of those requests is answered with float64. The code under test is unchanged, and so are its
 shapes, masks, sums and denominators; only the rounding is finer.
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Relative to the largest magnitude involved. float64 has an epsilon of 2.2e-16, which leaves more than 5 digits for sums
-# of a few thousand terms and for cancellation.
+# Relative to the largest magnitude involved. float64 has an epsilon of 2.2e-16, which leaves more than 5 digits for
+# sums of a few thousand terms and for cancellation.
 TOLERANCE = 1e-10
 
 

@@ -1,4 +1,6 @@
-"""What training in FP8 is tested against: its products and gradients in float64, and all of it in plain torch, on a CPU."""
+"""What training in FP8 is tested against: its products and gradients in float64, and all of it in plain torch, on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ def _with_largest(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SlowProduct(torch.autograd.Function):
-    """x @ weight.T of quantised numbers. The gradient of x is that of quantised rows of the outputs' gradient and of the weight
-    with a factor for each of its columns; that of the weight has neither quantised."""
+    """x @ weight.T of quantised numbers. The gradient of x is that of quantised rows of the outputs' gradient and of
+    the weight with a factor for each of its columns; that of the weight has neither quantised.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -140,7 +143,9 @@ def assert_fp8_is_near(model: Any) -> None:
 
 
 def changed_by_fp8(model: Any) -> dict[str, float]:
-    """What FP8 does to states, log-probabilities and gradients of a fused model: norm of the change, in parts of the norm."""
+    """What FP8 does to states, log-probabilities and gradients of a fused model: norm of the change, in parts of the
+    norm.
+    """
     from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 
     batch = random_batch([70, 20], [60, 40, 50], [0, 1, 0])

@@ -1,7 +1,7 @@
 """What the fused layers are tested against, slow and obvious; and small models to run them in, on any device.
 
-Used by `unit/policy/interpreted_fused.py` (Triton's interpreter, on a CPU), by `gpu/test_fused_layers.py`, and by tests that
-are about everything but the kernels, `unit/policy/test_fusing.py` and `test_fused_adapters.py`: these have the
+Used by `unit/policy/interpreted_fused.py` (Triton's interpreter, on a CPU), by `gpu/test_fused_layers.py`, and by tests
+that are about everything but the kernels, `unit/policy/test_fusing.py` and `test_fused_adapters.py`: these have the
 kernels replaced by torch, in float64.
 """
 
@@ -52,7 +52,8 @@ def assert_near(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> 
     assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
-# -- operations ----------------------------------------------------------------------------------------------------------
+# -- operations
+# ----------------------------------------------------------------------------------------------------------
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -175,7 +176,8 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, function)
 
 
-# -- models --------------------------------------------------------------------------------------------------------------
+# -- models
+# --------------------------------------------------------------------------------------------------------------
 
 # Of every family: how many of its layers are fused.
 FUSED_LAYERS = {

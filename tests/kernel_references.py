@@ -187,8 +187,9 @@ def chi_square_excess(tokens: Tensor, probabilities: Tensor) -> float:
 
 
 def mend_interpreter() -> None:
-    """Triton 3.6 turns arrays of one element into loop bounds with int(), which numpy refuses since 2.4, and rounds to FP8
-    without a carry into the exponent."""
+    """Triton 3.6 turns arrays of one element into loop bounds with int(), which numpy refuses since 2.4, and rounds to
+    FP8 without a carry into the exponent.
+    """
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter
@@ -233,7 +234,9 @@ def assert_steps_like_torch(kernels: Any, rows: int, device: str) -> None:
 
 
 def assert_drafts_like_torch(seed: int, device: torch.device) -> None:
-    """Random texts of few different tokens, so that many suffixes match; three steps, each with the texts of the one before."""
+    """Random texts of few different tokens, so that many suffixes match; three steps, each with the texts of the one
+    before.
+    """
     from posttrain.engines.native import drafting, kernels
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,8 @@
-"""Llama 8B and 70B and Qwen 32B on 8 x 8 GPUs, without the GPUs: a process group that sends nothing, tensors without memory.
+"""Llama 8B and 70B and Qwen 32B on 8 x 8 GPUs, without the GPUs: a process group that sends nothing, tensors without
+memory.
 
-One forward and backward pass runs through the code that splits, shards and fuses. Counted are the bytes that one rank stores,
-keeps and sends, beside what the planner says.
+One forward and backward pass runs through the code that splits, shards and fuses. Counted are the bytes that one rank
+stores, keeps and sends, beside what the planner says.
 
     PYTHONPATH=src:tests python tests/large_models.py                every plan, as the table of docs/planner.md
     PYTHONPATH=src:tests python tests/large_models.py --layers 2     with two layers of each model, in a minute

@@ -2,8 +2,8 @@
 
 python parallel_ranks.py FOLDER CASE…      CASE: MODEL/OBJECTIVE/DTYPE/MESH, such as llama/grpo/float64/dp2-tp2
 
-FOLDER/<case>.pt: losses, norms and gradients of two updates, the state after them, and log-probabilities. A case ending in
-+OTHER continues after the first update from the checkpoint of the same case on the mesh OTHER.
+FOLDER/<case>.pt: losses, norms and gradients of two updates, the state after them, and log-probabilities. A case ending
+in +OTHER continues after the first update from the checkpoint of the same case on the mesh OTHER.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def setup(case: str, folder: Path) -> RankSetup:
 
 
 def batch_for(objective: str) -> TokenBatch:
-    """Groups of answers to one prompt, of many lengths. In rows of the longest prompt, a rank of cp2 has no response token."""
+    """Groups of answers to one prompt, of many lengths. In rows of the longest prompt, a rank of cp2 has no response
+    token.
+    """
     random = torch.Generator().manual_seed(1)
     lengths = [5, 9, 1, 7, 4, 6, 3, 8]
     prompt_of = [0, 0, 0, 0, 1, 1, 2, 2] if objective == "grpo" else [0, 0, 1, 1, 2, 2, 3, 3]

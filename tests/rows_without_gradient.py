@@ -1,10 +1,11 @@
-"""Run as a program: steps of GRPO in which most answers give no gradient, with these left out and with all of them computed.
+"""Run as a program: steps of GRPO in which most answers give no gradient, with these left out and with all of them
+computed.
 
 python rows_without_gradient.py FOLDER WORLD
 
 Every case runs on WORLD ranks (gloo, one process each) in float64, through `Grpo.step` and `ShardedTrainer`.
-FOLDER/WORLD.pt: by case and packing, the gradients of each update, the metrics of each step, and weights and optimizer state
-at the end. One rank also computes each case without leaving anything out: the packing ALL_ROWS.
+FOLDER/WORLD.pt: by case and packing, the gradients of each update, the metrics of each step, and weights and optimizer
+state at the end. One rank also computes each case without leaving anything out: the packing ALL_ROWS.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ class MadeRollouts:
 
 
 class RanksInStep:
-    """A `WorkerGroup` of ranks in processes of their own, each of which runs the same driver. No process has another's rank:
-    results are exchanged after each call."""
+    """A `WorkerGroup` of ranks in processes of their own, each of which runs the same driver. No process has another's
+    rank: results are exchanged after each call.
+    """
 
     in_process, unit, num_nodes = False, "rank", 1
 

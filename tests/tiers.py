@@ -1,13 +1,13 @@
 """Which tests run: `--tier fast` (`make test`), `rest` (what it leaves out) or `full` (everything, the default).
 
-The choice is made by measured times. `tests/durations.json` has the seconds of each test and of each fixture that tests of a
-file share; `--record-durations` writes it. In the fast tier each test function may take `LIMIT_S`: its cases run in their
-order until the next one would exceed it. A test marked `invariant` is in the fast tier in any case, with its first case.
-Tests that were never measured are in it, too.
+The choice is made by measured times. `tests/durations.json` has the seconds of each test and of each fixture that tests
+of a file share; `--record-durations` writes it. In the fast tier each test function may take `LIMIT_S`: its cases run
+in their order until the next one would exceed it. A test marked `invariant` is in the fast tier in any case, with its
+first case. Tests that were never measured are in it, too.
 
 With `--until SECONDS` (since 1970) no test is started that would end later by its measured time; what was left out is
-printed. `--rotate` begins with the files named by `--first`, and continues at a place that moves on every day, so that the
-whole tier is run within `ROTATION_DAYS`.
+printed. `--rotate` begins with the files named by `--first`, and continues at a place that moves on every day, so that
+the whole tier is run within `ROTATION_DAYS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random models of a few thousand parameters, one per family, and a tokenizer of bytes. Nothing is downloaded.
 
-The weights are large enough for logits to be far from uniform: with the usual initialisation a wrong attention mask or a
-wrong position would change log-probabilities by less than any tolerance.
+The weights are large enough for logits to be far from uniform: with the usual initialisation a wrong attention mask or
+a wrong position would change log-probabilities by less than any tolerance.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from posttrain.models.attention_interface import ATTENTION
 
 VOCAB_SIZE = 96
 SLIDING_WINDOW = 5  # shorter than the sequences of the tests
-# How far two ways to compute a log-probability may be apart in float32. On the way from a token to its logits there are about
-# 450 additions (two or three layers with sums over 32, 48 and up to 64 terms), each of which errs by up to eps = 1.2e-7 of the
-# largest partial sum, which is of order 10. A wrong mask, position or weight changes log-probabilities by 0.1 and more.
-# `tests/invariants/test_sampler_equals_trainer.py` compares in float64.
+# How far two ways to compute a log-probability may be apart in float32. On the way from a token to its logits there are
+# about 450 additions (two or three layers with sums over 32, 48 and up to 64 terms), each of which errs by up to eps =
+# 1.2e-7 of the largest partial sum, which is of order 10. A wrong mask, position or weight changes log-probabilities by
+# 0.1 and more. `tests/invariants/test_sampler_equals_trainer.py` compares in float64.
 LOGPROB_ROUNDING = 5e-4
 
 _COMMON: Mapping[str, Any] = {
@@ -113,7 +113,8 @@ def tiny_model(
     else:
         settings = {**_COMMON, **extra, **overrides}
     config = AutoConfig.for_model(model_type, **settings)
-    # The products that transformers prefers for experts do not exist in float64. The eager ones are a second way to compute.
+    # The products that transformers prefers for experts do not exist in float64. The eager ones are a second way to
+    # compute.
     experts = {"experts_implementation": "eager"} if attention == "eager" or dtype == torch.float64 else {}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
     model.config.use_cache = False

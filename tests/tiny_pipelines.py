@@ -1,4 +1,6 @@
-"""A pipeline that takes seconds: a model of some ten thousand parameters learns to prefer the first letters of the alphabet."""
+"""A pipeline that takes seconds: a model of some ten thousand parameters learns to prefer the first letters of the
+alphabet.
+"""
 
 from __future__ import annotations
 

@@ -313,9 +313,10 @@ def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: floa
 def same_up_to_rounding(expected: Any) -> Any:
     """For numbers of two runs that add up in different orders, in float32.
 
-    A step of these runs adds up about 200 tokens, whose terms are of order 1: a sum errs by up to 200 * eps = 2.4e-5, which is
-    the bound for sums that cancel. Updates pass errors on to later steps, hence ten times as much relative to sums that do not
-    cancel. Errors in the code that these comparisons look for (a wrong denominator, a lost token) are of some percent.
+    A step of these runs adds up about 200 tokens, whose terms are of order 1: a sum errs by up to 200 * eps = 2.4e-5,
+    which is the bound for sums that cancel. Updates pass errors on to later steps, hence ten times as much relative to
+    sums that do not cancel. Errors in the code that these comparisons look for (a wrong denominator, a lost token) are
+    of some percent.
     """
     return pytest.approx(expected, rel=2e-4, abs=2.4e-5)
 

@@ -1,7 +1,7 @@
 """A stand-in for vLLM, as far as posttrain's program in vLLM's process uses it: a small `transformers` model on a CPU.
 
-`vllm_pythons.stand_in` writes an interpreter that finds a copy of this file as `vllm`; no test imports it. It has what posttrain
-asks of vLLM 0.25, but for LoRA and sleep. The word in the file `fault` beside it makes it misbehave.
+`vllm_pythons.stand_in` writes an interpreter that finds a copy of this file as `vllm`; no test imports it. It has what
+posttrain asks of vLLM 0.25, but for LoRA and sleep. The word in the file `fault` beside it makes it misbehave.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class LLMEngine:
         return outputs
 
 
-# -- weights -------------------------------------------------------------------------------------------------------------
+# -- weights
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

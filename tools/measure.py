@@ -1,7 +1,7 @@
 """Prints counts of the source with the goal for each: `make measure`, or with `--details` to list what is counted.
 
-Everything is read from syntax trees, except for config fields, which are counted by the test that checks them, and the walk
-through a run, which docs/concepts.md lists. `make measure ROOT=folder` counts another checkout.
+Everything is read from syntax trees, except for config fields, which are counted by the test that checks them, and the
+walk through a run, which docs/concepts.md lists. `make measure ROOT=folder` counts another checkout.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def files_with(modules: list[Module], pattern: str) -> list[str]:
 
 
 def walk_of_a_run() -> list[str]:
-    """The files of docs/concepts.md from `posttrain grpo` to the optimizer step and the checkpoint, in the order of calls."""
+    """The files of docs/concepts.md from `posttrain grpo` to the optimizer step and the checkpoint, in the order of
+    calls.
+    """
     page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     part = page.partition("<!-- walk -->")[2].partition("<!-- end of walk -->")[0]
     return list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", part)))

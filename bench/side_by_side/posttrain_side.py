@@ -1,7 +1,7 @@
 """The job with posttrain: `python -m side_by_side.posttrain_side JOB.json RESULT.json`.
 
-A config file and `posttrain.build.TrainingRun`, as the command line has it: run folder, scoring processes and report are written
-as for any user. The only thing added is a watch around the step of the algorithm.
+A config file and `posttrain.build.TrainingRun`, as the command line has it: run folder, scoring processes and report
+are written as for any user. The only thing added is a watch around the step of the algorithm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The job with TRL: `python -m side_by_side.trl_side JOB.json RESULT.json`.
 
-TRL's defaults, but for what the job fixes: fp32 without activation checkpointing (both are on by default and slower here),
-answers of a fixed length, a constant learning rate. Its methods are not replaced; they are watched from outside.
+TRL's defaults, but for what the job fixes: fp32 without activation checkpointing (both are on by default and slower
+here), answers of a fixed length, a constant learning rate. Its methods are not replaced; they are watched from outside.
 """
 
 from __future__ import annotations

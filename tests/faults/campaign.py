@@ -1,7 +1,7 @@
 """Cases, parts, and the run of a campaign: one case after another, a line of progress, files with the outcome.
 
-A case draws everything random from a generator of its own, keyed by the seed, its part and its name. So a case that failed is
-repeated alone, by name.
+A case draws everything random from a generator of its own, keyed by the seed, its part and its name. So a case that
+failed is repeated alone, by name.
 """
 
 from __future__ import annotations

@@ -224,8 +224,9 @@ def damaged_conversion(lab: Lab, name: str, folder: Path, chance: random.Random)
 
 
 def damaged_run_file(lab: Lab, name: str, damage: Damage, folder: Path, chance: random.Random) -> None:
-    """Files beside the checkpoints: they do not change the weights. The reference's log-probabilities decide their last bits,
-    so a run that has lost them says so."""
+    """Files beside the checkpoints: they do not change the weights. The reference's log-probabilities decide their last
+    bits, so a run that has lost them says so.
+    """
     run = unfinished_run(lab, folder)
     damage(run / name, run / name, chance)
     finished = resume(lab, run, folder)

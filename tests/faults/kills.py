@@ -167,7 +167,8 @@ def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool
     return finished.code != 0
 
 
-# -- an engine of its own that samples ahead -----------------------------------------------------------------------------
+# -- an engine of its own that samples ahead
+# -----------------------------------------------------------------------------
 
 
 def kill_dedicated(lab: Lab, folder: Path, chance: random.Random) -> None:

@@ -53,8 +53,9 @@ class Lab:
         return tiny_runs.save_data(self.folder / "data")
 
     def arguments(self, kind: str, folder: Path) -> list[str]:
-        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-dedicated` on an
-        engine of its own, `-background` saves beside the training."""
+        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-dedicated`
+        on an engine of its own, `-background` saves beside the training.
+        """
         name, *variants = kind.split("-")
         words = getattr(tiny_runs, name)(self.model, self.data, folder, steps=STEPS)
         if name == "sft":

@@ -1,6 +1,7 @@
 """Mutated configs, overrides and rows of data, and whether they are nonsense for certain.
 
-Nonsense must be refused. What only may be nonsense (a byte changed somewhere) must be refused or used, without a traceback.
+Nonsense must be refused. What only may be nonsense (a byte changed somewhere) must be refused or used, without a
+traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Commands of posttrain in processes of their own: forked from one that has imported everything, or started as a user does.
+"""Commands of posttrain in processes of their own: forked from one that has imported everything, or started as a user
+does.
 
-Forked ones are there a moment later instead of six seconds. Each is the leader of a session, so that all of it can be killed.
+Forked ones are there a moment later instead of six seconds. Each is the leader of a session, so that all of it can be
+killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Programs that try to get out of the sandbox, or to take more than they may. None succeeds.
 
-A program prints ESCAPED when it has got what it tried for. Most of them do where only limits are set (`without_sandbox`): so the
-tries are real.
+A program prints ESCAPED when it has got what it tried for. Most of them do where only limits are set
+(`without_sandbox`): so the tries are real.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class Outside:
 
     def __init__(self, folder: Path) -> None:
         self.marker = f"faults-{uuid.uuid4().hex}"
-        # Not in `folder`: that may be closed to other users, and then the sandbox would not be what keeps a program out.
+        # Not in `folder`: that may be closed to other users, and then the sandbox would not be what keeps a program
+        # out.
         self.folder = Path("/tmp") / self.marker
         self.folder.mkdir()
         self.folder.chmod(0o777)

@@ -1,7 +1,7 @@
 """Planted secrets: each command writes and prints what it has to say, and none of the secrets is in it.
 
-Searched: every file that the command wrote, as bytes and inside .gz and .zip (a `.pt` file is one), and what it printed; as they
-are, percent-encoded, and in base64.
+Searched: every file that the command wrote, as bytes and inside .gz and .zip (a `.pt` file is one), and what it
+printed; as they are, percent-encoded, and in base64.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ AUTHORISED = {"Authorization": f"Bearer {KEY}"}
 SLOW_CLIENTS = 100
 CONNECTIONS = 1000
 REQUESTS = 10_000
-# Of resident memory, over the last nine tenths of the requests. Allocators keep some; a leak of 4 KB a request would be 36 MB.
+# Of resident memory, over the last nine tenths of the requests. Allocators keep some; a leak of 4 KB a request would be
+# 36 MB.
 MAX_GROWTH_MB = 24
 
 

@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16 = torch.bfloat16
-# Norm of an error in parts of the norm: bf16 results, sums in the accumulators of the matrix units, and numbers that the kernels
-# round to the neighbour because their scale differs in the last bit.
+# Norm of an error in parts of the norm: bf16 results, sums in the accumulators of the matrix units, and numbers that
+# the kernels round to the neighbour because their scale differs in the last bit.
 CLOSE = 1.2e-2
 
 
@@ -128,7 +128,8 @@ def test_states_and_gradients_of_a_model_are_near_those_in_bf16(family: str) -> 
     assert_fp8_is_near(even_model(family, "cuda"))
 
 
-# -- a trainer -----------------------------------------------------------------------------------------------------------
+# -- a trainer
+# -----------------------------------------------------------------------------------------------------------
 
 PARTS: list[TokenBatch | None] = [random_batch([90, 20], [60, 40, 50], [0, 1, 0]), random_batch([30], [99], [0], 1)]
 

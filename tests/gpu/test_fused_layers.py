@@ -1,5 +1,5 @@
-"""The fused layers on a GPU: operations against float64, models and adapters against the layers' own forward, in fp32 tightly
-and in bf16 to its rounding, and inside CUDA graphs.
+"""The fused layers on a GPU: operations against float64, models and adapters against the layers' own forward, in fp32
+tightly and in bf16 to its rounding, and inside CUDA graphs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def device_noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0)
     return noise(*shape, seed=seed).to(DEVICE, dtype)
 
 
-# -- operations ------------------------------------------------------------------------------------------------------------
+# -- operations
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -199,7 +200,8 @@ def test_logprobs(rows: int, width: int, factor: float) -> None:
         assert_near("gradient", grad, wide.grad, tolerance)
 
 
-# -- attention over parts of one product -------------------------------------------------------------------------------------
+# -- attention over parts of one product
+# -------------------------------------------------------------------------------------
 
 SEGMENTS = {
     "alone": [Segment(0, 40), Segment(40, 41), Segment(41, 100)],
@@ -232,7 +234,8 @@ def test_queries_keys_and_values_may_be_views_of_one_product(
         assert_near(name, ours, expected, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
-# -- models ----------------------------------------------------------------------------------------------------------------
+# -- models
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
@@ -256,7 +259,8 @@ def test_model_in_bf16(family: str, checkpointing: bool) -> None:
     assert mean_error(model, exact) < 1.25 * mean_error(own, exact)
 
 
-# -- adapters --------------------------------------------------------------------------------------------------------------
+# -- adapters
+# --------------------------------------------------------------------------------------------------------------
 
 
 def adapted(family: str, dtype: torch.dtype) -> Any:

@@ -1,5 +1,6 @@
-"""A session on a GPU: what the engine gives each request alone, with different settings and adapters side by side, and one
-step ahead of the host."""
+"""A session on a GPU: what the engine gives each request alone, with different settings and adapters side by side, and
+one step ahead of the host.
+"""
 
 from __future__ import annotations
 

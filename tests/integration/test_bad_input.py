@@ -1,4 +1,6 @@
-"""What bad input gets: exit code 64 and one message with the place and the remedy, before a model is loaded if possible."""
+"""What bad input gets: exit code 64 and one message with the place and the remedy, before a model is loaded if
+possible.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run with a reward that teaches nothing: found while it goes on, saved and stopped, found again afterwards, and resumed."""
+"""A run with a reward that teaches nothing: found while it goes on, saved and stopped, found again afterwards, and
+resumed.
+"""
 
 from __future__ import annotations
 

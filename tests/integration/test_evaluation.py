@@ -1,4 +1,6 @@
-"""`posttrain eval` as a user runs it, on a tiny model: the numbers, the block, killing and going on, comparing, bad input."""
+"""`posttrain eval` as a user runs it, on a tiny model: the numbers, the block, killing and going on, comparing, bad
+input.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
 
 
 def is_explained(key: str) -> bool:
-    """By its own name, as `_min` or `_max` of it, as one of a family such as `train/reward/<part>`, or, of a validation, by the
-    metric of training that it repeats."""
+    """By its own name, as `_min` or `_max` of it, as one of a family such as `train/reward/<part>`, or, of a
+    validation, by the metric of training that it repeats.
+    """
     if key.startswith("validation/") and is_explained(key.replace("validation/", "train/", 1)):
         return True
     stem = key.removesuffix("_min").removesuffix("_max")

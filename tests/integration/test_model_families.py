@@ -1,8 +1,8 @@
 """Every family of models through a whole run: GRPO, resume, DPO, LoRA, conversion, serving. docs/models.md lists them.
 
-That sampling is `transformers.generate`, and that log-probabilities and gradients are those of the model's own forward pass,
-is tested for the same tiny models in `unit/engines/test_native_families.py`, `invariants/test_sampler_equals_trainer.py` and
-`unit/policy/test_packed_rows.py`.
+That sampling is `transformers.generate`, and that log-probabilities and gradients are those of the model's own forward
+pass, is tested for the same tiny models in `unit/engines/test_native_families.py`,
+`invariants/test_sampler_equals_trainer.py` and `unit/policy/test_packed_rows.py`.
 """
 
 from __future__ import annotations

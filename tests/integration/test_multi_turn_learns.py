@@ -1,5 +1,5 @@
-"""Conversations of several turns in whole runs: a small model finds out that asking a calculator pays, and what holds for
-every run holds for these: packed is unpacked, two ranks are one process, resumed is uninterrupted.
+"""Conversations of several turns in whole runs: a small model finds out that asking a calculator pays, and what holds
+for every run holds for these: packed is unpacked, two ranks are one process, resumed is uninterrupted.
 """
 
 from __future__ import annotations

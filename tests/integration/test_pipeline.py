@@ -211,8 +211,9 @@ def kill_self() -> None:
 
 
 def killing(stage: Any) -> Callable[[Any, Path], Any]:
-    """The work of a stage with a kill -9 in the middle of it, or, where it is over at once, at its worst moment: when all is
-    done and nothing is written down."""
+    """The work of a stage with a kill -9 in the middle of it, or, where it is over at once, at its worst moment: when
+    all is done and nothing is written down.
+    """
     original = stage.work
 
     def in_training(context: Any, folder: Path) -> Any:
@@ -291,7 +292,8 @@ def test_killed_in_the_middle_of_every_stage_it_gets_the_same_result(world: Path
     )
 
 
-# -- new data ------------------------------------------------------------------------------------------------------------
+# -- new data
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_new_traces_begin_a_second_iteration_from_production(

@@ -71,7 +71,8 @@ def output_of(arguments: list[str | Path], nodes: RayNodes, **variables: str) ->
 
 
 def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path, data: Path, tmp_path: Path) -> None:
-    """As printed in the walk-through: `ray start --head`, the command on the head, and `ray start --address=…` elsewhere.
+    """As printed in the walk-through: `ray start --head`, the command on the head, and `ray start --address=…`
+    elsewhere.
 
     The worker comes last, so the driver has to wait for it.
     """

@@ -1,4 +1,6 @@
-"""Runs submitted over the Jobs API of a real Ray cluster: the head of a rendered RayCluster, as processes of this machine."""
+"""Runs submitted over the Jobs API of a real Ray cluster: the head of a rendered RayCluster, as processes of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def profile(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A profile whose cluster runs: `posttrain node` with the variables of the rendered head, and what KubeRay adds to them."""
+    """A profile whose cluster runs: `posttrain node` with the variables of the rendered head, and what KubeRay adds to
+    them.
+    """
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:
         one.bind(("", 0))

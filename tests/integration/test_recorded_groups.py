@@ -1,4 +1,6 @@
-"""GRPO from labelled traces: it learns from a record alone, says how far it has moved from it, and goes on after a stop."""
+"""GRPO from labelled traces: it learns from a record alone, says how far it has moved from it, and goes on after a
+stop.
+"""
 
 from __future__ import annotations
 

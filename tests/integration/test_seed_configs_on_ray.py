@@ -1,5 +1,5 @@
-"""The two-node configs of the guides on a Ray cluster of two nodes: other than the printed ones are the model, the data, the
-sizes, and what a case names.
+"""The two-node configs of the guides on a Ray cluster of two nodes: other than the printed ones are the model, the
+data, the sizes, and what a case names.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The configs of the guides that posttrain follows run as printed: only the model, the data and the sizes are other ones here,
-because theirs need two nodes with eight GPUs each. Their commands are in `test_seed_scripts.py`.
+"""The configs of the guides that posttrain follows run as printed: only the model, the data and the sizes are other
+ones here, because theirs need two nodes with eight GPUs each. Their commands are in `test_seed_scripts.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The engine of a server in a process of its own: the same answers, and what happens when one of the two processes ends."""
+"""The engine of a server in a process of its own: the same answers, and what happens when one of the two processes
+ends.
+"""
 
 from __future__ import annotations
 

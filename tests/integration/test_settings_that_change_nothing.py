@@ -1,4 +1,6 @@
-"""Settings of speed and memory change neither what is sampled nor what is learnt: whole runs, compared number by number."""
+"""Settings of speed and memory change neither what is sampled nor what is learnt: whole runs, compared number by
+number.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rendered manifests on two nodes of the local cluster: a run that loses machines ends as the run that does not, bit for bit,
-and the token that its pods were given is in no file.
+"""Rendered manifests on two nodes of the local cluster: a run that loses machines ends as the run that does not, bit
+for bit, and the token that its pods were given is in no file.
 
 The short form. `make faults ONLY=spot` takes 20 machines away from each of four schedulers, at random moments.
 """

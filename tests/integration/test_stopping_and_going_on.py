@@ -69,7 +69,8 @@ def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_exactly(
     arguments = [*grpo(model, data, folder, steps=STEPS), "checkpointing.save_period=100"]
     process = start(arguments, log)
     assert wait_until(lambda: count_rows(folder) >= 1, process)
-    # A terminal sends Ctrl-C to everybody in the foreground: the processes that compute rewards must not stumble over it.
+    # A terminal sends Ctrl-C to everybody in the foreground: the processes that compute rewards must not stumble over
+    # it.
     os.killpg(process.pid or 0, sent)
     process.join()
     assert process.exitcode == exit_code, log.read_text()

@@ -1,4 +1,6 @@
-"""A run that is asked to stop anywhere within a step, and is started again, is the run that was never stopped, bit for bit."""
+"""A run that is asked to stop anywhere within a step, and is started again, is the run that was never stopped, bit for
+bit.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Real clients of trackers: a run that is killed twice, with a tracker down in between, has every step in every tracker once.
+"""Real clients of trackers: a run that is killed twice, with a tracker down in between, has every step in every tracker
+once.
 
-The clients of W&B, Trackio and SwanLab, and MLflow's server, are large: `make test-loggers` installs them and runs this file.
-`unit/reporting/test_sinks.py` tests what the others install anyway.
+The clients of W&B, Trackio and SwanLab, and MLflow's server, are large: `make test-loggers` installs them and runs this
+file. `unit/reporting/test_sinks.py` tests what the others install anyway.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
 
 
 def compare(found: tracker_readers.Values, folder: Path, *, is_filled_anew: bool, as_float32: bool = False) -> None:
-    """Every step once, with the values of metrics.jsonl. A tracker that keeps what it got has other times of steps that were
-    trained again: all else is equal."""
+    """Every step once, with the values of metrics.jsonl. A tracker that keeps what it got has other times of steps that
+    were trained again: all else is equal.
+    """
     rows = tiny_runs.rows_of(folder)
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert sorted(found) == [row["step"] for row in rows]

@@ -1,8 +1,8 @@
 """The same batch and the same weights through TRL's own trainers: the same loss and the same gradients.
 
-TRL pads and, for DPO, runs prompt and answer twice; we pack and share prompts. TRL's trainers are real ones and their own
-`compute_loss` is called; nothing of their formulas is repeated here. Compared is what both define alike, and where TRL's
-definition differs (the gradient of the KL term, unless it is bias-corrected) the difference itself is checked.
+TRL pads and, for DPO, runs prompt and answer twice; we pack and share prompts. TRL's trainers are real ones and their
+own `compute_loss` is called; nothing of their formulas is repeated here. Compared is what both define alike, and where
+TRL's definition differs (the gradient of the KL term, unless it is bias-corrected) the difference itself is checked.
 """
 
 from pathlib import Path
@@ -78,7 +78,8 @@ def ours(
     return float(loss.detach()), gradients(model), {name: float(value) for name, value in metrics.items()}
 
 
-# -- DPO -----------------------------------------------------------------------------------------------------------------
+# -- DPO
+# -----------------------------------------------------------------------------------------------------------------
 
 with float64():
     PAIRS = random_batch([5, 9, 1, 7, 6, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], [7, 3, 12, 1], seed=0)
@@ -155,7 +156,8 @@ def test_dpo_with_a_supervised_term(tmp_path: Path) -> None:
     assert_same_gradients(actual, expected)
 
 
-# -- GRPO ----------------------------------------------------------------------------------------------------------------
+# -- GRPO
+# ----------------------------------------------------------------------------------------------------------------
 
 ADVANTAGES = [1.2, -0.7, 0.3, -1.5, 0.0, 0.9, -0.4, 2.0]
 with float64():

@@ -218,8 +218,9 @@ def test_lora_is_independent_of_the_number_of_actors(model: Path, data: Path, tm
 
 
 def test_int8_optimizer_state_is_independent_of_sharding(model: Path, data: Path, tmp_path: Path) -> None:
-    """Blocks lie within rows and noise is keyed by the number's place, so two ranks round as one process does. Weights in
-    fp32: then the only rounding is that of the state, and gradients that differ in the last bit rarely tip it."""
+    """Blocks lie within rows and noise is keyed by the number's place, so two ranks round as one process does. Weights
+    in fp32: then the only rounding is that of the state, and gradients that differ in the last bit rarely tip it.
+    """
 
     def arguments(name: str) -> list[str]:
         return [*dpo(model, data, tmp_path / name, steps=4), "policy.optimizer.state_dtype=int8"]

@@ -1,8 +1,8 @@
-"""However ranks share a model and its rows, they compute what one process computes: losses, norms, every gradient, the state
-after two updates, log-probabilities and sampled tokens. And a checkpoint of one arrangement continues on another.
+"""However ranks share a model and its rows, they compute what one process computes: losses, norms, every gradient, the
+state after two updates, log-probabilities and sampled tokens. And a checkpoint of one arrangement continues on another.
 
-`parallel_ranks.py` trains in processes of its own (gloo). In float64 the arrangements differ by rounding alone, 1e-12; a sum
-that is missing, or made twice, in some gradient would not change the loss.
+`parallel_ranks.py` trains in processes of its own (gloo). In float64 the arrangements differ by rounding alone, 1e-12;
+a sum that is missing, or made twice, in some gradient would not change the loss.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Every preference loss that TRL has too: loss and gradients are TRL's, computed by its own trainers on the same weights.
+"""Every preference loss that TRL has too: loss and gradients are TRL's, computed by its own trainers on the same
+weights.
 
-The trainers' own `compute_loss` is called; nothing of their formulas is repeated here. What TRL calls by another name, or
-defines with another average, is configured here as docs/dpo.md says.
+The trainers' own `compute_loss` is called; nothing of their formulas is repeated here. What TRL calls by another name,
+or defines with another average, is configured here as docs/dpo.md says.
 
-Two kinds of model. A table of bigrams gives both sides the same log-probability of each token, which isolates the loss. A
-small Llama runs padded there and packed here. Both are compared in float64.
+Two kinds of model. A table of bigrams gives both sides the same log-probability of each token, which isolates the loss.
+A small Llama runs padded there and packed here. Both are compared in float64.
 """
 
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def finished(trainer: Any, inputs: dict[str, Any], kind: Kind) -> Outcome:
     return float(loss.detach()), gradients(model), {k: v[-1] for k, v in stored["train"].items()}
 
 
-# -- losses with a reference -------------------------------------------------------------------------------------------------
+# -- losses with a reference
+# -------------------------------------------------------------------------------------------------
 
 
 def trl_dpo(kind: Kind, folder: Path, pairs: list[Pair], **options: Any) -> Outcome:
@@ -223,7 +225,8 @@ def test_default_ipo_differs_from_trl(kind: Kind, tmp_path: Path) -> None:
     assert ours(kind, objective, with_reference(kind, pair_batch(PAIRS)))[0] != pytest.approx(loss, rel=0.1)
 
 
-# -- losses without one --------------------------------------------------------------------------------------------------------
+# -- losses without one
+# --------------------------------------------------------------------------------------------------------
 
 
 def padded(rows: list[list[int]], fill: int) -> Tensor:
@@ -313,7 +316,8 @@ def test_the_odds_ratio_term_of_orpo_after_prompts_of_any_length(kind: Kind, tmp
     assert metrics["preference_loss"] == approx(-theirs["log_odds_ratio"])
 
 
-# -- KTO -------------------------------------------------------------------------------------------------------------------
+# -- KTO
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def random_answers(seed: int) -> list[Judged]:

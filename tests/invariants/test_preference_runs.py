@@ -1,5 +1,5 @@
-"""Whole runs of every preference loss: resumed or not, packed or not, with or without the cache of the reference, in one
-process or on two Ray ranks, they are the same run.
+"""Whole runs of every preference loss: resumed or not, packed or not, with or without the cache of the reference, in
+one process or on two Ray ranks, they are the same run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def test_packing_does_not_change_a_run(
     assert_close(folder, finished[name], but=("packing_efficiency", "packing_factor"))
 
 
-# -- the reference -------------------------------------------------------------------------------------------------------------
+# -- the reference
+# -------------------------------------------------------------------------------------------------------------
 
 
 def cached(folder: Path, prefix: str) -> list[float]:
@@ -201,7 +202,8 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
         assert part in message
 
 
-# -- several ranks ---------------------------------------------------------------------------------------------------------------
+# -- several ranks
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray

@@ -55,7 +55,9 @@ class Step:
 
 @pytest.fixture(autouse=True)
 def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our denominators have an epsilon of 1e-8, as in NeMo RL. The formulas have none, and in float64 the difference shows."""
+    """Our denominators have an epsilon of 1e-8, as in NeMo RL. The formulas have none, and in float64 the difference
+    shows.
+    """
     monkeypatch.setattr(clipped_objective, "EPS", 0.0)
 
 
@@ -74,7 +76,8 @@ def random_step(rewards: Rewards = REWARDS, lengths: Sequence[Sequence[int]] = L
     return Step(rewards, old, near(current, 0.5), near(old, 0.3), current)
 
 
-# -- advantages, as each peer computes them -------------------------------------------------------------------------------
+# -- advantages, as each peer computes them
+# -------------------------------------------------------------------------------
 
 
 def flat_over_tokens(step: Step, of_answers: list[list[float]]) -> PerToken:
@@ -180,7 +183,8 @@ def verl_dapo(step: Step) -> PerToken:
     return group_normalised(1e-6)(Step(rewards, step.old, step.reference, step.sampler, step.current))
 
 
-# -- losses, as each peer computes them -----------------------------------------------------------------------------------
+# -- losses, as each peer computes them
+# -----------------------------------------------------------------------------------
 
 TokenLoss = Callable[[Tensor, float, float, float, float], Tensor]  # current, old, reference, sampler, advantage
 
@@ -313,7 +317,8 @@ PEERS = {
 }
 
 
-# -- posttrain's side -----------------------------------------------------------------------------------------------------
+# -- posttrain's side
+# -----------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,5 +1,6 @@
-"""One conversation has the same tokens wherever it is a prompt: in SFT, DPO, GRPO and evaluation, beside the converted model,
-and in the server. Each is a whole run; what is compared is what the trainer packs and what the engine samples from.
+"""One conversation has the same tokens wherever it is a prompt: in SFT, DPO, GRPO and evaluation, beside the converted
+model, and in the server. Each is a whole run; what is compared is what the trainer packs and what the engine samples
+from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A run that is killed with `kill -9`, again and again, and resumed by the same command, is the run that was never killed.
+"""A run that is killed with `kill -9`, again and again, and resumed by the same command, is the run that was never
+killed.
 
 Equal means equal bits: every number of training and validation in metrics.jsonl, every sampled text, the bytes of the
 weights of every checkpoint. Whether checkpoints are written at once or in the background makes no difference either.
@@ -103,8 +104,9 @@ def test_a_reward_model_resumes_exactly(settings: list[str], model: Path, data: 
 
 
 def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> int:
-    """Kill runs at random moments, at least `num_kills` times in all, and go on each time by the same command. A run that
-    gets to its end must equal `whole`, and is followed by a new one. Returns how many kills tore a checkpoint."""
+    """Kill runs at random moments, at least `num_kills` times in all, and go on each time by the same command. A run
+    that gets to its end must equal `whole`, and is followed by a new one. Returns how many kills tore a checkpoint.
+    """
     chance = random.Random(seed)
     folder = tmp_path / "killed"
     kills = num_resumed = num_finished = torn = 0

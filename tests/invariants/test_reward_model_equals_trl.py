@@ -1,6 +1,7 @@
 """The same pairs and the same weights through TRL's RewardTrainer: the same loss and the same gradients.
 
-TRL pads and runs each prompt twice; we pack and share it. The trainer is a real one and its own `compute_loss` is called.
+TRL pads and runs each prompt twice; we pack and share it. The trainer is a real one and its own `compute_loss` is
+called.
 """
 
 from __future__ import annotations

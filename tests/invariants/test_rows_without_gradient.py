@@ -1,7 +1,8 @@
-"""Answers whose share of the gradient is 0 are not computed, and nothing but metrics that are means over tokens can tell.
+"""Answers whose share of the gradient is 0 are not computed, and nothing but metrics that are means over tokens can
+tell.
 
-Loss, every gradient, weights and optimizer state equal those of updates that compute all rows. Metrics are means over the
-rows that are computed, so they do not depend on packing, micro-batches and the number of ranks either.
+Loss, every gradient, weights and optimizer state equal those of updates that compute all rows. Metrics are means over
+the rows that are computed, so they do not depend on packing, micro-batches and the number of ranks either.
 `rows_without_gradient.py` has the cases.
 """
 
@@ -86,7 +87,8 @@ def test_two_ranks_equal_one_process_over_all_rows(alone: Outcomes, on_two: Outc
 def test_cases_leave_rows_out_and_still_have_gradients(alone: Outcomes) -> None:
     """Guards the tests above."""
     shares = {case: alone[case, "packed"]["metrics"][0]["samples_with_gradient"] for case in CASES}
-    # 15 of the 16 answers are scored. Of these 5 have an advantage, and 4 are the first of their group, which is cut off.
+    # 15 of the 16 answers are scored. Of these 5 have an advantage, and 4 are the first of their group, which is cut
+    # off.
     assert shares.pop("cut-off answers are masked") == approx(3 / 15)
     assert shares.pop("likelihood of rewarded answers") == approx(11 / 15)
     assert shares.pop("kl in the loss, cut-off answers are masked") == approx(11 / 15)

@@ -1,8 +1,8 @@
 """The sampler's log-probabilities are the trainer's: same modules, other attention, other batches.
 
-Three references: the trainer itself, a packed forward pass written out here, and `transformers` with its own eager attention on
-one sequence at a time. That they are the same function is tested in float64; how far float32 and bf16 may separate them is
-tested against the size of their rounding.
+Three references: the trainer itself, a packed forward pass written out here, and `transformers` with its own eager
+attention on one sequence at a time. That they are the same function is tested in float64; how far float32 and bf16 may
+separate them is tested against the size of their rounding.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def test_sampled_logprobs_in_float32_differ_by_rounding_only(family: str) -> Non
     model = tiny_model(family)
     completions = sample(model)
     ours = sampled_logprobs(completions)
-    # Sums on the way from one token to its log-probability: in each layer three projections to and one from attention, its
-    # scores and weighted values, and the MLP; then the head. n additions err by at most n * eps of the largest partial sum,
-    # which for scores is about the span between the most and the least probable token.
+    # Sums on the way from one token to its log-probability: in each layer three projections to and one from attention,
+    # its scores and weighted values, and the MLP; then the head. n additions err by at most n * eps of the largest
+    # partial sum, which for scores is about the span between the most and the least probable token.
     config, longest = (
         model.config.get_text_config(),
         max(len(task.prompt_ids) for task in make_tasks()) + SAMPLING.max_new_tokens,

@@ -1,8 +1,8 @@
 """GRPO's variants in whole runs: how a run is cut up, where it runs and whether it was killed makes no difference.
 
-Between them the variants use every estimator that works over a batch, KL in the reward, shaping, dynamic sampling with a
-surplus that is kept, sequence ratios, the likelihood term, each normaliser of the loss, and groups that are left out of
-updates.
+Between them the variants use every estimator that works over a batch, KL in the reward, shaping, dynamic sampling with
+a surplus that is kept, sequence ratios, the likelihood term, each normaliser of the loss, and groups that are left out
+of updates.
 """
 
 from __future__ import annotations
