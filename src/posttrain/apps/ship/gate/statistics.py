@@ -20,17 +20,27 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.apps.ship.gate.distributions import beta_cdf, beta_quantile, normal_quantile, t_quantile
+from posttrain.errors import InputError
 
 Range = tuple[float, float]
 RATE: Range = (0.0, 1.0)
 Method = Literal["exact binomial", "t", "paired t", "unpaired t"]
 MAX_ASKED = 10_000_000  # larger numbers of problems are not reported
+SignedValues = tuple[float, NDArray[np.float64]]  # 1 or -1, and values: a mean is a sum of signed means
+
+
+def special_functions() -> Any:
+    """`scipy.special`; an InputError that names the extra where it is not installed."""
+    try:
+        import scipy.special
+    except ImportError as error:
+        raise InputError("the gate needs scipy: pip install 'posttrain[gate]'") from error
+    return scipy.special
 
 
 @dataclass(frozen=True)
@@ -57,44 +67,21 @@ def estimate_mean(values: Sequence[float], confidence: float, value_range: Range
     assert len(values) > 0
     if value_range == RATE and set(values) <= {0.0, 1.0}:
         return _exact(values, confidence)
-    found = _student(values, (*value_range, *value_range), confidence, "t")
+    found = _student([(1.0, values, (*value_range, *value_range))], confidence, "t")
     # Other ranges are those of the observed values, and the mean may lie beyond them.
     return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if value_range == RATE else found
 
 
 def estimate_paired(differences: Sequence[float], confidence: float, value_range: Range) -> MeanEstimate:
     """Of the differences of two evaluations of the same problems. `value_range` is that of the differences."""
-    assert len(differences) > 0
-    return _student(differences, value_range, confidence, "paired t")
+    return _student([(1.0, differences, value_range)], confidence, "paired t")
 
 
 def estimate_unpaired(
     left: Sequence[float], right: Sequence[float], confidence: float, left_range: Range, right_range: Range
 ) -> MeanEstimate:
     """Of mean(left) - mean(right), for evaluations of different problems."""
-    assert len(left) > 0
-    assert len(right) > 0
-    a, b = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    soft_a, soft_b = np.concatenate([a, left_range]), np.concatenate([b, right_range])
-    return _estimate(
-        float(a.mean() - b.mean()),
-        [_welch_bounds(soft_a, soft_b, confidence), _welch_bounds(a, b, confidence)],
-        _variance(a) / len(a) + _variance(b) / len(b),
-        _variance(soft_a) / len(soft_a) + _variance(soft_b) / len(soft_b),
-        min(len(a), len(b)),
-        confidence,
-        "unpaired t",
-    )
-
-
-def _welch_bounds(a: NDArray[np.float64], b: NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    if len(a) < 2 or len(b) < 2:
-        return -math.inf, math.inf
-    spread_a, spread_b = _variance(a) / len(a), _variance(b) / len(b)
-    below = spread_a**2 / (len(a) - 1) + spread_b**2 / (len(b) - 1)  # Welch and Satterthwaite
-    degrees = (spread_a + spread_b) ** 2 / below if below > 0 else float(len(a) + len(b) - 2)
-    third = _third_moment(a) / len(a) ** 2 - _third_moment(b) / len(b) ** 2
-    return _bounds(float(a.mean() - b.mean()), spread_a + spread_b, third, degrees, confidence)
+    return _student([(1.0, left, left_range), (-1.0, right, right_range)], confidence, "unpaired t")
 
 
 def needed_problems(estimate: MeanEstimate, threshold: float, power: float) -> int | None:
@@ -126,7 +113,8 @@ def detectable_distance(estimate: MeanEstimate, num_problems: int, power: float)
 
 
 def _quantiles(estimate: MeanEstimate, power: float) -> float:
-    return normal_quantile(estimate.confidence) + max(normal_quantile(power), 0.0)
+    ndtri = special_functions().ndtri
+    return float(ndtri(estimate.confidence) + max(ndtri(power), 0.0))
 
 
 def _needed_for_rate(rate: float, threshold: float, confidence: float, power: float) -> int | None:
@@ -135,16 +123,17 @@ def _needed_for_rate(rate: float, threshold: float, confidence: float, power: fl
     A rate below the threshold is shown by a small number of hits, and the largest such number is searched: the more hits
     are allowed, the more problems the bound needs, and the more likely it is that no more hits occur.
     """
+    betainc = special_functions().betainc
     if rate > threshold:
         rate, threshold = 1 - rate, 1 - threshold
 
     def problems_for(hits: int) -> int:
         """The smallest number of problems whose upper bound with `hits` is not above the threshold."""
         counts = range(hits + 1, MAX_ASKED + 1)
-        return counts.start + bisect_left(counts, confidence, key=lambda n: beta_cdf(threshold, hits + 1, n - hits))
+        return counts.start + bisect_left(counts, confidence, key=lambda n: betainc(hits + 1, n - hits, threshold))
 
     def is_likely(hits: int) -> bool:
-        return beta_cdf(rate, hits + 1, problems_for(hits) - hits) <= 1 - power
+        return bool(betainc(hits + 1, problems_for(hits) - hits, rate) <= 1 - power)
 
     enough = 1
     while not is_likely(enough - 1):
@@ -156,80 +145,65 @@ def _needed_for_rate(rate: float, threshold: float, confidence: float, power: fl
 
 def _exact(values: Sequence[float], confidence: float) -> MeanEstimate:
     """Clopper and Pearson's bounds of a proportion."""
+    betaincinv = special_functions().betaincinv
     total, hits = len(values), round(sum(values))
-    error = 1 - confidence
-    low = beta_quantile(error, hits, total - hits + 1) if hits else 0.0
-    high = beta_quantile(confidence, hits + 1, total - hits) if hits < total else 1.0
+    low = float(betaincinv(hits, total - hits + 1, 1 - confidence)) if hits else 0.0
+    high = float(betaincinv(hits + 1, total - hits, confidence)) if hits < total else 1.0
     rate = hits / total
     imagined = 2 * rate**2 + 2 * (1 - rate) ** 2  # two pseudo-observations at each end
     return MeanEstimate(rate, low, high, math.sqrt(rate * (1 - rate)), total, confidence, "exact binomial", imagined)
 
 
-def _student(values: Sequence[float], ends: Sequence[float], confidence: float, method: Method) -> MeanEstimate:
-    plain = np.asarray(values, dtype=np.float64)
-    softened = np.concatenate([plain, ends])
-    return _estimate(
-        float(plain.mean()),
-        [_t_bounds(softened, confidence), _t_bounds(plain, confidence)],
-        _variance(plain) / len(plain),
-        _variance(softened) / len(softened),
-        len(plain),
-        confidence,
-        method,
-    )
-
-
-def _estimate(
-    mean: float,
-    bounds: Sequence[tuple[float, float]],
-    variance: float,
-    softened_variance: float,
-    num_problems: int,
-    confidence: float,
-    method: Method,
+def _student(
+    parts: Sequence[tuple[float, Sequence[float], Sequence[float]]], confidence: float, method: Method
 ) -> MeanEstimate:
-    """From the bounds and the variances of a mean, with pseudo-observations and without.
+    """Of a sum of signed means. `parts` are sign, values and the pseudo-observations at the ends of their range.
 
     Pseudo-observations pull the mean towards the middle of the range. A bound must not hold because of that, so the wider
-    bounds are used.
+    of the bounds with and without them are used.
     """
+    plain: list[SignedValues] = [(sign, np.asarray(values, dtype=np.float64)) for sign, values, _ in parts]
+    softened = [
+        (sign, np.concatenate([values, ends])) for (sign, values), (_, _, ends) in zip(plain, parts, strict=True)
+    ]
+    num_problems = min(len(values) for _, values in plain)
+    assert num_problems > 0
+    bounds = [_bounds(softened, confidence), _bounds(plain, confidence)]
+    variance = _variance_of_mean(plain)
     return MeanEstimate(
-        mean=mean,
+        mean=float(sum(sign * values.mean() for sign, values in plain)),
         low=min(low for low, _ in bounds),
         high=max(high for _, high in bounds),
         deviation=math.sqrt(variance * num_problems),
         num_problems=num_problems,
         confidence=confidence,
         method=method,
-        imagined=max(softened_variance - variance, 0.0) * num_problems**2,
+        imagined=max(_variance_of_mean(softened) - variance, 0.0) * num_problems**2,
     )
 
 
-def _t_bounds(values: NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    if len(values) < 2:
-        return -math.inf, math.inf
-    count = len(values)
-    spread, third = _variance(values) / count, _third_moment(values) / count**2
-    return _bounds(float(values.mean()), spread, third, count - 1, confidence)
-
-
-def _bounds(centre: float, variance: float, third: float, degrees: float, confidence: float) -> tuple[float, float]:
-    """Student's bounds of a mean with this variance, moved outwards for its third moment (Johnson 1978).
+def _bounds(parts: Sequence[SignedValues], confidence: float) -> Range:
+    """Student's bounds of a mean, of several parts with Welch's degrees, moved outwards for the third moment (Johnson 1978).
 
     With skewed values, such as lengths, the plain bound on the side of the long tail is exceeded too often. The bound on
     the other side is conservative and stays.
     """
+    counts = [len(values) for _, values in parts]
+    if min(counts) < 2:
+        return -math.inf, math.inf
+    centre = float(sum(sign * values.mean() for sign, values in parts))
+    variance = _variance_of_mean(parts)
     if variance <= 0:
         return centre, centre
-    quantile = t_quantile(round(confidence, 12), max(math.floor(degrees), 1))
+    degrees = float(sum(counts) - len(counts))
+    if len(parts) > 1:  # Welch and Satterthwaite
+        degrees = variance**2 / sum(_variance_of_mean([part]) ** 2 / (len(part[1]) - 1) for part in parts)
+    third = sum(sign * float(((values - values.mean()) ** 3).mean()) / len(values) ** 2 for sign, values in parts)
+    quantile = float(special_functions().stdtrit(max(math.floor(degrees), 1), round(confidence, 12)))
     reach = quantile * math.sqrt(variance)
     shift = third / (6 * variance) * (1 + 2 * quantile**2)
     return centre - reach + min(shift, 0.0), centre + reach + max(shift, 0.0)
 
 
-def _third_moment(values: NDArray[np.float64]) -> float:
-    return float(((values - values.mean()) ** 3).mean())
-
-
-def _variance(values: NDArray[np.float64]) -> float:
-    return float(values.var(ddof=1)) if len(values) > 1 else 0.0
+def _variance_of_mean(parts: Sequence[SignedValues]) -> float:
+    return sum(float(values.var(ddof=1)) / len(values) for _, values in parts if len(values) > 1)

@@ -1,14 +1,20 @@
-"""Bounds and sample sizes against slow references: integration, counting, simulation."""
+"""Bounds and sample sizes against recorded numbers and slow references: counting, simulation."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from posttrain.apps.ship.gate.distributions import beta_cdf, beta_quantile, normal_quantile, t_quantile
+pytest.importorskip("scipy", reason="the gate needs the extra `gate`")
+
+from scipy.special import ndtri, stdtrit
+
 from posttrain.apps.ship.gate.statistics import (
     MeanEstimate,
     detectable_distance,
@@ -17,38 +23,53 @@ from posttrain.apps.ship.gate.statistics import (
     estimate_unpaired,
     needed_problems,
 )
+from posttrain.errors import InputError
 
 CONFIDENCE = 0.95
 RATE = (0.0, 1.0)
 DIFFERENCE = (-1.0, 1.0)
 
 
-def integral(density: Callable[[np.ndarray], np.ndarray], low: float, high: float) -> float:
-    places = np.linspace(low, high, 2_000_001)
-    return float(np.trapezoid(density(places), places))
+def drawn(kind: str | int, count: int, seed: int) -> list[float]:
+    rng = np.random.default_rng(seed)
+    draw: dict[str | int, Callable[[], np.ndarray]] = {
+        "rates": lambda: (rng.random(count) < 0.3).astype(float),
+        "shares": lambda: rng.binomial(4, 0.6, count) / 4,
+        "lengths": lambda: rng.lognormal(4, 0.8, count),
+        "equal": lambda: np.full(count, 0.5),
+    }
+    return draw[kind]().tolist()
 
 
-@pytest.mark.parametrize(("a", "b", "x"), [(2.0, 3.0, 0.3), (50.0, 1.5, 0.97), (5.0, 200.0, 0.02), (1.0, 1.0, 0.4)])
-def test_beta_cdf_is_the_integral_of_its_density(a: float, b: float, x: float) -> None:
-    log_norm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    expected = integral(lambda t: np.exp(log_norm) * t ** (a - 1) * (1 - t) ** (b - 1), 0.0, x)
-    assert beta_cdf(x, a, b) == pytest.approx(expected, abs=1e-6)
-    assert beta_cdf(beta_quantile(0.3, a, b), a, b) == pytest.approx(0.3, abs=1e-12)
+def test_numbers_are_those_of_the_incomplete_beta_function_that_scipy_has_replaced() -> None:
+    """`recorded_estimates.jsonl` was written with the gate's own quantiles, which were found by bisection."""
+    file = Path(__file__).with_name("recorded_estimates.jsonl")
+    for row in map(json.loads, file.read_text().splitlines()):
+        kind, count, confidence = row["kind"], row["num_problems"], row["confidence"]
+        if row["method"] == "exact":  # `kind` is the number of hits
+            found = estimate_mean([1.0] * kind + [0.0] * (count - kind), confidence, RATE)
+        else:
+            left, right = drawn(kind, count, count), drawn(kind, max(2, count // 2), count + 1)
+            top = max(left + right) if kind == "lengths" else 1.0
+            differences = [a - b for a, b in zip(left, drawn(kind, count, count + 1), strict=True)]
+            if row["method"] == "one":
+                found = estimate_mean(left, confidence, (0.0, top))
+            elif row["method"] == "paired":
+                found = estimate_paired(differences, confidence, (-top, top))
+            else:
+                found = estimate_unpaired(left, right, confidence, (0.0, top), (0.0, top))
+        for name in ("mean", "low", "high", "deviation", "imagined"):
+            assert getattr(found, name) == pytest.approx(row[name], rel=1e-12, abs=1e-13), (row, name)
+        thresholds = (found.mean - 0.02, found.mean + 0.1, 0.97)
+        assert [needed_problems(found, threshold, 0.8) for threshold in thresholds] == row["needed"], row
+        assert detectable_distance(found, 500, 0.8) == pytest.approx(row["detectable"], rel=1e-12)
 
 
-@pytest.mark.parametrize(("share", "degrees"), [(0.95, 3), (0.975, 10), (0.99, 57.3), (0.9, 4000)])
-def test_t_quantile_inverts_the_integral_of_its_density(share: float, degrees: float) -> None:
-    log_norm = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    quantile = t_quantile(share, degrees)
-    inside = integral(lambda t: np.exp(log_norm) * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), 0.0, quantile)
-    assert 0.5 + inside == pytest.approx(share, abs=1e-6)
-    assert t_quantile(1 - share, degrees) == pytest.approx(-quantile)
-
-
-def test_known_quantiles() -> None:
-    assert t_quantile(0.975, 1) == pytest.approx(12.706204736, abs=1e-6)
-    assert t_quantile(0.95, 10) == pytest.approx(1.812461123, abs=1e-6)
-    assert t_quantile(0.95, 1e6) == pytest.approx(normal_quantile(0.95), abs=1e-5)
+def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    monkeypatch.delattr("scipy.special")
+    with pytest.raises(InputError, match=r"posttrain\[gate\]"):
+        estimate_mean([0.0, 1.0], CONFIDENCE, RATE)
 
 
 def binomial_tail(total: int, probability: float, at_least: int) -> float:
@@ -84,7 +105,7 @@ def test_bounds_are_the_wider_of_those_with_and_without_pseudo_observations() ->
     found = estimate_mean(list(values), CONFIDENCE, ends)
     lows, highs = [], []
     for seen in (values, np.concatenate([values, ends, ends])):
-        count, quantile = len(seen), t_quantile(CONFIDENCE, len(seen) - 1)
+        count, quantile = len(seen), stdtrit(len(seen) - 1, CONFIDENCE)
         reach = quantile * seen.std(ddof=1) / math.sqrt(count)
         third = ((seen - seen.mean()) ** 3).mean()
         lows.append(seen.mean() - reach)  # the side without the tail stays
@@ -218,7 +239,7 @@ def test_estimate_on_the_threshold_needs_no_finite_number() -> None:
     assert needed_problems(on_it, 0.5 + 1e-5, 0.8) is None, "more than MAX_ASKED"
     near = needed_problems(on_it, 0.501, 0.8)
     assert near is not None
-    assert near == math.ceil(((normal_quantile(0.95) + normal_quantile(0.8)) * 0.5 / 0.001) ** 2)
+    assert near == math.ceil(((ndtri(0.95) + ndtri(0.8)) * 0.5 / 0.001) ** 2)
     far = needed_problems(on_it, 0.9, 0.8)
     assert far == 101, "never fewer than there are"
 

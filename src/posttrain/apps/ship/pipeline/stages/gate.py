@@ -41,8 +41,10 @@ class GateStage(Stage):
 
     def check(self, config: PipelineConfig) -> None:
         from posttrain.apps.ship.gate.measures import check_before_measuring
+        from posttrain.apps.ship.gate.statistics import special_functions
         from posttrain.apps.ship.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
 
+        special_functions()
         for name, check in load_gate(config).checks.items():
             where = f"gate: {config.gate.config}: checks.{name}"
             if check.evaluation not in config.evaluate:
