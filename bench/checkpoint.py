@@ -103,7 +103,9 @@ class Training:
         self.update()
 
     def update(self) -> None:
-        """One parameter at a time: gradients of the whole model would need memory that has nothing to do with saving."""
+        """One parameter at a time: gradients of the whole model would need memory that has nothing to do
+        with saving.
+        """
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
             self.optimizer.collect_gradients()
@@ -217,7 +219,8 @@ def show(report: dict[str, Any]) -> str:
     held = [report["ways"][name]["best_s"] for name in (SYNCHRONOUS, BACKGROUND)]
     return "\n".join(
         [
-            f"{report['shape']}, {report['dtype']}, moments {report['state_dtype']}, masters {report['master_weights']}: "
+            f"{report['shape']}, {report['dtype']}, moments {report['state_dtype']}, masters "
+            f"{report['master_weights']}: "
             f"{report['checkpoint_bytes'] / GIB:.2f} GiB a checkpoint, on {report['machine']['device']}",
             f"memory for the copy was ready after {report['preparation_s']:.2f} s",
             table(header, rows),

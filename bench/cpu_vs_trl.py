@@ -3,7 +3,7 @@
 
     python bench/cpu_vs_trl.py                     both jobs, both sides: some eight minutes on two cores
     python bench/cpu_vs_trl.py --only dpo --json dpo.json
-    python bench/cpu_vs_trl.py --only grpo --prompt-tokens 256    long prompts, which posttrain computes once for a group
+    python bench/cpu_vs_trl.py --only grpo --prompt-tokens 256  long prompts, which posttrain computes once for a group
     python bench/cpu_vs_trl.py --tiny              a random model of two layers: does it all run?
 
 Each side runs in a process of its own, one after the other, on the same weights and the same tokens. See README.md
@@ -129,7 +129,8 @@ def main() -> int:
         for job in prepare_jobs(args, model):
             outcomes = {}
             for side in [args.side] if args.side else [TRL, POSTTRAIN]:
-                print(f"{job.kind.upper()} with {side} … (load {os.getloadavg()[0]:.2f})", file=sys.stderr, flush=True)
+                load = os.getloadavg()[0]
+                print(f"{job.kind.upper()} with {side} … (load {load:.2f})", file=sys.stderr, flush=True)
                 outcomes[side] = run_side(job, side, Path(scratch))
             print(f"\n{table(job, outcomes, title)}")
             print("\n".join(f"- {remark}" for remark in remarks(job.kind, outcomes)), flush=True)

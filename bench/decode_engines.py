@@ -67,7 +67,9 @@ def native_settings(job: DecodeJob) -> NativeSettings:
 
 
 class _KeepLogprobs(LogitsProcessor):
-    """Remembers the log-probability of each drawn token: `generate` can only keep the scores of the whole vocabulary."""
+    """Remembers the log-probability of each drawn token: `generate` can only keep the scores of the whole
+    vocabulary.
+    """
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
@@ -126,13 +128,21 @@ class GenerateSampling:
 def _plain_sampling(num_new: int, **options: Any) -> GenerationConfig:
     # top_k would default to 50; with eos None only the length ends a row.
     return GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_new, eos_token_id=None, pad_token_id=PAD,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=num_new,
+        eos_token_id=None,
+        pad_token_id=PAD,
         **options,
-    )  # fmt: skip
+    )
 
 
 class ContinuousSampling:
-    """`transformers`' continuous batching. Each sample is a request of its own; equal prompts may share their blocks."""
+    """`transformers`' continuous batching. Each sample is a request of its own; equal prompts may share
+    their blocks.
+    """
 
     def __init__(self, model: PreTrainedModel, job: DecodeJob) -> None:
         from transformers import ContinuousBatchingConfig

@@ -182,7 +182,8 @@ def main() -> int:
     print("\n" + table(["run", "is", "found", ""], rows))
     healthy = sum(not case.expected for case in cases)
     print(
-        f"false alarms: {false_alarms} of {healthy} healthy runs; missed: {misses} of {len(cases) - healthy} sick runs; ",
+        f"false alarms: {false_alarms} of {healthy} healthy runs; missed: {misses} of {len(cases) - healthy} sick "
+        "runs; ",
         end="",
     )
     print(f"not healthy after the fix: {unmended}")
@@ -204,7 +205,9 @@ def prepare(folder: Path) -> None:
     seen, unseen = problems(1)
 
     def pairs(sums: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
-        """The right sum beside a careless one; in one of five pairs the other way round, so that they are not too easy."""
+        """The right sum beside a careless one; in one of five pairs the other way round, so that they are
+        not too easy.
+        """
         found = []
         for a, b in sums:
             wrong = a + b
@@ -263,9 +266,17 @@ def common(kind: str, folder: Path, name: str, model: Path) -> list[str]:
     ]
 
 
-GRPO = (f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}", "policy.generation.max_new_tokens=8",
-        "grpo.val_period=10", "grpo.val_at_start=true", "grpo.max_val_samples=64", "data.default.env_name=math",
-        "env.math.num_workers=1", "kl=0")  # fmt: skip
+GRPO = (
+    f"grpo.num_prompts_per_step={PROMPTS}",
+    f"grpo.num_generations_per_prompt={GROUP}",
+    "policy.generation.max_new_tokens=8",
+    "grpo.val_period=10",
+    "grpo.val_at_start=true",
+    "grpo.max_val_samples=64",
+    "data.default.env_name=math",
+    "env.math.num_workers=1",
+    "kl=0",
+)
 
 
 def look(folder: Path, case: Case, settings: Sequence[str], suffix: str, only_look: bool) -> Report | None:

@@ -281,7 +281,8 @@ def main() -> int:
         peak = f"{result['peak_gib']:.1f}" if "peak_gib" in result else ""
         losses = result["losses"]
         print(
-            f"{side:20}{result['pairs_per_s']:10.1f}{ratio:>9}{peak:>9}{losses[0]:12.4f}{losses[-1]:11.4f}{result['accuracy']:15.3f}"
+            f"{side:20}{result['pairs_per_s']:10.1f}{ratio:>9}{peak:>9}"
+            f"{losses[0]:12.4f}{losses[-1]:11.4f}{result['accuracy']:15.3f}"
         )
     if {"posttrain-packed", "posttrain-unpacked"} <= results.keys():
         curves = (results["posttrain-packed"]["losses"], results["posttrain-unpacked"]["losses"])

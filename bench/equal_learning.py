@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether a run learns as much with an option as without it: GRPO from the same weights, over several seeds.
 
-    python bench/equal_learning.py --seeds 1 2 3 4 5 --variants plain age-1 age-2 --jobs 2       the demo; an hour on two cores
+    python bench/equal_learning.py --seeds 1 2 3 4 5 --variants plain age-1 age-2 --jobs 2  the demo; an hour
     python bench/equal_learning.py --seeds 1 --variants plain age-1 --steps 2                    a minute
     python bench/equal_learning.py --config configs/grpo_smollm2_gsm8k.yaml --set policy.model_name=SFT \\
         --variants plain age-1 age-2 fp8 --jobs 20 --steps 60                                    one GPU

@@ -127,7 +127,9 @@ def unshared(batch: TokenBatch) -> TokenBatch:
 
 
 class UnsharedEngine:
-    """Every sample is a task of its own. Noise is keyed by draw and sample, so the tokens are those of the shared run."""
+    """Every sample is a task of its own. Noise is keyed by draw and sample, so the tokens are those of the
+    shared run.
+    """
 
     def __init__(self, generator: Engine) -> None:
         self.generator = generator

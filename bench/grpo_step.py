@@ -2,10 +2,11 @@
 """GRPO end to end on one GPU, in NeMo RL's terms: each stage of the step with its seconds, its share and its tokens per
 second.
 
-    python bench/grpo_step.py --shape llama-8b --out grpo.json              64 prompts x 32 samples of about 900 tokens, KL on
+    python bench/grpo_step.py --shape llama-8b --out grpo.json  64 prompts x 32 samples of about 900 tokens, KL on
     python bench/grpo_step.py --shape llama-8b --lora
     python bench/grpo_step.py --workload long-prompt --shape llama-1.5b     with and without sharing of the prompt
-    python bench/grpo_step.py --workload long-context --lora --checkpointing --micro-tokens 135168 --logprob-tokens 135168
+    python bench/grpo_step.py --workload long-context --lora --checkpointing --micro-tokens 135168 \
+        --logprob-tokens 135168
                                                                             8 answers to a prompt that fills the context
     python bench/grpo_step.py --shape tiny                                  on a CPU, in a minute: does it all run?
 
@@ -147,11 +148,13 @@ def remarks(result: Result) -> list[str]:
     rates, metrics = result["performance"], result["metrics"]
     lines = [
         f"{result['num_samples']} samples, {result['num_tokens']:,} tokens, "
-        f"{rates['mean_total_tokens_per_sample']:.0f} a sample; {rates['samples_per_sec_per_gpu']:.2f} samples/s per GPU"
+        f"{rates['mean_total_tokens_per_sample']:.0f} a sample; {rates['samples_per_sec_per_gpu']:.2f} samples/s per "
+        "GPU"
     ]
     if "train_mfu" in rates:
         lines.append(
-            f"training {rates['train_flops_per_gpu']:.0f} TFLOP/s, {rates['train_mfu']:.1%} of the data sheet's peak, of the "
+            f"training {rates['train_flops_per_gpu']:.0f} TFLOP/s, {rates['train_mfu']:.1%} of the data sheet's peak, "
+            "of the "
             "plain algorithm's work: shared prompts and frozen weights count in full"
         )
     if "token_mult_prob_error" in metrics:
@@ -183,7 +186,8 @@ def main(words: list[str] | None = None) -> int:
     job = job_of(args)
     sharing = args.sharing or ("both" if args.workload == "long-prompt" else "on")
     print(
-        f"{job.model}, {'LoRA' if job.lora else 'all weights'}, {job.dtype}, KL {job.kl_penalty:g}: {job.num_prompts} prompts x "
+        f"{job.model}, {'LoRA' if job.lora else 'all weights'}, {job.dtype}, KL {job.kl_penalty:g}: {job.num_prompts} "
+        "prompts x "
         f"{job.num_samples} samples, {job.prompt_tokens} + {job.new_tokens} tokens",
         flush=True,
     )

@@ -156,8 +156,10 @@ def train(args: argparse.Namespace) -> int:
     (args.out / CURVE).write_text(json.dumps(found, indent=1))
     first, last = watch.rewards[:5], watch.rewards[-5:]
     print(
-        f"{args.side}, lr {args.lr:g}, {args.recipe}: {watch.num_steps} steps and {watch.num_tokens:,} generated tokens in "
-        f"{watch.seconds:.0f} s; mean reward of the first five steps {sum(first) / max(1, len(first)):.3f}, of the last five "
+        f"{args.side}, lr {args.lr:g}, {args.recipe}: {watch.num_steps} steps and {watch.num_tokens:,} generated "
+        "tokens in "
+        f"{watch.seconds:.0f} s; mean reward of the first five steps {sum(first) / max(1, len(first)):.3f}, of the "
+        "last five "
         f"{sum(last) / max(1, len(last)):.3f}"
     )
     return 0

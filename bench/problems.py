@@ -1,4 +1,6 @@
-"""Problems of GSM8K's form, and whether an answer is right: the number after its last `####` is that of `final_answer`."""
+"""Problems of GSM8K's form, and whether an answer is right: the number after its last `####` is that of
+`final_answer`.
+"""
 
 from __future__ import annotations
 

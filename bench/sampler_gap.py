@@ -47,9 +47,16 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # A model of bytes that a GPU trains in a minute.
 TRAINED = {
-    "vocab_size": 512, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 _TRAINED_ROWS, _TRAINED_LENGTH = 64, 512
 
 

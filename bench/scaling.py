@@ -247,7 +247,8 @@ def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     found = measure(args)
     print(
-        f"\nsteps of {args.group} samples a prompt, {args.prompt_tokens} + up to {args.new_tokens} tokens\n{show(found)}"
+        f"\nsteps of {args.group} samples a prompt, {args.prompt_tokens} + up to {args.new_tokens} "
+        f"tokens\n{show(found)}"
     )
     bad = grows_too_fast(found)
     first, last = next(iter(found.items())), list(found.items())[-1]

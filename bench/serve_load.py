@@ -134,7 +134,9 @@ def body_of(target: Target, prompt: str, max_tokens: int) -> dict[str, Any]:
 
 
 class Receiver(asyncio.Protocol):
-    """Sends a request, and keeps what comes back with the time of its arrival until the server closes the connection."""
+    """Sends a request, and keeps what comes back with the time of its arrival until the server closes the
+    connection.
+    """
 
     def __init__(self, request: bytes) -> None:
         self.parts: list[tuple[float, bytes]] = []

@@ -115,7 +115,9 @@ def chosen_model(shape: str, folder: Path | None) -> str:
 def make_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, attention: str = ATTENTION
 ) -> PreTrainedModel:
-    """A causal language model with random weights. Seed, shape, device and dtype decide them; the attention does not."""
+    """A causal language model with random weights. Seed, shape, device and dtype decide them; the attention
+    does not.
+    """
     sizes = {
         key: value for key, value in shape_of(shape).config().items() if key not in ("model_type", "architectures")
     }

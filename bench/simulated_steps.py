@@ -62,16 +62,27 @@ def train(name: str, args: argparse.Namespace, inputs: Path) -> list[Row]:
     """The rows of metrics.jsonl, each with the lengths of the answers of its groups."""
     folder = inputs / name.replace(", ", "-").replace(" ", "-")
     words = [
-        f"policy.model_name={inputs / 'model'}", "policy.precision=float32", "policy.device=cpu", "policy.num_threads=1",
-        "policy.max_total_sequence_length=128", f"policy.generation.max_new_tokens={LONGEST}",
+        f"policy.model_name={inputs / 'model'}",
+        "policy.precision=float32",
+        "policy.device=cpu",
+        "policy.num_threads=1",
+        "policy.max_total_sequence_length=128",
+        f"policy.generation.max_new_tokens={LONGEST}",
         f"policy.generation.stop_token_ids={stop_tokens(inputs)}",
-        f"checkpointing.checkpoint_dir={folder}", "checkpointing.enabled=false", "policy.optimizer.kwargs.lr=1e-12",
-        f"grpo.max_num_steps={args.steps}", "grpo.max_num_epochs=1000", "grpo.val_period=0",
-        f"grpo.num_prompts_per_step={args.prompts}", f"grpo.num_generations_per_prompt={args.samples}",
+        f"checkpointing.checkpoint_dir={folder}",
+        "checkpointing.enabled=false",
+        "policy.optimizer.kwargs.lr=1e-12",
+        f"grpo.max_num_steps={args.steps}",
+        "grpo.max_num_epochs=1000",
+        "grpo.val_period=0",
+        f"grpo.num_prompts_per_step={args.prompts}",
+        f"grpo.num_generations_per_prompt={args.samples}",
         f"policy.train_global_batch_size={args.prompts * args.samples}",
         f"data.train={{dataset_name: ResponseDataset, data_path: {inputs / 'questions.jsonl'}}}",
-        "data.default.env_name=mine", f"env.mine.function={inputs / 'rewards.py'}:odd", "env.mine.num_workers=1",
-    ]  # fmt: skip
+        "data.default.env_name=mine",
+        f"env.mine.function={inputs / 'rewards.py'}:odd",
+        "env.mine.num_workers=1",
+    ]
     command = [sys.executable, "-m", "posttrain", "grpo", *words, *RUNS[name][0], "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr)

@@ -5,7 +5,7 @@
     python bench/train.py --shape llama-8b --against stock --profile
     python bench/train.py --shape llama-8b --fp8                                  with policy.fp8, beside bf16
     python bench/train.py --shape llama-1.5b --against stock trl --shortest 100   lengths between 100 and 900
-    python bench/train.py --shape tiny --against stock trl                        on a CPU, in a minute: does it all run?
+    python bench/train.py --shape tiny --against stock trl  on a CPU, in a minute: does it all run?
 
 One optimizer step over `--sequences` sequences of `--tokens` tokens in micro-batches of `--micro-tokens`, through the
 policy that every algorithm uses. `--set` changes any setting of the run, as on posttrain's own command line. See
@@ -150,7 +150,8 @@ def main(words: list[str] | None = None) -> int:
     job = job_of(args, POSTTRAIN)
     lengths = f"{args.tokens}" if args.shortest == args.tokens else f"{args.shortest} to {args.tokens}"
     print(
-        f"{job.model}, {'LoRA' if args.lora else 'all weights'}, {job.dtype}: {args.sequences} sequences of {lengths} tokens, "
+        f"{job.model}, {'LoRA' if args.lora else 'all weights'}, {job.dtype}: {args.sequences} sequences of {lengths} "
+        "tokens, "
         f"micro-batches of {args.micro_tokens}",
         flush=True,
     )
@@ -171,7 +172,8 @@ def main(words: list[str] | None = None) -> int:
     different = same_losses(results)
     for side in different:
         print(
-            f"not the same job: the loss of {TITLES[side]} is {results[side]['loss']}, ours {results[POSTTRAIN]['loss']}"
+            f"not the same job: the loss of {TITLES[side]} is {results[side]['loss']}, ours "
+            f"{results[POSTTRAIN]['loss']}"
         )
     rates = {side: result["train_tokens_per_s"] for side, result in results.items() if "train_tokens_per_s" in result}
     ratios = {side: rates[POSTTRAIN] / rate for side, rate in rates.items() if side not in OURS and POSTTRAIN in rates}

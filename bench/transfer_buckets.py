@@ -132,7 +132,9 @@ class Copier:
 if triton is not None:
 
     @triton.jit
-    def digest_kernel(words_ptr, sums_ptr, count, STRIDE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # fmt: skip # noqa: E501
+    def digest_kernel(
+        words_ptr, sums_ptr, count, STRIDE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr
+    ):
         begin = tl.program_id(0).to(tl.int64) * BLOCK * LOOPS
         total = tl.zeros((BLOCK,), tl.int64)
         for loop in range(LOOPS):

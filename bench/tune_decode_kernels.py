@@ -2,7 +2,7 @@
 """Times candidate tiles of the decode kernels on a GPU, for given shapes, in TB/s and as a share of what a plain copy
 reaches.
 
-    python bench/tune_decode_kernels.py                                     # attention: the 8B shape at several batch sizes
+    python bench/tune_decode_kernels.py  # attention: the 8B shape at several batch sizes
     python bench/tune_decode_kernels.py --shape qwen-1.5b --rows 64 --context 1024 --page-size 16 64
     python bench/tune_decode_kernels.py --what shared --group 16 --prefix 512
     python bench/tune_decode_kernels.py --what sampling rope attention shared --json tuning.json
@@ -34,9 +34,21 @@ _LAUNCHES_PER_GRAPH = 32
 _REPLAYS = 5
 # (positions per block, warps, stages)
 _CANDIDATES = (
-    (32, 2, 3), (32, 2, 4), (32, 4, 3), (32, 4, 4), (32, 4, 5), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3),
-    (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3),
-)  # fmt: skip
+    (32, 2, 3),
+    (32, 2, 4),
+    (32, 4, 3),
+    (32, 4, 4),
+    (32, 4, 5),
+    (64, 2, 3),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 8, 3),
+    (128, 4, 2),
+    (128, 4, 3),
+    (128, 8, 2),
+    (128, 8, 3),
+)
 _QUICK = ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
 
 

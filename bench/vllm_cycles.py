@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """vLLM as the sampler of a run on one GPU that it shares with the trainer: weights, sleep and wake, memory, short runs.
 
-    python bench/vllm_cycles.py --python /path/to/vllm/python --out vllm.json    sync, cycles, grpo; under 8 minutes on an H200
-    python bench/vllm_cycles.py --python ... --parts sync --shape llama-8b       seconds to hand over weights and to wake up
-    python bench/vllm_cycles.py --python ... --parts cycles --cycles 200         sleep, wake and new weights; memory must not grow
-    python bench/vllm_cycles.py --python ... --parts grpo --steps 20             GRPO of a small random model, or of --model
-    python bench/vllm_cycles.py --python ... --parts lora --steps 10             the same with adapters, which are sent alone
-    python bench/vllm_cycles.py --python ... --parts dedicated --steps 6         an engine process with its own vLLM; needs Ray
-    python bench/vllm_cycles.py --python ... --parts host --shape llama-1.5b     sync of weights in host memory, through files
+    python bench/vllm_cycles.py --python /path/to/vllm/python --out vllm.json  sync, cycles, grpo; 8 minutes
+    python bench/vllm_cycles.py --python ... --parts sync --shape llama-8b  seconds to hand over weights and to wake up
+    python bench/vllm_cycles.py --python ... --parts cycles --cycles 200  sleep, wake, new weights; memory
+    python bench/vllm_cycles.py --python ... --parts grpo --steps 20  GRPO of a small random model, or of --model
+    python bench/vllm_cycles.py --python ... --parts lora --steps 10  the same with adapters, which are sent alone
+    python bench/vllm_cycles.py --python ... --parts dedicated --steps 6  an engine process with its own vLLM; needs Ray
+    python bench/vllm_cycles.py --python ... --parts host --shape llama-1.5b  weights in host memory, by files
     python bench/vllm_cycles.py --python ... --tiny                              on a CPU: does it all run?
 
 `dedicated` puts the engine on the GPU that trains, as a second place that Ray counts. `host` is how a vLLM of several
@@ -160,7 +160,9 @@ def difference(model: Any, sampler: Any, *, seed: int) -> tuple[float, float]:
 
 
 def change(model: Any, start: list[Any]) -> None:
-    """Every row of the weights within 10 % of `start`: what a stale copy computes is then far away, and nothing grows."""
+    """Every row of the weights within 10 % of `start`: what a stale copy computes is then far away, and
+    nothing grows.
+    """
     import torch
 
     with torch.no_grad():

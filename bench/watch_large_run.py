@@ -198,7 +198,8 @@ def paints(address: str, path: str, name: str = "runs page") -> dict[str, object
         return {}
     for page in pages():
         page.goto(address + path)  # type: ignore[attr-defined]
-        first, drawn = page.evaluate(PAINT.replace("SELECTOR", ".chart svg path" if path else ".runs .who"))  # type: ignore[attr-defined]
+        selector = ".chart svg path" if path else ".runs .who"
+        first, drawn = page.evaluate(PAINT.replace("SELECTOR", selector))  # type: ignore[attr-defined]
     return {f"{name}: first paint, data drawn, ms": f"{first}, {drawn}"}
 
 

@@ -119,9 +119,11 @@ class Side:
         if self.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             found |= {
-                "allocated_gib": torch.cuda.memory_allocated() / GIB, "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-                "reserved_gib": torch.cuda.memory_reserved() / GIB, "device_used_gib": (total - free) / GIB,
-            }  # fmt: skip
+                "allocated_gib": torch.cuda.memory_allocated() / GIB,
+                "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+                "reserved_gib": torch.cuda.memory_reserved() / GIB,
+                "device_used_gib": (total - free) / GIB,
+            }
         return found
 
     def reset_peak(self) -> None:
@@ -489,10 +491,15 @@ class Trainer(Side):
         times = [self.sync(**options) for _ in range(repeats)]
         seconds = median(t for t, _ in times)
         return {
-            "seconds": seconds, "least_s": min(t for t, _ in times), "most_s": max(t for t, _ in times), "first_s": first,
-            "engine_busy_s": median(b for _, b in times), "gb_per_s": self.num_bytes(what) / seconds / 1e9,
-            "trainer": self.memory(), "engine": self.ask("memory", False),
-        }  # fmt: skip
+            "seconds": seconds,
+            "least_s": min(t for t, _ in times),
+            "most_s": max(t for t, _ in times),
+            "first_s": first,
+            "engine_busy_s": median(b for _, b in times),
+            "gb_per_s": self.num_bytes(what) / seconds / 1e9,
+            "trainer": self.memory(),
+            "engine": self.ask("memory", False),
+        }
 
     def num_bytes(self, what: str) -> int:
         return sum(weight.nbytes for weight in self.weights[what])
@@ -723,9 +730,10 @@ class Trainer(Side):
             except Exception as error:
                 lines = [line for line in str(error).strip().splitlines() if line.strip()]
                 found[way] = {
-                    "error": f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300], "output": str(error)[-1500:],
+                    "error": f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300],
+                    "output": str(error)[-1500:],
                     "expandable": is_expandable(self.buckets[0]) if self.buckets else None,
-                }  # fmt: skip
+                }
                 self.stop_engine()
                 self.start_engine()
         return found
@@ -812,9 +820,21 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="weight-transfer-") as scratch:
         result = Path(scratch) / "result.json"
         command = [
-            sys.executable, str(Path(__file__).resolve()), "--job", *sections, "--result", str(result), "--ends", str(ends),
-            "--repeats", str(options.repeats), "--cycles", str(options.cycles), "--host-gib", str(options.host_gib),
-        ]  # fmt: skip
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--job",
+            *sections,
+            "--result",
+            str(result),
+            "--ends",
+            str(ends),
+            "--repeats",
+            str(options.repeats),
+            "--cycles",
+            str(options.cycles),
+            "--host-gib",
+            str(options.host_gib),
+        ]
         command += ["--tiny"] if options.tiny else []
         process = subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
         note = None
@@ -846,8 +866,10 @@ def show(report: dict[str, Any]) -> None:
     if "seconds" in floor:
         print(
             f"\n{floor['bytes'] / 1e9:.2f} GB; floor, a copy on the device: {floor['seconds'] * 1e3:.1f} ms "
-            f"({floor['tb_per_s']:.2f} TB/s read and written), one weight after the other {floor['one_by_one_s'] * 1e3:.1f} ms; "
-            f"packing alone {floor['pack_s'] * 1e3:.1f} ms; a message and its answer {floor['message_and_answer_us']:.0f} us"
+            f"({floor['tb_per_s']:.2f} TB/s read and written), one weight after the other "
+            f"{floor['one_by_one_s'] * 1e3:.1f} ms; "
+            f"packing alone {floor['pack_s'] * 1e3:.1f} ms; a message and its answer "
+            f"{floor['message_and_answer_us']:.0f} us"
         )
     lines = []
     for name in ("buckets", "digests", "adapters", "direct", "handover", "expandable"):
@@ -864,7 +886,8 @@ def show(report: dict[str, Any]) -> None:
         if "digest_of_a_bucket_s" in entry:
             ms, by_torch = entry["digest_of_a_bucket_s"] * 1e3, entry["digest_by_torch_s"] * 1e3
             print(
-                f"digest of a bucket ({label}): {ms:.3f} ms, {entry['digest_gb_per_s']:.0f} GB/s; by torch {by_torch:.1f} ms"
+                f"digest of a bucket ({label}): {ms:.3f} ms, {entry['digest_gb_per_s']:.0f} GB/s; by torch "
+                f"{by_torch:.1f} ms"
             )
         elif "noticed" in entry:
             print(f"a damaged byte is noticed: {entry['noticed']}")
@@ -880,7 +903,8 @@ def show(report: dict[str, Any]) -> None:
     for label, entry in sections.get("handover", {}).items():
         if "file_complete_s" in entry:
             print(
-                f"handover, {label}: the file in {entry['file']} is complete after {entry['file_complete_s'] * 1e3:.0f} ms"
+                f"handover, {label}: the file in {entry['file']} is complete after "
+                f"{entry['file_complete_s'] * 1e3:.0f} ms"
             )
     for label, entry in sections.get("expandable", {}).items():
         if "seconds" not in entry:

@@ -68,7 +68,8 @@ def workload(name: str, seed: int = 0) -> Workload:
     most, group = (int(part) if part else usual for part, usual in zip(match.groups()[3:], (least, 1), strict=True))
     if not (samples and prompt and least and group and least <= most and samples % group == 0):
         raise InputError(
-            f"workload {name!r}: every number is at least 1, a range goes up, and the samples are a multiple of the group"
+            f"workload {name!r}: every number is at least 1, a range goes up, and the samples are a multiple of the "
+            "group"
         )
     rng = random.Random(seed)
     limits = tuple(_log_uniform(rng, least, most) for _ in range(samples // group))

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -25,7 +26,8 @@ THINKING = (
 
 # Like Phi-3's: the end of the text follows the end of the turn.
 TWO_ENDS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' + message['content'] | trim + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' + message['content'] | trim + "
+    "'<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% else %}{{ eos_token }}{% endif %}"
 )
 
@@ -82,9 +84,11 @@ TEMPLATE_FAMILIES = {
     "llama": TemplateFamily(
         "{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set first = messages[0]['content'] | trim %}"
         "{%- set messages = messages[1:] %}{%- else %}{%- set first = '' %}{%- endif %}"
-        "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string | default('1 Jan 2025') + '\n\n' + first }}"
+        "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string | default('1 Jan 2025') + '\n\n' + "
+        "first }}"
         "{{- '<|eot_id|>' }}{%- for m in messages %}"
-        "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+        "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{%- "
+        "endfor %}"
         "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}",
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         end="<|eot_id|>",
@@ -95,7 +99,8 @@ TEMPLATE_FAMILIES = {
     "qwen": TemplateFamily(
         "{%- set own = messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' }}"
         "{{- messages[0]['content'] if own else 'You are helpful.' }}"
-        "{%- if tools %}{{- '\n\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}"
+        "{%- if tools %}{{- '\n\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor "
+        "%}"
         "{{- '\n</tools>' }}{%- endif %}{{- '<|im_end|>\n' }}"
         "{%- for m in messages %}{%- if not (loop.first and own) %}"
         "{{- '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
@@ -123,7 +128,8 @@ TEMPLATE_FAMILIES = {
         "{%- if messages[0]['role'] == 'system' %}{%- set first = messages[0]['content'] + '\n\n' %}"
         "{%- set messages = messages[1:] %}{%- else %}{%- set first = '' %}{%- endif %}{{- bos_token }}"
         "{%- for m in messages %}{%- if m['role'] == 'user' %}"
-        "{{- '[INST] ' + (first if loop.last or loop.index0 == messages | length - 2 else '') + m['content'] + ' [/INST]' }}"
+        "{{- '[INST] ' + (first if loop.last or loop.index0 == messages | length - 2 else '') + m['content'] + ' "
+        "[/INST]' }}"
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
         ("<s>", "</s>", "[INST]", "[/INST]"),
         end="</s>",

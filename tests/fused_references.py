@@ -272,7 +272,8 @@ def states_and_gradients(
             values["logprobs"] = root(row, 0.7)
         hook.remove()
         if backward:
-            sum((value * noise(*value.shape).to(value)).sum() for value in values.values()).backward()  # type: ignore[union-attr]
+            weighted = [(value * noise(*value.shape).to(value)).sum() for value in values.values()]
+            sum(weighted).backward()  # type: ignore[union-attr]
     grads = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -293,7 +294,9 @@ def assert_same_model(ours: nn.Module, expected: nn.Module, tolerance: float, ba
 
 
 def mean_error(model: nn.Module, exact: nn.Module) -> float:
-    """Of hidden states, log-probabilities and gradients, relative to their norms, over rows enough to even out chance."""
+    """Of hidden states, log-probabilities and gradients, relative to their norms, over rows enough to even
+    out chance.
+    """
     total, count = 0.0, 0
     for seed in range(6):
         batch = random_batch([9], [6, 5], [0, 0], seed)

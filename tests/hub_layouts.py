@@ -1,4 +1,6 @@
-"""Benchmarks as the hub has them: file names, columns and types of their repositories, with a row or two in each file."""
+"""Benchmarks as the hub has them: file names, columns and types of their repositories, with a row or two in
+each file.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ def random_cache(
 
 
 def in_fp8(cache: Cache) -> tuple[Cache, Cache]:
-    """The same cache with keys and values in FP8, and what those stand for in float64. Unseen places stay NaN in both."""
+    """The same cache with keys and values in FP8, and what those stand for in float64. Unseen places stay
+    NaN in both.
+    """
     pools, factors = [], []
     for pool in (cache.keys, cache.values):
         factor = pool.float().abs().amax(-1) / 448

@@ -52,17 +52,25 @@ CPU = torch.device("cpu")
 BIG = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, int]]] = {
     "Llama 8B": (
-        LlamaConfig, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+        LlamaConfig,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     ),
     "Llama 70B": (
-        LlamaConfig, {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+        LlamaConfig,
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     ),
     "Qwen 32B": (
         Qwen3Config,
-        {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
-         "head_dim": 128, "vocab_size": 151936},
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
     ),
-}  # fmt: skip
+}
 Plan = tuple[int, int, int]  # ranks that share layers, ranks that share rows, replicas
 ALL_PLANS: list[Plan] = [(tp, cp, 1) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8]
 ALL_PLANS += [(tp, 1, 8) for tp in (1, 2, 8)]
@@ -176,7 +184,9 @@ def _faked(row: PackedRow, fake: Callable[[Tensor], Tensor]) -> PackedRow:
 
 
 class KeepsAsOnAGpu:
-    """`AttentionContext` that keeps what variable-length attention on a GPU keeps: inputs, output, the log of its sums."""
+    """`AttentionContext` that keeps what variable-length attention on a GPU keeps: inputs, output, the log
+    of its sums.
+    """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _Attention.apply(query, key, value)
@@ -214,7 +224,9 @@ KINDS = {"allgather": "gathered", "reduce_scatter": "scattered", "allreduce": "s
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that this rank gives to collectives: its shard of what is gathered, all of what is summed."""
+    """Bytes of the tensors that this rank gives to collectives: its shard of what is gathered, all of what
+    is summed.
+    """
 
     def __init__(self) -> None:
         super().__init__()

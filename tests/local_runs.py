@@ -1,4 +1,6 @@
-"""Runs on the local cluster, for tests: rendered as for any cluster, executed in namespaces where the kernel allows it."""
+"""Runs on the local cluster, for tests: rendered as for any cluster, executed in namespaces where the
+kernel allows it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A Python that has its imports behind it: commands of shell scripts run in forks of one process, seconds faster each.
 
     python tests/preloaded_python.py serve SOCKET          imports posttrain, then forks for every command
-    python -S tests/preloaded_python.py run SOCKET ARGS…   as `python ARGS…`: a script, `-m MODULE` or `-` for standard input
+    python -S tests/preloaded_python.py run SOCKET ARGS…  as `python ARGS…`: a script, `-m MODULE` or `-` (stdin)
 
 The command gets the caller's standard streams, folder and environment, and ends with the caller.
 """

@@ -125,7 +125,9 @@ def common(model: Path, folder: Path) -> list[str]:
 
 
 def grpo(model: Path, data: Path, folder: Path, *, steps: int = 8, reward: str = "") -> list[str]:
-    """GRPO with two updates a step, KL, warm-up, validation, and more steps than an epoch has. `reward`: file.py:name."""
+    """GRPO with two updates a step, KL, warm-up, validation, and more steps than an epoch has. `reward`:
+    file.py:name.
+    """
     return [
         "grpo",
         *common(model, folder),

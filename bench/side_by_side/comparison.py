@@ -212,8 +212,10 @@ def remarks(kind: str, outcomes: Mapping[str, Outcome]) -> list[str]:
     found = [shared]
     if kind == GRPO:
         found.append(
-            "TRL samples with model.generate and also computes the entropy of every token; posttrain samples with its own "
-            "engine. Samples differ (other random numbers), their lengths do not. Rewards are computed in the process by "
+            "TRL samples with model.generate and also computes the entropy of every token; posttrain samples with its "
+            "own "
+            "engine. Samples differ (other random numbers), their lengths do not. Rewards are computed in the process "
+            "by "
             "TRL, in a helper process by posttrain."
         )
     else:

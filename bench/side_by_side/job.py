@@ -81,7 +81,9 @@ def prompt_rows(count: int) -> list[dict[str, str]]:
 
 
 def long_prompt_rows(tokenizer: Any, count: int, num_tokens: int) -> list[dict[str, str]]:
-    """Questions whose prompt, as the chat template writes it, has exactly `num_tokens` tokens. Each has its own text."""
+    """Questions whose prompt, as the chat template writes it, has exactly `num_tokens` tokens. Each has its
+    own text.
+    """
     rows = []
     for i in range(count):
         # Tokens may join where the question meets the template, so the length is found, not computed.

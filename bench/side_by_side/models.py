@@ -58,7 +58,9 @@ def random_model(folder: Path, shape: dict[str, Any], tokenizer_folder: Path | N
 
 
 def small_tokenizer() -> Any:
-    """A few hundred tokens, learnt from the sentences of the benchmark: a word is about one token, as with a real one."""
+    """A few hundred tokens, learnt from the sentences of the benchmark: a word is about one token, as with
+    a real one.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -45,7 +45,8 @@ def main() -> int:
     if not args.case and not args.short:
         estimate = sum(PARTS[name].minutes for name in chosen)
         print(
-            f"{len(chosen)} parts, about {estimate:.0f} minutes on two idle cores; no case begins after {args.minutes:g}"
+            f"{len(chosen)} parts, about {estimate:.0f} minutes on two idle cores; no case begins after "
+            f"{args.minutes:g}"
         )
     give_up_at = time.monotonic() + args.minutes * 60
     folder = Path(tempfile.mkdtemp(prefix="posttrain-faults-"))

@@ -1,4 +1,6 @@
-"""Full and read-only disks: an error that says so, checkpoints as they were, and the same end once there is room again."""
+"""Full and read-only disks: an error that says so, checkpoints as they were, and the same end once there is
+room again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`kill -9` at random moments: the same command, given again, ends with the very bits of the run that was never killed."""
+"""`kill -9` at random moments: the same command, given again, ends with the very bits of the run that was
+never killed.
+"""
 
 from __future__ import annotations
 

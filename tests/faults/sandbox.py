@@ -94,7 +94,8 @@ WRITE = {
     "core-pattern": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/false')",
     "shared-memory": "open('/dev/shm/' + MARKER, 'w').write('x'); escaped(False)",
     "fifo-outside": "os.mkfifo(OUTSIDE + '/planted')",
-    "copy-by-sendfile": "open('a', 'w').write('x'); os.sendfile(os.open(SECRET, os.O_WRONLY), os.open('a', os.O_RDONLY), 0, 1)",
+    "copy-by-sendfile": "open('a', 'w').write('x'); "
+    "os.sendfile(os.open(SECRET, os.O_WRONLY), os.open('a', os.O_RDONLY), 0, 1)",
 }
 NETWORK = {
     "tcp": "socket.create_connection(('127.0.0.1', PORT), 2).send(b'x'); escaped()",
@@ -116,7 +117,8 @@ PROCESSES = {
     "process-vm-readv": "escaped(libc.syscall(310, os.getppid(), 0, 0, 0, 0, 0) == 0)",
     "pidfd-getfd": "escaped(libc.syscall(438, libc.syscall(434, os.getppid(), 0), 0, 0) >= 0)",
     "setuid": "os.setuid(0) or escaped(os.getuid() == 0 and open('/etc/shadow'))",
-    "capabilities": "escaped(int([l for l in open('/proc/self/status') if l.startswith('CapEff')][0].split()[1], 16) != 0)",
+    "capabilities": "escaped(int("
+    "[l for l in open('/proc/self/status') if l.startswith('CapEff')][0].split()[1], 16) != 0)",
     "keyring": "escaped(libc.syscall(248, b'user', b'x', b'y', 1, -5) > 0)",
     "bpf": "escaped(libc.syscall(321, 0, ctypes.create_string_buffer(128), 128) >= 0)",
     "perf": "escaped(libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0) >= 0)",

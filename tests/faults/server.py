@@ -1,4 +1,6 @@
-"""A server and clients that behave badly: it answers the others, stays within its memory, and ends when it is told to."""
+"""A server and clients that behave badly: it answers the others, stays within its memory, and ends when it
+is told to.
+"""
 
 from __future__ import annotations
 

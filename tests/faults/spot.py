@@ -24,7 +24,8 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 PART = Part(
     "spot",
-    "a run on two nodes that loses machines at random moments is the run that does not, bit for bit, under every scheduler",
+    "a run on two nodes that loses machines at random moments is the run that does not, bit for bit, under every "
+    "scheduler",
     cases,
     45,
 )

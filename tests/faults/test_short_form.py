@@ -1,4 +1,6 @@
-"""The short form of the campaign: of every part a few cases, the same ones every time. `make faults` runs all of them."""
+"""The short form of the campaign: of every part a few cases, the same ones every time. `make faults` runs
+all of them.
+"""
 
 from __future__ import annotations
 

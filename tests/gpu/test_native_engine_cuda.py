@@ -1,4 +1,6 @@
-"""The native engine on a GPU: what a CPU samples, the trainer's log-probabilities in bf16, and memory that comes back."""
+"""The native engine on a GPU: what a CPU samples, the trainer's log-probabilities in bf16, and memory that
+comes back.
+"""
 
 from __future__ import annotations
 

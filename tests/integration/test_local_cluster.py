@@ -42,7 +42,8 @@ except OSError as error:
     reached = type(error).__name__
 open("/tmp/mine", "x").close()
 open("/dev/shm/mine", "x").close()
-found = dict(pid=os.getpid(), user=os.getuid(), host=socket.gethostname(), own=socket.gethostbyname(socket.gethostname()),
+found = dict(pid=os.getpid(), user=os.getuid(), host=socket.gethostname(),
+    own=socket.gethostbyname(socket.gethostname()),
              head=address, writable=writable, reached=reached, config=open("/etc/posttrain/config.yaml").read(),
              token=hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest(),
              gpus=os.environ["CUDA_VISIBLE_DEVICES"], host_variable=os.environ.get("OF_THE_HOST"))

@@ -28,7 +28,9 @@ def groups_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/sft_calculator.yaml and configs/grpo_calculator.yaml as they are, with fewer prompts and steps of GRPO."""
+    """configs/sft_calculator.yaml and configs/grpo_calculator.yaml as they are, with fewer prompts and
+    steps of GRPO.
+    """
     monkeypatch.chdir(tmp_path)
     folder = Path("results/calculator")
     build_model(folder / "model", seed=1)

@@ -81,7 +81,8 @@ def profile(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "POSTTRAIN_CONFIG": str(shared.parent / "config.yaml"),
         "POSTTRAIN_SHM_GIB": "0",
         "POSTTRAIN_CONTROL_PORT": str(control),
-        "KUBERAY_GEN_RAY_START_CMD": f"ulimit -n 65536; {start} --num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --block",
+        "KUBERAY_GEN_RAY_START_CMD": f"ulimit -n 65536; {start} --num-cpus=1 --num-gpus=0 "
+        "--object-store-memory=80000000 --block",
     }
     for one in sockets:
         one.close()

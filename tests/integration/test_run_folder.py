@@ -153,7 +153,8 @@ def test_reward_function_is_found_relative_to_the_working_directory(
 
 def test_parts_of_a_reward_are_kept_and_averaged(model: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(
-        "def f(response):\n    return {'short': float(len(response) < 12), 'odd': sum(ord(c) % 2 for c in response) / 12}\n"
+        "def f(response):\n    return {'short': float(len(response) < 12), 'odd': sum(ord(c) % 2 for c in response) / "
+        "12}\n"
     )
     arguments = grpo(model, data, tmp_path / "run", steps=1, reward=f"{tmp_path / 'parts.py'}:f")
     assert run(arguments) == 0

@@ -44,12 +44,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(nodes: RayNodes, config: str, inputs: Path, folder: Path, *words: str) -> tuple[int, str]:
     sizes = [
-        f"policy.model_name={inputs / 'model'}", f"policy.tokenizer.name={inputs / 'model'}",
-        f"data.train.data_path={inputs / 'questions.jsonl'}", f"checkpointing.checkpoint_dir={folder}",
-        "grpo.max_num_steps=2", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=16", "policy.max_total_sequence_length=48", "policy.generation.max_new_tokens=16",
+        f"policy.model_name={inputs / 'model'}",
+        f"policy.tokenizer.name={inputs / 'model'}",
+        f"data.train.data_path={inputs / 'questions.jsonl'}",
+        f"checkpointing.checkpoint_dir={folder}",
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=16",
+        "policy.max_total_sequence_length=48",
+        "policy.generation.max_new_tokens=16",
         "cluster.gpus_per_node=1",
-    ]  # fmt: skip
+    ]
     command = [sys.executable, "-m", "posttrain.cli.main", "grpo", "--config", config, *sizes, *words]
     ended = subprocess.run(
         command, env=nodes.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False

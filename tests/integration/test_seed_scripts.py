@@ -19,7 +19,8 @@ from tiny_runs import Row, preferences, questions, rows_of, save_model, traces, 
 REPOSITORY = Path(__file__).parents[2]
 
 GRPO_SIZES = (
-    "policy.precision=float32 policy.num_threads=1 policy.max_total_sequence_length=48 policy.generation.max_new_tokens=8 "
+    "policy.precision=float32 policy.num_threads=1 policy.max_total_sequence_length=48 "
+    "policy.generation.max_new_tokens=8 "
     "env.math.num_workers=1"
 )
 STEP_SIZES = "grpo.num_prompts_per_step=4 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16"

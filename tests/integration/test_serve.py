@@ -61,7 +61,8 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **settings: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": HELLO, "max_tokens": 20, **settings})  # type: ignore[call-overload]
+    request = {"model": "tiny", "messages": HELLO, "max_tokens": 20, **settings}
+    return client.chat.completions.create(**request)  # type: ignore[call-overload]
 
 
 # -- the API -----------------------------------------------------------------------------------------------------------

@@ -25,14 +25,17 @@ HELLO = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "stream": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", {"messages": HELLO, "n": 3, "seed": 1}),
-    ("chat/completions", {"messages": HELLO, "seed": 2, "temperature": 0.7, "top_p": 0.8, "logprobs": True, "top_logprobs": 4}),
+    (
+        "chat/completions",
+        {"messages": HELLO, "seed": 2, "temperature": 0.7, "top_p": 0.8, "logprobs": True, "top_logprobs": 4},
+    ),
     ("chat/completions", {"messages": HELLO, "seed": 3, "stop": ["a", "e", "\x00"], "max_tokens": 60}),
     ("completions", {"prompt": ["one", "two"], "seed": 4, "logprobs": 3, "n": 2}),
     ("completions", {"prompt": "greedy", "temperature": 0, "ignore_eos": True, "stream": True}),
     ("completions", {"prompt": [5, 6, 7], "seed": 6, "model": "polite", "stream": True}),
     ("completions", {"prompt": "x" * 300}),
     ("completions", {"prompt": [1, 10**6]}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -135,8 +135,21 @@ def test_step_that_is_written_appears_within_two_seconds(browser: Browser, tmp_p
         write_step(folder, 13)
         took_ms = visit.page.evaluate("() => window.seen")
         print(f"a new step was visible after {took_ms:.0f} ms")
-        append(folder / "findings.jsonl", {"step": 13, "rule": "r", "severity": "error", "metric": "train/reward", "value": 1.0,
-               "text": "it is sick", "fixes": [], "source": "s", "answers": [], "last_step": 13})  # fmt: skip
+        append(
+            folder / "findings.jsonl",
+            {
+                "step": 13,
+                "rule": "r",
+                "severity": "error",
+                "metric": "train/reward",
+                "value": 1.0,
+                "text": "it is sick",
+                "fixes": [],
+                "source": "s",
+                "answers": [],
+                "last_step": 13,
+            },
+        )
         visit.page.locator(".finding", has_text="It is sick").wait_for()
 
 

@@ -140,7 +140,9 @@ def test_dpo_with_rewards_averaged_over_tokens(tmp_path: Path) -> None:
 
 
 def test_dpo_with_a_supervised_term(tmp_path: Path) -> None:
-    """TRL averages it over all chosen tokens, we within each answer first: the same when the answers are equally long."""
+    """TRL averages it over all chosen tokens, we within each answer first: the same when the answers are
+    equally long.
+    """
     pairs = random_batch([5, 9, 5, 2, 5, 6], [0, 0, 1, 1, 2, 2], [4, 8, 2], seed=3)
     loss, expected, _ = trl_dpo(tmp_path, pairs, beta=0.3, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.25])
     objective = PreferenceLoss(
@@ -299,7 +301,9 @@ def test_one_batch_equals_gradient_accumulation_of_trl(tmp_path: Path, kind: str
 @pytest.mark.parametrize(("kind", "token_level"), [("dapo", True), ("grpo", False)])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "off policy"])
 def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, on_policy: bool) -> None:
-    """TRL weights the KL by current / old. On policy that is our usual factor; off policy it is our sampler's weight."""
+    """TRL weights the KL by current / old. On policy that is our usual factor; off policy it is our
+    sampler's weight.
+    """
     batch = grpo_batch(on_policy=on_policy)
     trainer = grpo_trainer(tmp_path, loss_type=kind, beta=0.2, use_bias_correction_kl=True)
     loss, expected = trl_grpo(trainer, batch)
