@@ -1,7 +1,7 @@
 """What every section of the config has in common: strict types, no unknown keys, a sentence for each field; and its errors.
 
 A section checks types and ranges of its own fields. Constraints between sections are in `checks.py`; values that posttrain
-does not implement are in `foreign_keys.py`.
+does not implement are in `foreign/rules.yaml`.
 """
 
 from __future__ import annotations

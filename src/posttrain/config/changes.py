@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
 from posttrain.config.base import ConfigError
-from posttrain.config.compat import apply_renames
+from posttrain.config.foreign.nemo_rl import apply_renames
 from posttrain.config.loader import LoadedConfig, built_in_defaults
 from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys

@@ -1,7 +1,7 @@
 """`policy.generation`: how completions are sampled, and by which engine.
 
 The native engine samples from the modules that are being trained; vLLM runs in a process of its own and gets the weights.
-Settings of other engines are in `foreign.yaml`, so that files written for them load.
+Settings of other engines are in `foreign/nemo_rl.yaml`, so that files written for them load.
 """
 
 from __future__ import annotations

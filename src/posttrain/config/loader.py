@@ -15,18 +15,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from posttrain.config.aliases import MANY_EPOCHS, expand_aliases
-from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
-from posttrain.config.aligner_names import translate
 from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, message_of
 from posttrain.config.checks import cautions, check_run
-from posttrain.config.compat import apply_renames
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.foreign_keys import (
+from posttrain.config.foreign.aligner import SECTIONS as ALIGNER_SECTIONS
+from posttrain.config.foreign.aligner import translate
+from posttrain.config.foreign.nemo_rl import (
+    apply_renames,
     foreign_environments,
     review,
     separate,
-    substitutions,
     usual_values,
     vocabulary_of,
 )
@@ -169,9 +168,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     name_credentials(resolved)
     values, foreign = separate(known, resolved)
     config = _validated(known, values, tree)
-    own_values = config.model_dump(by_alias=True)
-    errors, notices = review(own_values, foreign, tree, _default_test(tree, defaults))
-    notices = [*substitutions(own_values, foreign), *notices]
+    errors, notices = review(config, foreign, tree, _default_test(tree, defaults))
 
     def is_set(key: str) -> bool:
         return _is_set_by_user(tree, tuple(key.split(".")))

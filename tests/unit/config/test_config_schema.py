@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from posttrain.config import ALL_KINDS, KINDS, load_config
 from posttrain.config.base import Section
-from posttrain.config.foreign_keys import vocabulary_of
+from posttrain.config.foreign.nemo_rl import vocabulary_of
 from posttrain.config.interpolation import resolve
 from posttrain.config.loader import built_in_defaults
 from posttrain.config.runs import RUN_CONFIGS

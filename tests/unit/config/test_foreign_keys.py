@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import ALL_KINDS, ConfigError, load_config
-from posttrain.config.foreign_keys import RULES, rule_for, vocabulary_of
+from posttrain.config.foreign.nemo_rl import read_rules, rule_for, vocabulary_of
 from posttrain.config.schema import known_keys
 from posttrain.config.tree import dotted
 
@@ -256,5 +256,5 @@ def test_every_rule_is_about_a_key_of_the_schema() -> None:
         f"policy.dtensor_cfg.automodel_kwargs.{x}" for x in ("force_hf", "backend.x")
     }
     keys.add("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel")
-    for rule in RULES:
+    for rule in read_rules("rules.yaml"):
         assert any(rule_for(key) is rule for key in keys), rule.pattern

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from posttrain.config import load_config
-from posttrain.config.foreign_keys import vocabulary_of
+from posttrain.config.foreign.nemo_rl import vocabulary_of
 from posttrain.config.schema import find
 
 REPOSITORY = Path(__file__).parents[3]
