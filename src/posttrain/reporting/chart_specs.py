@@ -1,10 +1,18 @@
-"""The charts that every view of a run shows: the report and the dashboard. Thresholds are those of the doctor."""
+"""The charts that every view of a run shows: the report and the dashboard. Thresholds are those of the doctor.
+
+`assets/chart.js` draws them; here is what they show.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 
+import numpy as np
+
+from posttrain.files.json_files import JsonObject
 from posttrain.reporting.doctor.common_rules import SPIKE_ERROR, SPIKE_WARNING
 from posttrain.reporting.doctor.history import START
 from posttrain.reporting.doctor.policy_rules import (
@@ -19,8 +27,10 @@ from posttrain.reporting.doctor.policy_rules import (
 )
 from posttrain.reporting.doctor.sampling_rules import CLIP_WARNING, MISMATCH_ERROR, MISMATCH_WARNING
 from posttrain.reporting.presentation import Band, ChartSpec, Headline
+from posttrain.reporting.run_data import Series
 
 MAX_CURVES = 8  # as many as there are colours
+MAX_POINTS = 400
 
 CHARTS = (
     ChartSpec(
@@ -105,3 +115,61 @@ def bands_at_start(chart: ChartSpec, values: Sequence[float | None]) -> list[Ban
     first = [value for value in values if value is not None][:START]
     start = statistics.median(first) if len(first) == START else None
     return [absolute for band in chart.bands if (absolute := band.at(start)) is not None]
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    wide: bool = False,
+    bands: Sequence[Band] = (),
+    marks: Sequence[JsonObject] = (),
+    max_points: int = MAX_POINTS,
+) -> JsonObject:
+    """A chart as `assets/chart.js` takes it, with the latest value of each curve. Series without a finite value are left out.
+
+    `marks` are steps at which something was found: step, kind (note, warning or error) and text.
+    """
+    curves = [
+        {
+            "name": one.name,
+            "colour": colour,
+            "smooth": one.smooth,
+            "last": one.last,
+            "data": points_of(np.array(one.steps), np.array(one.values, dtype=float), max_points),
+        }
+        for colour, one in enumerate(one for one in series if not one.is_empty)
+    ]
+    return {
+        "title": title,
+        "note": note,
+        "wide": wide,
+        "unit": "",
+        "bands": [asdict(band) for band in bands],
+        "marks": list(marks),
+        "curves": curves,
+    }
+
+
+def points_of(steps: np.ndarray, values: np.ndarray, max_points: int) -> dict[str, list[float | None]]:
+    """At most `max_points` buckets of neighbouring steps, nearly equal in size: the last step of each, mean, and, where a
+    bucket has several steps, lowest and highest value. What is not finite is a gap: None."""
+    if not len(steps):
+        return {"steps": [], "mean": []}
+    count = min(len(steps), max_points)
+    starts = len(steps) * np.arange(count) // count
+    ends = np.append(starts[1:], len(steps))
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        total, number = (np.add.reduceat(part, starts) for part in (np.where(finite, values, 0.0), finite.astype(int)))
+        points = {"steps": steps[ends - 1].tolist(), "mean": _short(total / number)}
+    if count < len(steps):
+        points["low"] = _short(np.minimum.reduceat(np.where(finite, values, math.inf), starts))
+        points["high"] = _short(np.maximum.reduceat(np.where(finite, values, -math.inf), starts))
+    return points
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+    """Six significant digits: enough for a chart."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

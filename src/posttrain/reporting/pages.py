@@ -1,14 +1,66 @@
-"""The parts of a self-contained HTML page: skeleton, header, tiles, sections, tables.
+"""Pages that are one file: no network, no fonts, no library; the style sheet, the script and the numbers of charts are inside.
 
-No network, no fonts, no library: one style sheet for every page, and on request one small script. Text is escaped unless
-it is `Html`, so that text of models, datasets and configs cannot inject markup.
+A page is a Jinja2 template that extends `assets/page.html` and takes parts (tiles, tables, charts) from
+`assets/parts.html`. Values are escaped, so that text of models, datasets and configs cannot inject markup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from posttrain.reporting.scales import label
+
+ASSETS = Path(__file__).with_name("assets")
+MAX_CHARACTERS = 4000  # of one text
+
+
+def render_page(
+    template: Path,
+    *,
+    title: str,
+    facts: str,
+    status: str = "",
+    status_words: str = "",
+    status_kind: str = "",
+    **values: object,
+) -> str:
+    """The page of a template, in any folder. `facts` lie under the title; `status` is the badge beside it."""
+    header = {
+        "title": title,
+        "facts": facts,
+        "status": status,
+        "status_words": status_words,
+        "status_kind": status_kind,
+    }
+    return _environment(template.parent).get_template(template.name).render(**header, **values)
+
+
+@cache
+def _environment(folder: Path) -> Environment:
+    found = Environment(
+        loader=FileSystemLoader([folder, ASSETS]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    found.globals["asset"] = lambda name: Markup((ASSETS / name).read_text("utf-8"))
+    found.filters["label"] = lambda value: label(value) if isinstance(value, int | float) else "–"
+    found.filters["cut"] = lambda value, where="": shortened(str(value), MAX_CHARACTERS, where)
+    return found
+
+
+def interval_mark(low: float, estimate: float, high: float, threshold: float) -> Html:
+    """The part `interval` alone."""
+    return Html(_environment(ASSETS).get_template("parts.html").module.interval(low, estimate, high, threshold))  # type: ignore[attr-defined]
 
 
 class Html(str):
@@ -31,14 +83,13 @@ def tag(name: str, *content: object, kind: str = "") -> Html:
     return Html(f"<{name}{attribute}>{join(content)}</{name}>")
 
 
-def page(title: str, *body: object, style: str = "", with_script: bool = False) -> str:
-    """A whole document. `with_script` adds the one that reads values off the charts under the pointer."""
-    script = f"<script>{_asset('report.js')}</script>" if with_script else ""
+def page(title: str, *body: object, style: str = "") -> str:
+    """A whole document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)} · posttrain</title><style>{_asset('theme.css')}{_asset('report.css')}{style}</style></head>"
-        f"<body>{tag('main', *body)}{script}</body></html>\n"
+        f"<body>{tag('main', *body)}</body></html>\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -73,7 +74,8 @@ def test_text_of_models_data_and_configs_is_escaped(bench: Any, group: Any, repo
     recorder.finish(ATTACK)
     page = page_of(bench.folder)
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert [attributes for attributes in scripts if not attributes] == [{}]  # the page's own and no other
+    own = [attributes for attributes in scripts if attributes.get("type") != "application/json"]
+    assert own == [{"type": "module"}]  # the page's own and no other
     assert not any(tag == "img" for tag, _ in page.tags)
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.text.count("<script>alert(1)</script>") >= 6  # shown, not run
@@ -96,9 +98,9 @@ def test_curves_have_the_logged_numbers(bench: Any, report: Any) -> None:
         recorder.record_step(step, report(step), StepReport({"accuracy": 0.5}, {}) if step == 3 else None)
     recorder.finish("done")
     reward = page_of(bench.folder).chart_data[0]
-    assert reward["series"] == [
-        {"steps": [1, 2, 3], "values": [0.1, 0.2, 0.3]},
-        {"steps": [0, 3], "values": [0.125, 0.5]},
+    assert [curve["data"] for curve in reward["curves"]] == [
+        {"steps": [1, 2, 3], "mean": [0.1, 0.2, 0.3]},
+        {"steps": [0, 3], "mean": [0.125, 0.5]},
     ]
 
 
@@ -134,8 +136,6 @@ def test_every_state_of_a_run_has_a_page(tmp_path: Path, rows: list[dict[str, An
     write_rows(tmp_path, rows)
     page = page_of(tmp_path)
     assert tmp_path.name in page.text
-    drawn = " ".join(str(attributes) for tag, attributes in page.tags if tag in ("path", "line", "circle", "rect"))
-    assert not re.search(r"\b(nan|inf|None)\b", drawn)
 
 
 def test_folder_with_a_torn_row_and_broken_rollouts_has_a_page(bench: Any, group: Any, report: Any) -> None:
@@ -157,18 +157,13 @@ def test_ten_thousand_steps_are_downsampled(tmp_path: Path) -> None:
     write_rows(tmp_path, rows)
     page = page_of(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 300_000
-    reward = page.chart_data[0]["series"][0]
+    reward = page.chart_data[0]["curves"][0]["data"]
     assert len(reward["steps"]) == 400
     assert reward["steps"][-1] == 10_000
-    assert sum(reward["values"]) / 400 == pytest.approx(0.495, abs=1e-6)  # the mean survives
-    assert sum(tag == "rect" and "bar" in str(attributes) for tag, attributes in page.tags) == 240
-
-
-def test_spike_does_not_flatten_the_curve_and_is_reported(tmp_path: Path) -> None:
-    write_rows(tmp_path, [{"step": s, "train/grad_norm": 4000.0 if s == 30 else 1 + s % 2} for s in range(1, 61)])
-    page = page_of(tmp_path)
-    assert page.chart_data[0]["y"][1] <= 4
-    assert "1 of 60 values lie outside the axis, the furthest 4000." in page.text
+    assert sum(reward["mean"]) / 400 == pytest.approx(0.495, abs=1e-6)  # the mean survives
+    assert (min(reward["low"]), max(reward["high"])) == (0.0, 0.99)
+    stacked = next(data for data in page.chart_data if data.get("stacked"))
+    assert [len(curve["data"]["steps"]) for curve in stacked["curves"]] == [120, 120]
 
 
 def test_stages_of_a_step_are_stacked_without_double_counting(tmp_path: Path) -> None:
@@ -176,7 +171,7 @@ def test_stages_of_a_step_are_stacked_without_double_counting(tmp_path: Path) ->
     write_rows(tmp_path, [{"step": s} | {f"timing/train/{k}": v for k, v in timing.items()} for s in (1, 2)])
     page = page_of(tmp_path)
     stacked = next(data for data in page.chart_data if data.get("stacked"))
-    assert [series["values"] for series in stacked["series"]] == [[4.0, 4.0], [3.0, 3.0], [3.0, 3.0]]
+    assert [curve["data"]["mean"] for curve in stacked["curves"]] == [[4.0, 4.0], [3.0, 3.0], [3.0, 3.0]]
     assert "generation (40%)" in page.text
     assert "other (30%)" in page.text
 
@@ -195,6 +190,18 @@ def test_samples_show_mixed_groups_first_with_reward_and_advantage(bench: Any, g
     assert first.index("good") < first.index("same a")
     assert "advantage +0.700" in first
     assert "advantage -0.700" in first
+
+
+def test_turns_are_shown_by_role_and_escaped(bench: Any) -> None:
+    said = [{"role": "assistant", "text": "<b>x</b>"}, {"role": "tool", "text": "391"}]
+    row = {"completions": [{"reward": 1.0, "text": "the whole", "turns": said, "counts": {"tool_calls": 1}}]}
+    (bench.folder / "rollouts").mkdir(parents=True)
+    (bench.folder / "rollouts" / "step_1.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    html = write_report(bench.folder).read_text("utf-8")
+    assert '<div class="turn model"><b>assistant</b><pre>&lt;b&gt;x&lt;/b&gt;</pre></div>' in html
+    assert '<div class="turn environment"><b>tool</b><pre>391</pre></div>' in html
+    assert "tool_calls 1" in html
+    assert "the whole" not in html
 
 
 def test_unscored_reasons_are_listed_with_their_counts(bench: Any, group: Any, report: Any) -> None:

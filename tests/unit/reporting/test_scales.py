@@ -1,14 +1,14 @@
-"""The maths behind the pictures, and the pictures that stand alone."""
+"""The arithmetic of pictures, and the points of curves."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.reporting import scales
+from posttrain.reporting.chart_specs import points_of
 
 numbers = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9)
 
@@ -45,53 +45,28 @@ def test_labels_are_short(value: float, text: str) -> None:
     assert scales.label(value) == text
 
 
-def slow_local_line(values: list[float | None], width: float) -> list[float | None]:
-    """The weighted least-squares line through all points, solved anew for each point."""
-    result: list[float | None] = []
-    for centre, value in enumerate(values):
-        if value is None:
-            result.append(None)
-            continue
-        points = [
-            (j - centre, v, math.exp(-0.5 * ((j - centre) / width) ** 2)) for j, v in enumerate(values) if v is not None
-        ]
-        w, wx = sum(a for _, _, a in points), sum(a * x for x, _, a in points)
-        wxx, wy = sum(a * x * x for x, _, a in points), sum(a * y for _, y, a in points)
-        wxy = sum(a * x * y for x, y, a in points)
-        result.append((wxx * wy - wx * wxy) / (w * wxx - wx * wx))
-    return result
-
-
-def test_smoothing_equals_a_slow_weighted_line_fit() -> None:
-    values: list[float | None] = [math.sin(i / 3) + (i % 4) * 0.3 for i in range(40)]
-    values[7] = values[8] = None
-    smooth, slow = scales.smoothed(values), slow_local_line(values, width=3.0)
-    assert [value is None for value in smooth] == [value is None for value in values]
-    assert [v for v in smooth if v is not None] == pytest.approx([v for v in slow if v is not None])
-
-
-def test_smoothing_keeps_a_straight_line() -> None:
-    line: list[float | None] = [0.5 * i - 3 for i in range(50)]
-    assert scales.smoothed(line) == pytest.approx(line)
-
-
-def test_smoothing_of_a_single_value_is_that_value() -> None:
-    assert scales.smoothed([None, 2.0, None]) == [None, 2.0, None]
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [([1.0, 1.0000001, 1.0000002], ["1", "1+1e-7", "1+2e-7"]), ([0.0, 0.5, 1.0], ["0", "0.5", "1"])],
+)
+def test_labels_of_ticks_differ(values: list[float], texts: list[str]) -> None:
+    assert scales.labels(values) == texts
 
 
 @given(st.lists(st.none() | numbers, max_size=60), st.integers(1, 20))
-def test_buckets_cover_every_value_once(values: list[float | None], max_points: int) -> None:
-    steps = list(range(1, len(values) + 1))
-    found = scales.buckets(steps, values, max_points)
-    assert len(found) == min(max_points, len(values))
-    assert [bucket.step for bucket in found] == sorted({bucket.step for bucket in found})
+def test_points_of_a_curve_cover_every_value_once(values: list[float | None], max_points: int) -> None:
+    steps = np.arange(1, len(values) + 1)
+    found = points_of(steps, np.array(values, dtype=float), max_points)
+    assert len(found["steps"]) == len(found["mean"]) == min(max_points, len(values))
+    bounds = found if "low" in found else found | {"low": found["mean"], "high": found["mean"]}
     start = 0
-    for bucket in found:
-        part = [value for value in values[start : bucket.step] if value is not None]
-        start = bucket.step
+    for place, step in enumerate(found["steps"]):
+        part = [value for value in values[start : int(step or 0)] if value is not None]
+        start = int(step or 0)
+        mean, low, high = (bounds[name][place] for name in ("mean", "low", "high"))
         if part:
-            assert (bucket.low, bucket.high) == (min(part), max(part))
-            assert bucket.mean == pytest.approx(sum(part) / len(part), abs=1e-3)
+            assert (low, high) == pytest.approx((min(part), max(part)), rel=1e-5)
+            assert mean == pytest.approx(sum(part) / len(part), rel=1e-4, abs=1e-4 * max(map(abs, part)))
         else:
-            assert bucket.mean is None
+            assert mean is None
     assert start == len(values)

@@ -335,17 +335,6 @@ def test_lengths_and_counts_are_the_models_and_the_environments_own() -> None:
     assert row["num_tokens"] == own[0]
 
 
-def test_report_shows_turns_by_role_and_escapes_their_text() -> None:
-    from posttrain.reporting.report_samples import _completion
-
-    said = [{"role": "assistant", "text": "<b>x</b>"}, {"role": "tool", "text": "391"}]
-    html = _completion({"reward": 1.0, "text": "the whole", "turns": said, "counts": {"tool_calls": 1}}, 0.0, 1.0)
-    assert '<div class="turn model"><b>assistant</b><pre>&lt;b&gt;x&lt;/b&gt;</pre></div>' in html
-    assert '<div class="turn environment"><b>tool</b><pre>391</pre></div>' in html
-    assert "tool_calls 1" in html
-    assert "the whole" not in html
-
-
 def test_conversations_are_reproducible() -> None:
     random.seed()
     first, second = (rollouts(Echo(going_on)).take(3, step=4).groups for _ in range(2))

@@ -38,7 +38,7 @@ CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
 _FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
 ASSETS = files("posttrain.apps.watch") / "assets"
-THEME = files("posttrain.reporting") / "assets" / "theme.css"
+SHARED = files("posttrain.reporting") / "assets"  # with the pages that a run writes
 
 
 def as_json(value: object) -> bytes:
@@ -279,12 +279,12 @@ def _known(found: Mapping[str, T], name: str) -> T:
 
 def _add_files(app: FastAPI) -> None:
     """The page: a fixed list of files, read once."""
-    served: dict[str, tuple[bytes, str]] = {"theme.css": (THEME.read_bytes(), "text/css")}
-    for folder, prefix in ((ASSETS, ""), (ASSETS / "pages", "pages/")):
-        for entry in folder.iterdir():
-            if entry.is_file():
-                kind = "text/javascript" if entry.name.endswith(".js") else mimetypes.guess_type(entry.name)[0]
-                served[prefix + entry.name] = (entry.read_bytes(), kind or "application/octet-stream")
+    shared = [("", SHARED / name) for name in ("theme.css", "chart.css", "chart.js")]
+    own = [(prefix, entry) for prefix in ("", "pages/") for entry in (ASSETS / prefix).iterdir() if entry.is_file()]
+    served: dict[str, tuple[bytes, str]] = {}
+    for prefix, entry in [*shared, *own]:
+        kind = "text/javascript" if entry.name.endswith(".js") else mimetypes.guess_type(entry.name)[0]
+        served[prefix + entry.name] = (entry.read_bytes(), kind or "application/octet-stream")
 
     @app.get("/{name:path}")
     def file(name: str) -> Response:

@@ -9,12 +9,12 @@ import json
 import math
 import threading
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 
 from posttrain.apps.watch.places import Place, Stamp
 from posttrain.files.json_files import JsonObject
+from posttrain.reporting.chart_specs import points_of
 from posttrain.reporting.run_files import METRICS_FILE
 
 ANCHOR_BYTES = 256  # before the place up to which the file was read; if they differ, it was rewritten
@@ -125,20 +125,7 @@ class MetricTable:
         if first is not None or last is not None:
             inside = (steps >= (first if first is not None else -1)) & (steps <= (last if last is not None else 2**62))
             steps, values = steps[inside], values[inside]
-        if not len(steps):
-            return {"steps": [], "mean": []}
-        count = min(len(steps), max(num_points, 1))
-        starts = len(steps) * np.arange(count) // count
-        ends = np.append(starts[1:], len(steps))
-        finite = np.isfinite(values)
-        num_finite = np.add.reduceat(finite.astype(np.int64), starts)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / num_finite
-        result = {"steps": steps[ends - 1].tolist(), "mean": _short(mean)}
-        if count < len(steps):
-            result["low"] = _short(np.minimum.reduceat(np.where(finite, values, math.inf), starts))
-            result["high"] = _short(np.maximum.reduceat(np.where(finite, values, -math.inf), starts))
-        return result
+        return points_of(steps, values, max(num_points, 1))
 
 
 def row_of(line: bytes) -> JsonObject | None:
@@ -158,8 +145,3 @@ def tail_rows(place: Place, name: str, num_bytes: int = TAIL_BYTES) -> list[Json
     start = max(0, stamp.size - num_bytes)
     lines = place.read(name, start).split(b"\n")
     return [row for line in (lines[1:] if start else lines) if (row := row_of(line)) is not None]
-
-
-def _short(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Six significant digits: enough for a chart."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]

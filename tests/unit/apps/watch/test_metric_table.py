@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
 from posttrain.apps.watch.metric_table import MetricTable, tail_rows
 from posttrain.apps.watch.places import LocalPlace
-from posttrain.reporting.scales import buckets
 
 
 class CountingPlace(LocalPlace):
@@ -85,16 +82,6 @@ def test_validation_row_beside_its_step_is_merged(tmp_path: Path) -> None:
     table, _, _ = table_of(tmp_path, line(1, reward=1.0) + json.dumps({"step": 1, "validation/accuracy": 0.5}) + "\n")
     assert table.curve("validation/accuracy", 10) == {"steps": [1], "mean": [0.5]}
     assert table.last("train/reward") == 1.0
-
-
-def test_curve_has_the_buckets_of_the_report(tmp_path: Path) -> None:
-    values = np.sin(np.arange(1000)).tolist()
-    table, _, _ = table_of(tmp_path, "".join(line(step, x=value) for step, value in enumerate(values)))
-    curve = table.curve("train/x", 97)
-    expected = buckets(range(1000), values, 97)
-    assert curve["steps"] == [bucket.step for bucket in expected]
-    for name in ("mean", "low", "high"):
-        np.testing.assert_allclose(np.array(curve[name], float), [getattr(b, name) for b in expected], rtol=5.1e-6)
 
 
 def test_curve_of_a_range_of_steps(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from posttrain.apps.evaluate.results import Evaluation
 from posttrain.apps.ship.gate.verdict import BoundResult, Evaluations, GateResult
 from posttrain.config.gate import GateConfig
 from posttrain.files.json_files import JsonMapping, JsonObject
-from posttrain.reporting.charts import interval_mark
-from posttrain.reporting.pages import Html, bullets, header, join, note, page, section, table, tag, when
+from posttrain.reporting.pages import Html, bullets, header, interval_mark, join, note, page, section, table, tag, when
 from posttrain.reporting.scales import label
 
 FORMAT_VERSION = 1

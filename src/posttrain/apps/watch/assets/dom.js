@@ -1,21 +1,7 @@
-// Elements from data. Text always becomes a text node, so what a model wrote is never markup.
-const SVG = "http://www.w3.org/2000/svg";
+// Elements that several pages have.
+import { h, s } from "./chart.js";
 
-const fill = (element, props, children) => {
-  for (const [name, value] of Object.entries(props || {})) {
-    if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
-    else if (name === "value" || name === "checked" || name === "selected") element[name] = value;
-    else element.setAttribute(name, value === true ? "" : String(value));
-  }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return element;
-};
-
-export const h = (tag, props, ...children) => fill(document.createElement(tag), props, children);
-export const s = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
-
+export { h, s };
 export const link = (href, ...children) => h("a", { href }, ...children);
 export const button = (text, onclick, props = {}) => h("button", { type: "button", onclick, ...props }, text);
 export const section = (title, ...children) => h("section", null, h("h2", null, title), ...children);

@@ -1,13 +1,5 @@
 // Numbers and times as people read them.
-export const short = (value, digits = 4) => {
-  if (value === null || value === undefined) return "–";
-  if (typeof value !== "number") return String(value);
-  const size = Math.abs(value);
-  if (size < 1e-12) return "0";
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  if (size >= 1e4) return Number((value / 1000).toPrecision(digits)) + "k";
-  return String(Number(value.toPrecision(digits)));
-};
+export { short } from "./chart.js";
 
 export const count = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
 

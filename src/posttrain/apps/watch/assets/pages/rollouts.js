@@ -6,7 +6,7 @@ import { button, h, link, select } from "../dom.js";
 import { count, plural, short } from "../format.js";
 import { diffAddress } from "../pins.js";
 import { runHeader } from "../run_parts.js";
-import { before } from "../scales.js";
+import { before } from "../chart.js";
 
 const FILTERS = ["reward_min", "reward_max", "spread_min", "spread_max", "length_min", "length_max", "finish", "error", "part", "part_min", "part_max"];
 const SORTS = [["order", "in order"], ["reward", "highest reward"], ["reward_up", "lowest reward"], ["spread", "largest spread"], ["length", "longest"], ["length_up", "shortest"]];

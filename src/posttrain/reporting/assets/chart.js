@@ -1,32 +1,137 @@
 // Curves over steps, drawn as SVG at the size that there is. The pointer reads the same step in every chart of a page;
 // arrow keys move it, Enter opens the step, dragging chooses a range.
-import { h, s } from "./dom.js";
-import { short } from "./format.js";
-import { before, smoothed, tickLabels, ticks, usualValues, valueRange } from "./scales.js";
+// It needs no other file: the dashboard serves it as a module, a page that is one file contains it.
+
+// ------------------------------------------------------------ elements and numbers
+
+// Elements from data. Text always becomes a text node, so what a model wrote is never markup.
+const SVG = "http://www.w3.org/2000/svg";
+
+const fill = (element, props, children) => {
+  for (const [name, value] of Object.entries(props || {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+    else if (name === "value" || name === "checked" || name === "selected") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+};
+
+export const h = (tag, props, ...children) => fill(document.createElement(tag), props, children);
+export const s = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
+
+export const short = (value, digits = 4) => {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (size < 1e-12) return "0";
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 1e4) return Number((value / 1000).toPrecision(digits)) + "k";
+  return String(Number(value.toPrecision(digits)));
+};
+
+// ------------------------------------------------------------ ranges, round ticks, smoothing
+
+const tickSize = (span, wanted) => {
+  const raw = span / Math.max(wanted, 1);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw * (1 - 1e-9));
+};
+
+export const ticks = (low, high, wanted, whole = false) => {
+  let size = tickSize(high - low, wanted);
+  if (whole) size = Math.max(1, Math.round(size));
+  const found = [];
+  for (let index = Math.ceil(low / size - 1e-9); index * size <= high + size * 1e-9; index += 1) found.push(index * size);
+  return found;
+};
+
+// Short texts of ticks, with as many digits as it takes to tell them apart.
+const tickLabels = (values, short) => {
+  const texts = values.map((value) => short(value));
+  for (let digits = 1; digits < 12 && new Set(texts).size < texts.length; digits += 1) {
+    values.forEach((value, index) => { texts[index] = value.toFixed(digits); });
+  }
+  return texts;
+};
+
+// Round at both ends, and from zero if zero is close. A constant is shown against zero.
+export const valueRange = (values, wanted = 5) => {
+  let low = Math.min(...values), high = Math.max(...values);
+  if (!values.length) [low, high] = [0, 1];
+  if (low >= 0 && low <= 0.6 * high) low = 0;
+  if (high - low <= 1e-9 * Math.max(Math.abs(high), Math.abs(low))) {
+    [low, high] = high ? [Math.min(low, 0), Math.max(high, 0)] : [0, 1];
+  }
+  const size = tickSize(high - low, wanted);
+  return [Math.floor(low / size + 1e-9) * size, Math.ceil(high / size - 1e-9) * size];
+};
+
+// Without extreme spikes, which would flatten the rest of a curve.
+const usualValues = (values) => {
+  if (values.length < 20) return values;
+  const ordered = [...values].sort((a, b) => a - b);
+  const edge = Math.floor(ordered.length / 50);
+  const low = ordered[edge], high = ordered[ordered.length - 1 - edge];
+  const spread = Math.max(high - low, 1e-12 * Math.max(Math.abs(low), Math.abs(high)), 1e-300);
+  return ordered.filter((value) => value >= low - 8 * spread && value <= high + 8 * spread);
+};
+
+// Local linear regression with Gaussian weights: it does not lag behind a trend. Gaps stay gaps.
+export const smoothed = (values) => {
+  const width = Math.max(3, 0.045 * values.length);
+  const reach = Math.ceil(4 * width);
+  return values.map((value, place) => {
+    if (value === null) return null;
+    let w = 0, wx = 0, wy = 0, wxx = 0, wxy = 0;
+    for (let other = Math.max(0, place - reach); other <= Math.min(values.length - 1, place + reach); other += 1) {
+      if (values[other] === null) continue;
+      const x = other - place, weight = Math.exp(-0.5 * (x / width) ** 2), y = values[other];
+      w += weight; wx += weight * x; wy += weight * y; wxx += weight * x * x; wxy += weight * x * y;
+    }
+    const spread = w * wxx - wx * wx;
+    return spread > 1e-9 * w * w ? (wy - ((w * wxy - wx * wy) / spread) * wx) / w : wy / w;
+  });
+};
+
+// Index of the last step at or before `step`, -1 if there is none.
+export const before = (steps, step) => {
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+};
+
+// ------------------------------------------------------------ charts
 
 const LEFT = 46, RIGHT = 12, TOP = 14, BOTTOM = 24;
 const MIN_SMOOTH = 20, MAX_DOTS = 50;
 
 // What the charts of a page share: the step under the pointer, and what to do with a chosen step or range.
-export const chartGroup = ({ onstep = null, onrange = null } = {}) => {
+export const chartGroup = ({ onstep = null, onrange = null, latest = "" } = {}) => {
   const charts = new Set();
   return {
-    charts, onstep, onrange, smooth: true,
+    charts, onstep, onrange, latest, smooth: true,
     read: (step) => charts.forEach((chart) => chart.read(step)),
     redraw: () => charts.forEach((chart) => chart.draw()),
   };
 };
 
-// `curves`: [{ name, colour, data: { steps, mean, low, high } }]. `marks`: [{ step, kind, text }]
+// `curves`: [{ name, colour, data: { steps, mean, low, high } }]. `marks`: [{ step, kind, text }]. `stacked`: bars on top
+// of each other, one per step, instead of lines.
 export class Chart {
-  constructor(group, { title, note = "", wide = false, bands = [], id = "" }) {
-    Object.assign(this, { group, title, bands, curves: [], marks: [], at: null });
+  constructor(group, { title, note = "", wide = false, bands = [], id = "", unit = "", stacked = false, height = wide ? 250 : 190 }) {
+    Object.assign(this, { group, title, bands, unit, stacked, height, curves: [], marks: [], at: null });
     this.legend = h("div", { class: "legend" });
     this.place = h("span", { class: "at" }, "");
     this.box = h("div", { class: "plot" });
+    this.outside = h("p", { class: "note", hidden: true });
     this.element = h("figure", { class: `card chart${wide ? " wide" : ""}`, id: id || null },
-      h("figcaption", null, h("h3", null, title), this.place), this.legend, this.box, note ? h("p", { class: "note" }, note) : null);
-    this.height = wide ? 250 : 190;
+      h("figcaption", null, h("h3", null, title), this.place), this.legend, this.box, note ? h("p", { class: "note" }, note) : null, this.outside);
     new ResizeObserver(() => this.draw()).observe(this.box);
     group.charts.add(this);
   }
@@ -53,17 +158,16 @@ export class Chart {
     this.first = Math.min(...steps);
     this.last = Math.max(...steps);
     if (this.first === this.last) { this.first -= 0.5; this.last += 0.5; }
-    const values = usualValues(this.curves.flatMap((curve) => curve.data.mean.filter((value) => value !== null)));
-    [this.low, this.high] = valueRange(values);
+    this.setRange();
     const clip = `clip-${Math.random().toString(36).slice(2)}`;
     this.cursor = s("line", { class: "cursor", y1: TOP, y2: this.height - BOTTOM });
     this.dots = s("g", { class: "cursor-dots" });
     this.chosen = s("rect", { class: "chosen", y: TOP, height: this.height - TOP - BOTTOM, width: 0 });
     const svg = s("svg", { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height, tabindex: 0, role: "img",
-      "aria-label": `${this.title} over steps. ${this.curves.map((curve) => `${curve.name}: ${short(lastOf(curve))}`).join(", ")}` },
+      "aria-label": this.words() },
     s("clipPath", { id: clip }, s("rect", { x: LEFT - 4, y: TOP - 4, width: this.width - LEFT - RIGHT + 8, height: this.height - TOP - BOTTOM + 5 })),
     this.bands.map((band) => this.threshold(band)), this.grid(),
-    s("g", { "clip-path": `url(#${clip})` }, this.curves.map((curve) => this.curve(curve))),
+    s("g", { "clip-path": `url(#${clip})` }, this.stacked ? this.bars() : this.curves.map((curve) => this.curve(curve))),
     this.marks.filter((mark) => mark.step >= this.first && mark.step <= this.last).map((mark) => this.mark(mark)),
     this.chosen, this.cursor, this.dots);
     this.listen(svg);
@@ -71,6 +175,42 @@ export class Chart {
     this.box.replaceChildren(svg);
     if (focused) svg.focus({ preventScroll: true });
     this.read(this.at);
+  }
+
+  // The range of the value axis, without extreme spikes; the note says what lies outside.
+  setRange() {
+    const known = this.curves.flatMap((curve) => curve.data.mean.filter((value) => value !== null));
+    const tops = this.stacked ? this.curves[0].data.steps.map((_, place) => this.top(this.curves.length, place)) : null;
+    [this.low, this.high] = valueRange(tops ? [0, ...usualValues(tops)] : usualValues(known));
+    if (this.stacked) { // room for half a bar at both ends
+      const half = (this.last - this.first) / Math.max(this.curves[0].data.steps.length - 1, 1) / 2;
+      Object.assign(this, { first: this.first - half, last: this.last + half });
+    }
+    const outside = (tops ?? known).filter((value) => value < this.low || value > this.high);
+    this.outside.hidden = !outside.length;
+    const furthest = outside.reduce((best, value) => (Math.abs(value) > Math.abs(best) ? value : best), 0);
+    this.outside.textContent = `${outside.length} of ${(tops ?? known).length} values lie outside the axis, the furthest ${short(furthest)}.`;
+  }
+
+  // The drawing in words, for those who do not see it.
+  words() {
+    return `${this.title} over steps. ${this.curves.map((curve) => {
+      const known = curve.data.mean.filter((value) => value !== null);
+      const extremes = this.stacked ? "" : `, lowest ${short(Math.min(...known))}, highest ${short(Math.max(...known))}`;
+      return `${curve.name}: ${short(lastOf(curve))}${this.unit}${extremes}`;
+    }).join("; ")}`;
+  }
+
+  // The sum of the first `count` curves of a stack.
+  top(count, place) { return this.curves.slice(0, count).reduce((sum, curve) => sum + (curve.data.mean[place] ?? 0), 0); }
+
+  bars() {
+    const { steps } = this.curves[0].data;
+    const width = Math.max(1, Math.min(60, (0.82 * (this.width - LEFT - RIGHT)) / steps.length));
+    return this.curves.map(({ colour }, index) => steps.map((step, place) => {
+      const top = this.y(this.top(index + 1, place)), height = this.y(this.top(index, place)) - top;
+      return height > 0.05 ? s("rect", { class: `layer s${colour}`, x: this.x(step) - width / 2, y: top, width, height }) : null;
+    }));
   }
 
   grid() {
@@ -139,14 +279,14 @@ export class Chart {
     const inside = step !== null && step >= this.first && step <= this.last;
     this.cursor.classList.toggle("on", inside);
     this.dots.replaceChildren();
-    this.place.textContent = inside ? `step ${step}` : "";
+    this.place.textContent = inside ? `step ${step}` : this.group.latest;
     if (inside) { this.cursor.setAttribute("x1", this.x(step)); this.cursor.setAttribute("x2", this.x(step)); }
     this.curves.forEach((curve, index) => {
       const place = inside ? before(curve.data.steps, step) : -1;
       const value = inside ? (place < 0 ? null : curve.data.mean[place]) : lastOf(curve);
-      const at = place >= 0 && curve.data.steps[place] < step && !curve.data.low ? ` @${curve.data.steps[place]}` : "";
-      this.values[index].textContent = short(value) + at;
-      if (place >= 0 && value !== null && value >= this.low && value <= this.high) {
+      const at = place >= 0 && curve.data.steps[place] < step && !curve.data.low && !this.stacked ? ` @${curve.data.steps[place]}` : "";
+      this.values[index].textContent = (value === null ? "–" : short(value) + this.unit) + at;
+      if (!this.stacked && place >= 0 && value !== null && value >= this.low && value <= this.high) {
         this.dots.append(s("circle", { class: `s${curve.colour}`, cx: this.x(curve.data.steps[place]), cy: this.y(value), r: 4 }));
       }
     });
