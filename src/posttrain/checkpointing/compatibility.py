@@ -6,11 +6,11 @@ that a resumed run may change (precision, attention implementation, dropout, mod
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
 from posttrain.errors import CheckpointError
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonObject
 
 # The names that `transformers` configs use, old families' included. A config has those of its own family.
@@ -77,7 +77,7 @@ def describe_model(
 def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
     """SHA-256 of the tokens in the order of their ids. The chat template is not part of it: a run may change that."""
     in_order = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
-    return hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
+    return sha256_of(json.dumps(in_order))
 
 
 def check_same_model(saved: Mapping[str, object], current: Mapping[str, object]) -> None:

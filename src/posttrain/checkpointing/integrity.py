@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.files import durable
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 CHECKSUMS = "checksums.json"
@@ -136,7 +137,7 @@ def _read_checksums(path: Path) -> tuple[int, Mapping[str, _Recorded]]:
 def _own_digest(content: Mapping[str, object]) -> str:
     """Of the whole list without this digest, as JSON with sorted keys and without spaces."""
     rest = {key: value for key, value in content.items() if key != OWN}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return sha256_of(json.dumps(rest, sort_keys=True, separators=(",", ":")))
 
 
 def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:

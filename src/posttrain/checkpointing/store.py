@@ -91,7 +91,7 @@ class CheckpointStore:
             yield tmp
             seal(tmp)
             self.confirm()
-            self._publish(tmp, self.folder / f"step_{step}")
+            durable.put_folder(tmp, self.folder / f"step_{step}", self.folder / f"old_step_{step}")
         except BaseException as error:
             full = _full_disk(tmp)  # before the removal makes room
             shutil.rmtree(tmp, ignore_errors=True)
@@ -118,20 +118,6 @@ class CheckpointStore:
         """Write `training_info.json`. NaN and infinities, which JSON does not have, become null."""
         text = json.dumps(_plain(info), indent=2, allow_nan=False)
         (tmp / INFO).write_text(text + "\n", encoding="utf-8")
-
-    def _publish(self, tmp: Path, final: Path) -> None:
-        if final.exists():
-            old = final.with_name(f"old_{final.name}")
-            os.rename(final, old)
-            try:
-                os.rename(tmp, final)
-            except BaseException:
-                if not final.exists():
-                    os.rename(old, final)
-                raise
-        else:
-            os.rename(tmp, final)
-        durable.sync_folder(self.folder)
 
     def _tidy_up_after(self, step: int) -> None:
         """Cleanup after a complete checkpoint. It must not fail a run whose state is saved, so errors become messages."""

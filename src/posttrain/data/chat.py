@@ -6,7 +6,6 @@ an assistant's turn, and a response always ends with the end of that turn. Indep
 
 from __future__ import annotations
 
-import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.errors import DataError
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.types import Message
 
@@ -126,8 +126,8 @@ class ChatFormat:
         probes = self._encode(_PROBES)
         template = {"template": self.template, "kwargs": self.kwargs, "end_of_turn": self.end_of_turn}
         return {
-            "tokenizer": hashlib.sha256(json.dumps([vocabulary, probes]).encode()).hexdigest(),
-            "template": hashlib.sha256(json.dumps(template, sort_keys=True, default=str).encode()).hexdigest(),
+            "tokenizer": sha256_of(json.dumps([vocabulary, probes])),
+            "template": sha256_of(json.dumps(template, sort_keys=True, default=str)),
         }
 
     def prompt(self, messages: Sequence[Message]) -> tuple[str, Ids]:

@@ -10,7 +10,6 @@ Columns: `pack` (packs are numbered from 0 and stand one after another), `id`, `
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -25,6 +24,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
 from posttrain.data.row_dataset import keyed_order
 from posttrain.errors import reason_of
+from posttrain.files import durable
 from posttrain.files.json_files import parse_json
 from posttrain.types import Pair
 
@@ -150,10 +150,12 @@ def _write(path: Path, header: PackedHeader, pairs: Pairs, packs: Sequence[Seque
     from pyarrow import parquet
 
     schema = _schema().with_metadata({METADATA_KEY: header.to_json().encode()})
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+        with (
+            durable.replacing(path) as partial,
+            parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
+        ):
             members = [(number, index) for number, chosen in enumerate(packs) for index in chosen]
             for start in range(0, len(members), PAIRS_PER_ROW_GROUP):
                 part = [(number, pairs[index]) for number, index in members[start : start + PAIRS_PER_ROW_GROUP]]
@@ -162,11 +164,8 @@ def _write(path: Path, header: PackedHeader, pairs: Pairs, packs: Sequence[Seque
                 }
                 columns["pack"] = [number for number, _ in part]
                 writer.write_table(pa.table(columns, schema=schema))
-        os.replace(partial, path)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error})") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ often prints something after the last turn. The score is read at the last token,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 
 from posttrain.data.chat import ChatFormat, EncodedTurn
 from posttrain.data.errors import DataError
+from posttrain.files.digests import sha256_of
 from posttrain.types import Message
 
 
@@ -30,7 +30,7 @@ class WholeChatFormat(ChatFormat):
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         parent = super().fingerprints
-        return {**parent, "template": hashlib.sha256(f"whole {parent['template']}".encode()).hexdigest()}
+        return {**parent, "template": sha256_of(f"whole {parent['template']}")}
 
     def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
         if self.template is None:

@@ -6,16 +6,15 @@ Neither may fail a verdict: if the disk is full or the file is damaged, judging 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import sqlite3
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.files import durable
+from posttrain.files.digests import digest
 from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.files.locks import locked
 
@@ -24,8 +23,7 @@ _WAIT_FOR_LOCK_S = 30.0
 
 def request_key(url: str, body: JsonObject) -> str:
     """A hash of all that the verdict depends on."""
-    text = json.dumps([url, body], sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest([url, body])
 
 
 class VerdictCache:
@@ -96,7 +94,7 @@ class UsageFile:
                 total = self._read()
                 for name, value in (*asdict(usage).items(), ("cost", cost)):
                     total[name] = total.get(name, 0) + value
-                self._write(total)
+                durable.write_text(self.path, json.dumps(total, indent=2) + "\n")
         except OSError as error:
             if not self._is_reported:
                 print(f"warning: usage is not being counted in {self.path}: {error}", file=sys.stderr)
@@ -107,15 +105,3 @@ class UsageFile:
             return dict(parse_json(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return {}
-
-    def _write(self, total: JsonObject) -> None:
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(total, file, indent=2)
-                file.write("\n")
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise

@@ -1,4 +1,5 @@
-"""SHA-256 of values and of files, the latter cached, so that hashing a large, unchanged file again costs nothing.
+"""SHA-256 of texts, values and files. `FileHashes` keeps those of files, so that hashing a large, unchanged one again costs
+nothing.
 
 A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change once
 more within the same tick of the clock.
@@ -29,20 +30,30 @@ _LARGE_BYTES = 1 << 20
 _LONG_BYTES = 8 << 30
 
 
+def sha256_of(content: str | bytes | bytearray | memoryview) -> str:
+    """What `sha256sum` prints for a file of this content; a text counts as UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest(value: object) -> str:
     """One SHA-256 for plain values, whatever the order of their keys. Of others, such as images, the bytes count."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
+    return sha256_of(json.dumps(value, sort_keys=True, default=_plain))
 
 
 def _plain(value: object) -> str:
     """Never the text of an object, which may contain its address."""
     if isinstance(value, bytes | bytearray | memoryview):
-        return hashlib.sha256(value).hexdigest()
+        return sha256_of(value)
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID | PurePath):
         return str(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     content = getattr(value, "tobytes", None)  # images and arrays
-    return f"{kind} {hashlib.sha256(content()).hexdigest()}" if callable(content) else kind
+    return f"{kind} {sha256_of(content())}" if callable(content) else kind
 
 
 class FileHashes:
@@ -59,8 +70,7 @@ class FileHashes:
             status = file.stat()
             if found := self._remembered(file, status):
                 return found
-            with file.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
+            found = sha256_of_file(file)
         except OSError as error:
             raise InputError(f"{file}: cannot be read ({error.strerror})") from error
         if status.st_size >= self._min_bytes and time.time() - status.st_mtime > _SETTLED_S:

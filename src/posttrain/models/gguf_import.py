@@ -6,18 +6,15 @@ the weights it was quantised from. Where GGUF files come from is in `catalogue.p
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import io
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
@@ -31,11 +28,6 @@ MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 def is_model_folder(folder: Path) -> bool:
     """Whether `folder` holds a converted model. Conversion renames a finished folder, so it is never incomplete."""
     return all((folder / name).is_file() for name in MODEL_FILES)
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def require_gguf() -> None:
@@ -52,14 +44,11 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     require_gguf()
     if not gguf.is_file():
         raise InputError(f"GGUF file not found: {gguf}")
-    if target.exists():
-        raise InputError(f"{target} already exists; remove it or name another folder")
+    _check_absent(target)
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     import transformers  # noqa: F401  import first: its log handler keeps the current stderr
 
-    try:
+    with durable.new_folder(target, _check_absent) as unfinished:
         with redirect_stderr(io.StringIO()):  # the progress bars of the libraries
             say("reading the tokenizer")
             _tokenizer(gguf).save_pretrained(unfinished)
@@ -67,14 +56,14 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
             _plain_model(gguf).save_pretrained(unfinished)
         if card:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
-        unfinished.chmod(0o755)  # mkdtemp and safetensors make theirs private
         for file in unfinished.iterdir():
-            file.chmod(0o644)
-        os.rename(unfinished, target)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+            file.chmod(0o644)  # safetensors makes its own private
     say(f"wrote {target}")
+
+
+def _check_absent(target: Path) -> None:
+    if target.exists():
+        raise InputError(f"{target} already exists; remove it or name another folder")
 
 
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from posttrain.config import LoggerConfig
 from posttrain.errors import ExitCode, Superseded, reason_of, switch
+from posttrain.files import durable
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
@@ -56,7 +57,6 @@ from posttrain.reporting.run_files import (
     open_run,
     read_info,
     write_text,
-    write_whole,
 )
 from posttrain.reporting.step_display import StepDisplay
 from posttrain.reporting.token_files import Pieces, write_tokens
@@ -422,7 +422,7 @@ class RunRecorder:
             return
         self._lost_step = self._step
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / CONFIG_FILE, self._config_bytes())
+        durable.write_bytes(self.folder / CONFIG_FILE, self._config_bytes())
         self._open_log()
         self.warn(
             f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again and the run "
@@ -477,12 +477,12 @@ class RunRecorder:
         for from_step in [step for step in files if step > resumed_step]:
             files.pop(from_step).unlink()  # no remaining step was trained with it
         if not files:
-            write_whole(path, content)
+            durable.write_bytes(path, content)
             return []
         changes = self._changes_since(next(reversed(files.values())).read_text("utf-8", "replace"))
         from_step = resumed_step + 1
         if changes:
-            write_whole(self.folder / config_from_step(from_step), content)
+            durable.write_bytes(self.folder / config_from_step(from_step), content)
             self.say(f"the config differs from that of the steps so far: see {config_from_step(from_step)}")
         return [{"from_step": from_step, "key": row.key, "old": row.old, "new": row.new} for row in changes]
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
+from posttrain.files import durable
 from posttrain.files.redaction import redact, redact_values
-from posttrain.reporting.run_files import Row, write_whole
+from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
     from posttrain.types import Conversation, Group, Rollout, StepReport
@@ -204,7 +205,7 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
             line = redact_values(json.dumps(group_row(group), ensure_ascii=False, allow_nan=False)) + "\n"
             # A lone surrogate has no UTF-8 form; written as \udc80 it is a legal JSON escape.
             packed.write(line.encode("utf-8", "backslashreplace"))
-    write_whole(path, buffer.getvalue())
+    durable.write_bytes(path, buffer.getvalue())
 
 
 def read_rollouts(path: Path) -> list[Row]:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.files import durable
 from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
 from posttrain.files.redaction import redact
 
@@ -58,24 +59,13 @@ FILES_OF_A_RUN = (
     WORKERS_FILE,
     METRICS_FILE,
 )
-TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace `path` atomically: readers see the old content or the new."""
-    aside = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
 def write_text(path: Path, text: str) -> None:
-    """`write_whole` of a text without the credentials in it."""
-    write_whole(path, redact(text).encode("utf-8", "backslashreplace"))
+    """Replace `path` by a text without the credentials in it."""
+    durable.write_bytes(path, redact(text).encode("utf-8", "backslashreplace"))
 
 
 def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
@@ -97,7 +87,7 @@ def complete_row(path: Path, row: JsonMapping) -> None:
         append_rows(path, [row])
         return
     line = json.dumps({**last, **row}, allow_nan=False) + "\n"
-    write_whole(path, b"".join(line + b"\n" for line, _ in earlier) + redact(line).encode())
+    durable.write_bytes(path, b"".join(line + b"\n" for line, _ in earlier) + redact(line).encode())
 
 
 def append_log(folder: Path, lines: Sequence[str]) -> None:
@@ -201,7 +191,7 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
     _truncate(folder / WORKERS_FILE, resumed_step)
     _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
-        for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):
+        for torn in place.glob(f"*{durable.PARTIAL}"):
             torn.unlink()
     if not (folder / METRICS_FILE).exists() and resumed_step:
         return notes, [f"{METRICS_FILE} is missing: the rows of the steps up to {resumed_step} are lost"]
@@ -244,7 +234,7 @@ def _truncate(path: Path, last_step: int) -> tuple[int, list[str]]:
             last_kept_step = max(last_kept_step, row["step"])
     content = b"".join(kept)
     if content != path.read_bytes():
-        write_whole(path, content)
+        durable.write_bytes(path, content)
     if dropped:
         notes.append(f"{path.name}: {dropped} rows after step {last_step} are removed; those steps run again")
     return last_kept_step, notes

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from posttrain.files import durable
 from posttrain.files.redaction import redact_values
-from posttrain.reporting.run_files import write_whole
 
 if TYPE_CHECKING:
     from posttrain.types import TokenTrace
@@ -101,7 +101,7 @@ def write_tokens(path: Path, traces: Sequence[TokenTrace], pieces: Pieces) -> No
     }
     if all(trace.reference_logprobs for trace in traces):
         arrays["reference_logprobs"] = column("reference_logprobs")
-    write_whole(path, _npz(arrays))
+    durable.write_bytes(path, _npz(arrays))
 
 
 def _npz(arrays: dict[str, np.ndarray]) -> bytes:

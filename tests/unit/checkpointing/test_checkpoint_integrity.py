@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.checkpointing import integrity
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage, seal, total_bytes
-from posttrain.files import durable, integrity
+from posttrain.files import durable
 
 
 @pytest.fixture

@@ -548,14 +548,14 @@ def test_a_writer_that_wakes_up_leaves_the_checkpoint_of_a_newer_attempt_alone(
     store = make_store(tmp_path, said)
     store.attempt = Attempt(tmp_path)
     theirs = tmp_path / "tmp_step_20.2"
-    publish = store._publish
+    publish = durable.put_folder
 
     def publish_late(*arguments: Path) -> None:
         publish(*arguments)
         (tmp_path / "attempts" / "0002.json").write_text("{}")
         theirs.mkdir()
 
-    monkeypatch.setattr(store, "_publish", publish_late)
+    monkeypatch.setattr(durable, "put_folder", publish_late)
     with pytest.raises(Superseded):
         save(store, 10)
     assert theirs.is_dir()

@@ -174,7 +174,7 @@ def test_an_adapter_on_the_wrong_base_is_refused(adapter: Path, tmp_path: Path) 
 
 def test_registry_names_need_a_connected_registry(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepted_names, "_registry_lookup", None)
-    with pytest.raises(InputError, match=r"import posttrain\.registry first"):
+    with pytest.raises(InputError, match=r"import posttrain\.apps\.ship\.registry"):
         resolve_registered_model("registry:maths@production")
     connect_registry(lambda reference, registry: SimpleNamespace(name="maths", version=3, path=model))
     found = resolve_registered_model("registry:maths@production")

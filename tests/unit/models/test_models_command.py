@@ -15,10 +15,11 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.files.digests import sha256_of_file
 from posttrain.models import catalogue as model_catalogue
 from posttrain.models import gguf_import
 from posttrain.models.catalogue import CATALOGUE, DownloadError, fetch
-from posttrain.models.gguf_import import convert_gguf, sha256_of
+from posttrain.models.gguf_import import convert_gguf
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (posttrain[gguf])")
 
@@ -85,7 +86,7 @@ def packaged(file: Path) -> tuple[model_catalogue.PackagedModel, Path]:
     wheel = file.with_suffix(".whl")
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(file, "no_such_package/tiny.gguf")
-    return replace(CATALOGUE[0], file="no_such_package/tiny.gguf", sha256=sha256_of(file)), wheel
+    return replace(CATALOGUE[0], file="no_such_package/tiny.gguf", sha256=sha256_of_file(file)), wheel
 
 
 def test_converted_folder_loads_as_any_model_does(tmp_path: Path) -> None:

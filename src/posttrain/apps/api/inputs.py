@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from posttrain.apps.api.functions import DIGEST_LENGTH, importable_name, pickled
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.files.redaction import redact
 
 INPUTS_FOLDER = "inputs"
@@ -60,9 +60,8 @@ class Inputs:
             path = folder / INPUTS_FOLDER / staged.name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                aside = path.with_name(f"{path.name}.partial")
-                shutil.copyfile(staged, aside)
-                os.replace(aside, path)
+                with durable.replacing(path) as aside:
+                    shutil.copyfile(staged, aside)
 
     def close(self) -> None:
         self._staged.cleanup()

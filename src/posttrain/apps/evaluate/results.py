@@ -11,7 +11,6 @@ Rows of `problems.jsonl` are in the order in which problems finished; `index` is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from posttrain.data.reward_values import NEEDED, is_reward
 from posttrain.errors import InputError
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.types import Task
 
@@ -141,8 +141,8 @@ def hash_of_tasks(tasks: Sequence[Task]) -> str:
 
 def _problem_set_hash(problems: Sequence[tuple[str, str, object]]) -> str:
     rows = [json.dumps(problem, sort_keys=True, default=str) for problem in problems]
-    digests = sorted(hashlib.sha256(row.encode()).hexdigest() for row in rows)
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    digests = sorted(sha256_of(row) for row in rows)
+    return sha256_of("\n".join(digests))
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

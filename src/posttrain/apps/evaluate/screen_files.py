@@ -16,9 +16,10 @@ from pathlib import Path
 from posttrain.apps.evaluate.folder import cut_torn_line, plain_identity, what_differs
 from posttrain.data.sources import Row
 from posttrain.errors import FolderHeld, InputError
+from posttrain.files import durable
 from posttrain.files.json_files import parse_json
 from posttrain.files.locks import LockHeld, locked
-from posttrain.reporting.run_files import append_rows, write_text, write_whole
+from posttrain.reporting.run_files import append_rows, write_text
 
 ENDING = ".jsonl"
 MEAN_COLUMN, COUNT_COLUMN = "screen_mean_reward", "screen_num_scored"  # of a kept row, beside its own columns
@@ -101,7 +102,7 @@ class ScreenFiles:
 
     def write(self, kept: Sequence[tuple[Row, float, int]], summary: Mapping[str, object]) -> None:
         """The kept rows with their mean reward and the number of scored answers, and the summary."""
-        write_whole(self.out, "".join(_line(*row) for row in kept).encode())
+        durable.write_bytes(self.out, "".join(_line(*row) for row in kept).encode())
         write_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -21,13 +22,13 @@ from posttrain.apps.export.conversion_input import ConversionError, ConversionIn
 from posttrain.apps.export.loaded_adapters import adapter_tensors, compare_loaded, merge_loaded
 from posttrain.apps.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.apps.export.model_card import lineage, model_card
-from posttrain.apps.export.new_folder import check_target, new_folder
 from posttrain.apps.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
 from posttrain.apps.export.weight_names import WeightShapes
 from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.checkpointing.integrity import seal
 from posttrain.checkpointing.state import capture_rng, restore_rng
 from posttrain.errors import InputError, reason_of
+from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.files.redaction import redact
 from posttrain.models.hub import why_unavailable
@@ -76,7 +77,7 @@ def convert(
         raise ConversionError(f"dtype {settings.dtype!r} is not known; accepted: {', '.join(DTYPES)}")
     source = open_input(reference, config=config, base=base, say=say)
     as_adapter = source.has_adapter and not settings.merge_lora
-    with new_folder(target, settings.force) as folder:
+    with durable.new_folder(target, partial(check_target, force=settings.force)) as folder:
         if as_adapter:
             num_files = _write_adapter(folder, source, settings, advance)
         elif source.has_adapter and source.shape.translated:
@@ -93,6 +94,19 @@ def convert(
         seal(folder)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     return Converted(target, num_files, num_bytes, as_adapter, verification)
+
+
+def check_target(target: Path, force: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; accepted: a folder that does not exist yet, or is empty")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise InputError(f"{target} is not empty; name another folder, or replace it with --force")
+    if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise InputError(
+            f"{target} holds something else than a model, which --force does not replace; name another folder"
+        )
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ one scale); norms and biases stay f32, as llama.cpp requires. Weights are proces
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,8 +117,7 @@ def export_gguf(
 
     file = file.absolute()
     durable.make_folder(file.parent)
-    unfinished = file.with_name(f".{file.name}.unfinished-{os.getpid()}")
-    try:
+    with durable.replacing(file) as unfinished:
         writer = gguf.GGUFWriter(unfinished, family)
         _add_header(writer, gguf, config, file.stem, settings.type)
         vocab_size = weights.facts["model.embed_tokens.weight"].shape[0]
@@ -127,11 +125,6 @@ def export_gguf(
         _write(writer, gguf, planned, weights, config, rope, advance)
         say("Reading the file back")
         error = _compare(unfinished, gguf, planned, weights, config, rope)
-        durable.sync_file(unfinished)
-        os.replace(unfinished, file)
-        durable.sync_folder(file.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return GgufFile(file, len(planned), file.stat().st_size, error)
 
 

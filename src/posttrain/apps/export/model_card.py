@@ -6,7 +6,6 @@ files.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import yaml
 from posttrain import __version__
 from posttrain.apps.export.conversion_input import ConversionInput
 from posttrain.apps.export.verification import Verification
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.files.redaction import without_credentials
 from posttrain.models.hub import looks_like_hub_name
@@ -49,7 +49,7 @@ def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verificatio
         "base_model": source.base if source.base != str(source.folder) else None,
         "lora": None if not source.has_adapter else ("merged" if merged else "adapter"),
         "data": training_data(source.run_config),
-        "config_sha256": hashlib.sha256(text).hexdigest() if text else None,
+        "config_sha256": sha256_of(text) if text else None,
         "metrics": metrics_of(source),
         "verification": None if verification is None else verification.as_json(),
     }

@@ -6,7 +6,6 @@ working directory, which Ray unpacks on every machine. Jobs are not restarted. R
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -28,6 +27,7 @@ from posttrain.apps.launch.run_checkpoints import listing_command, run_folders
 from posttrain.apps.launch.runs import Check, ClusterUnreachable, name_of
 from posttrain.config.cluster_profile import is_http_address
 from posttrain.errors import ExitCode, InputError, reason_of
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonObject, parse_json
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"  # Ray's own
@@ -55,7 +55,7 @@ _MEANINGS: dict[int, str] = {
 def render_job(request: LaunchRequest) -> list[Object]:
     """The uploaded package, and the job. The request's files are named relative to the working directory."""
     package = _package({"config.yaml": request.config_text.encode(), **request.files})
-    name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
+    name = f"_ray_pkg_{sha256_of(package)[:32]}.zip"
     checkpoints, logs = run_folders(request.config_text)
     variables = {
         **request.profile.env,

@@ -6,7 +6,6 @@ rebinding. With a token, every request for data needs it, as a cookie or as `Aut
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
@@ -15,6 +14,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from posttrain.files.digests import sha256_of
 
 COOKIE = "posttrain_watch"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -48,7 +49,7 @@ class Access:
     @property
     def cookie(self) -> str:
         """The cookie value, stored by a browser instead of the token."""
-        return hashlib.sha256(f"posttrain watch {self._token}".encode()).hexdigest()
+        return sha256_of(f"posttrain watch {self._token}")
 
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Status and reason; None if the request may pass."""

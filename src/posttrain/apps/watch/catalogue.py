@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 import time
@@ -14,6 +13,7 @@ from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.apps.watch.places import LocalPlace, Place
 from posttrain.apps.watch.rollout_store import StepCache
 from posttrain.apps.watch.run_view import RunView
+from posttrain.files.digests import sha256_of
 from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
 
 MAX_DEPTH = 5
@@ -114,4 +114,4 @@ def _folders(root: Place, *, prefixed: bool) -> Iterator[tuple[Place, str]]:
 
 
 def _id(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+    return sha256_of(text.encode("utf-8", "backslashreplace"))[:12]

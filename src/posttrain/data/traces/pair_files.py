@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from posttrain.data.traces.ordered_runs import Record
 from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules
+from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 PairFormat = Literal["aligner", "trl"]
@@ -57,9 +57,8 @@ def write_pairs(
             else:
                 yield place, _JSON.encode(shaped).encode() + b"\n"
 
-    partial = out.with_name(f".{out.name}.partial")
     lines = 0
-    try:
+    with durable.replacing(out) as partial:
         with partial.open("wb") as raw:
             # Without a time stamp in it, the same pairs are the same bytes.
             packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if out.name.endswith(".gz") else None
@@ -68,13 +67,8 @@ def write_pairs(
                 lines += 1
             if packed:
                 packed.close()
-            raw.flush()
-            os.fsync(raw.fileno())
         if not lines:
             raise DataError(_no_pairs(reading.name, report, counts))
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
     return lines
 
 

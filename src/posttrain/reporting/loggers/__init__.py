@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from posttrain.config.logger_and_cluster import LoggerConfig
+from posttrain.files.digests import sha256_of
 from posttrain.reporting.examination import settings_of
 from posttrain.reporting.loggers.follower import Follower
 from posttrain.reporting.loggers.sink import RecordedRun, Sink
@@ -21,7 +21,7 @@ RECORD_ID = "record_id"  # in run.json: what trackers know a run by
 def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> RecordedRun:
     """The run in a folder. `settings`: those of its config, if available."""
     info = read_info(folder)
-    known_by = info.get(RECORD_ID) or hashlib.sha256(str(info.get("started_at", folder)).encode()).hexdigest()[:12]
+    known_by = info.get(RECORD_ID) or sha256_of(str(info.get("started_at", folder)))[:12]
     return RecordedRun(folder, str(known_by), str(info.get("title") or folder.name), settings or settings_of(folder))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from posttrain.apps.export import verification
 from posttrain.apps.export.convert import ConversionSettings, convert, plan_shards
 from posttrain.checkpointing.integrity import find_damage
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.models.tensor_files import TensorFacts
 
 PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
@@ -345,12 +347,10 @@ def test_link_is_kept_and_its_target_is_written(model: Path, tmp_path: Path) -> 
 
 
 def test_target_is_restored_after_a_conversion_killed_while_replacing(model: Path, tmp_path: Path) -> None:
-    from posttrain.apps.export import new_folder
-
     target, force = tmp_path / "hf", ConversionSettings(verify=False, force=True)
-    aside = tmp_path / f".hf.replaced-unfinished-{new_folder.socket.gethostname()}-999999999"
+    aside = tmp_path / f".hf.replaced-unfinished-{socket.gethostname()}-999999999"
     shutil.copytree(model, aside)
-    with pytest.raises(InputError, match="cannot be read"), new_folder.new_folder(target, force=True):
+    with pytest.raises(InputError, match="cannot be read"), durable.new_folder(target, lambda _: None):
         raise InputError("cannot be read")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     shutil.copytree(model, aside)
@@ -361,9 +361,7 @@ def test_target_is_restored_after_a_conversion_killed_while_replacing(model: Pat
 def test_remains_of_a_killed_conversion_are_removed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.apps.export import new_folder
-
-    left = tmp_path / f".hf.unfinished-{new_folder.socket.gethostname()}-999999999"
+    left = tmp_path / f".hf.unfinished-{socket.gethostname()}-999999999"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     convert(str(model), tmp_path / "hf", NO_VERIFY, say=quiet)

@@ -26,6 +26,7 @@ from posttrain.apps.launch.pod_template import RUN_LABEL, Object
 from posttrain.apps.launch.run_checkpoints import checkpoint_rows, run_folders, shared_mount
 from posttrain.apps.launch.runs import ENDED, Check, state_of
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.files.json_files import JsonObject
 
 FOLDER_VARIABLE = "POSTTRAIN_LOCAL"
@@ -205,10 +206,7 @@ class LocalCluster:
 
     def _ask(self, name: str, request: JsonObject) -> None:
         folder = self._runs / name / REQUESTS
-        path = folder / f"{time.time_ns()}.json"
-        aside = path.with_suffix(".part")
-        aside.write_text(json.dumps(request))
-        aside.rename(path)
+        durable.write_text(folder / f"{time.time_ns()}.json", json.dumps(request))
 
     def checkpoints(self, workload: Object) -> list[JsonObject]:
         objects = [one.body for one in read_manifests([self._runs / workload["metadata"]["name"] / MANIFESTS])]

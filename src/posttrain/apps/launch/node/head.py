@@ -30,6 +30,7 @@ from posttrain.apps.launch.node.member import JOIN_S, RAY, Member
 from posttrain.apps.launch.node.notices import Notice
 from posttrain.checkpointing.stopping import STOP_FILE
 from posttrain.errors import ExitCode, reason_of
+from posttrain.files import durable
 from posttrain.files.run_folder_lock import ATTEMPTS_FOLDER, read_attempts
 
 DRIVER = "driver"
@@ -251,9 +252,7 @@ def driver_command(settings: NodeSettings) -> list[str]:
 
 def write_stop(path: Path, deadline: float) -> None:
     """For the driver: when it must have ended, in seconds since 1970."""
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps({"deadline": time.time() + deadline - time.monotonic()}), encoding="utf-8")
-    aside.replace(path)
+    durable.write_text(path, json.dumps({"deadline": time.time() + deadline - time.monotonic()}))
 
 
 def why_no_progress(folder: Path) -> str | None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from posttrain.apps.evaluate.results import PROBLEMS_FILE, Evaluation, EvaluationError
 from posttrain.files import durable
+from posttrain.files.digests import sha256_of_file
 from posttrain.files.json_files import parse_json
 
 KL_FILE = "kl.json"
@@ -36,7 +36,7 @@ class Divergence:
 
 
 def answers_digest(folder: Path) -> str:
-    return hashlib.sha256((folder / PROBLEMS_FILE).read_bytes()).hexdigest()
+    return sha256_of_file(folder / PROBLEMS_FILE)
 
 
 def write_divergence(folder: Path, found: Divergence) -> Path:

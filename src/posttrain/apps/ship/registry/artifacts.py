@@ -7,7 +7,6 @@ is verified against.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from uuid import uuid4
 
 from posttrain.errors import RegistryError
 from posttrain.files import durable
+from posttrain.files.digests import sha256_of, sha256_of_file
 from posttrain.files.locks import try_lock
 
 _MAX_THREADS = 8
@@ -68,7 +68,7 @@ def measure(folder: Path, progress: Progress = no_progress) -> dict[str, FileRec
 def content_digest(files: Files) -> str:
     """One SHA-256 for all names and contents."""
     lines = (f"{record.sha256}  {name}\n" for name, record in sorted(files.items()))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return sha256_of("".join(lines))
 
 
 def find_damage(folder: Path, files: Files, *, extra_files: bool, contents: bool = True) -> list[str]:
@@ -193,9 +193,7 @@ def _walk(folder: Path) -> list[Path]:
 def _record(path: Path) -> FileRecord:
     if path.exists() and not path.is_file():  # reading a pipe or a device may never end
         raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, digest)
+    return FileRecord(path.stat().st_size, sha256_of_file(path))
 
 
 def _size_problem(path: Path, name: str, record: FileRecord) -> str | None:

@@ -5,7 +5,6 @@ As much as possible is read from the files beside the weights. The caller provid
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 import posttrain
 from posttrain.apps.ship.registry.artifacts import content_digest, measure
 from posttrain.errors import RegistryError
+from posttrain.files.digests import sha256_of, sha256_of_file
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.files.redaction import without_credentials
 
@@ -43,7 +43,7 @@ class Lineage:
         """One hash for all of the data; None if there is none, or if a part of it could not be read."""
         if not self.data or None in self.data.values():
             return None
-        return hashlib.sha256(json.dumps(dict(self.data), sort_keys=True).encode()).hexdigest()
+        return sha256_of(json.dumps(dict(self.data), sort_keys=True))
 
     @property
     def verdict(self) -> str | None:
@@ -149,7 +149,7 @@ def _read_config(path: Path) -> tuple[JsonObject, str]:
     flat = {dotted(key): value for key, value in leaves(values)}
     # Records are JSON, which has neither dates nor .inf: they are stored as text.
     plain = without_credentials(json.loads(json.dumps(flat, default=str), parse_constant=str))
-    return plain, hashlib.sha256(content).hexdigest()
+    return plain, sha256_of(content)
 
 
 def _base_model(folder: Path, config: JsonMapping) -> str | None:
@@ -205,8 +205,7 @@ def _hash_of(source: str, *, is_given: bool) -> str | None:
             return None
         return content_digest(measure(path))
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of_file(path)
     if is_given and "://" not in source:
         raise RegistryError(f"--data {source}: no such file or folder")
     return None

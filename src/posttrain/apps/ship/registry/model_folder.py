@@ -6,13 +6,13 @@ checkpoint are compared with the checksums that it was saved with.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from posttrain.apps.ship.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError, RegistryError
+from posttrain.files.digests import sha256_of_file
 from posttrain.files.json_files import read_json
 
 EXPECTED = "expected a Hugging Face folder, a peft adapter or a checkpoint step_N"
@@ -85,7 +85,7 @@ def _changed_small_files(checkpoint: Path) -> list[str]:
             problems += [f"{name} is not in {CHECKSUMS}"] if path.exists() else []
         elif not path.is_file():
             problems.append(f"{name} is missing")
-        elif [hashlib.sha256(path.read_bytes()).hexdigest()] != recorded[name]["sha256"]:
+        elif [sha256_of_file(path)] != recorded[name]["sha256"]:
             problems.append(f"{name} is not what was saved: its SHA-256 differs")
     return problems
 

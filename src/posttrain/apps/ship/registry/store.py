@@ -112,12 +112,9 @@ class MlflowStore:
         folder = self.location.folder
         if folder is None or (folder / DATABASE).exists():
             return
-        unfinished = folder / f".{DATABASE}.partial"
-        unfinished.unlink(missing_ok=True)
-        self._call(lambda: _client(f"sqlite:///{unfinished}").search_registered_models(max_results=1))
-        durable.sync_file(unfinished)
-        os.replace(unfinished, folder / DATABASE)
-        durable.sync_folder(folder)
+        with durable.replacing(folder / DATABASE) as unfinished:
+            unfinished.unlink(missing_ok=True)
+            self._call(lambda: _client(f"sqlite:///{unfinished}").search_registered_models(max_results=1))
 
     @property
     def client(self) -> Any:
