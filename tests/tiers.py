@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 FILE = Path(__file__).with_name("durations.json")
+LAST_RUN = FILE.parents[1] / "results" / "make_test.json"
 LIMIT_S = 3.0
 ROTATION_DAYS = 3
 MEASURED_FROM_S = 0.2  # shorter ones are not recorded
@@ -65,6 +66,7 @@ class Tiers:
         self.fixtures: list[tuple[str, str, float]] = []  # file, fixture, seconds: of the test that is being run
         self.measured: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self.left_out: defaultdict[str, int] = defaultdict(int)
+        self.began, self.cpu_s = time.monotonic(), 0.0
 
     # -- choice --------------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,8 @@ class Tiers:
             items[:] = chosen
         if self.config.getoption("--rotate"):
             items[:] = self._rotated(items)
-        for item in items:  # the tests of a file share its fixtures, those of Ray share one Ray
+        is_parallel = self.config.pluginmanager.hasplugin("xdist")
+        for item in items if is_parallel else ():  # the tests of a file share its fixtures, those of Ray share one Ray
             item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else file_of(item)))
 
     def _fast(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -158,7 +161,11 @@ class Tiers:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
             output["left_out"] = dict(self.left_out)
-        elif self.config.getoption("--record-durations"):
+            output["cpu_s"] = sum(os.times()[:4])  # of this process and of its children that have ended
+            return
+        if self.config.getoption("--tier") == "fast" and self.config.args_source.name != "ARGS":
+            self._write_last_run()
+        if self.config.getoption("--record-durations"):
             recorded = read_durations()
             for file, times in self.measured.items():  # a full run replaces what is known of a file
                 recorded[file] = times if self.config.getoption("--tier") == "full" else recorded.get(file, {}) | times
@@ -169,9 +176,17 @@ class Tiers:
             }
             FILE.write_text(json.dumps({file: times for file, times in long.items() if times}, indent=0) + "\n")
 
+    def _write_last_run(self) -> None:
+        """For `make measure`."""
+        LAST_RUN.parent.mkdir(exist_ok=True)
+        cpu_s = self.cpu_s + sum(os.times()[:2])
+        LAST_RUN.write_text(json.dumps({"wall_s": time.monotonic() - self.began, "cpu_s": cpu_s}) + "\n")
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        for file, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+        output = getattr(node, "workeroutput", {})
+        self.cpu_s += output.get("cpu_s", 0.0)
+        for file, count in output.get("left_out", {}).items():
             self.left_out[file] += count
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
