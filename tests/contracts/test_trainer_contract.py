@@ -67,6 +67,7 @@ def make_batch(num_responses: int = 5) -> TokenBatch:
     )
 
 
+@pytest.mark.invariant
 def test_log_probabilities_are_one_number_per_response_token(trainer: Trainer) -> None:
     batch = make_batch()
     found = trainer.logprobs(batch)

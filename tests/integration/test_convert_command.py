@@ -53,6 +53,7 @@ def weights(checkpoint: Path) -> Path:
     return checkpoint / "policy/weights/model"
 
 
+@pytest.mark.invariant
 def test_a_run_becomes_a_model_with_its_story(
     full: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ SAMPLED = (
 )
 
 
+@pytest.mark.invariant
 def test_greedy_answers_are_those_of_transformers(model: Path, data: Path, tmp_path: Path) -> None:
     assert main(arguments(model, data, tmp_path / "e", "--quiet")) == 0
     found = read_evaluation(tmp_path / "e")

@@ -65,6 +65,7 @@ def test_every_way_to_fail_was_met(treacherous: Path) -> None:
     assert {fate(text) for text in texts} >= set(REASONS)
 
 
+@pytest.mark.invariant
 def test_failed_rewards_are_unscored_with_their_reason_and_the_others_are_scored(treacherous: Path) -> None:
     for step in range(1, STEPS + 1):
         for completion in completions_of(treacherous, step):

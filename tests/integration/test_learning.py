@@ -23,6 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize(("settings", "rate"), [([], 3e-3), (LORA, 1e-2)], ids=["full", "adapters"])
 def test_grpo_raises_the_reward(settings: list[str], rate: float, model: Path, data: Path, tmp_path: Path) -> None:
     """The reward is the share of lower-case letters, a tenth of what a random model writes."""
@@ -52,6 +53,7 @@ def test_grpo_raises_the_reward(settings: list[str], rate: float, model: Path, d
     assert rows[-1]["train/kl_penalty"] > 10 * abs(rows[1]["train/kl_penalty"]), "it has left the reference"
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("settings", [[], LORA], ids=["full", "adapters"])
 def test_dpo_learns_to_rank_pairs_it_has_not_seen(settings: list[str], model: Path, data: Path, tmp_path: Path) -> None:
     arguments = [

@@ -80,6 +80,7 @@ def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
     return logits
 
 
+@pytest.mark.invariant
 def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
     steps = rows_of(trained)
     assert [row["step"] for row in steps] == [1, 2]
@@ -89,6 +90,7 @@ def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
     assert not torch.allclose(logits_of(model), logits_of(checkpoint(trained, 2)), atol=1e-3)
 
 
+@pytest.mark.invariant
 def test_resumed_run_equals_the_uninterrupted_one(model: Path, trained: Path, data: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step_2")

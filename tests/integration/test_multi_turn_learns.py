@@ -141,6 +141,7 @@ def test_the_run_is_one_of_several_turns_that_trains_the_models_tokens_only(whol
     assert {turn["role"] for turn in said} == {"assistant", "tool"}
 
 
+@pytest.mark.invariant
 def test_a_resumed_run_of_conversations_is_the_uninterrupted_one(
     model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def printed(capfd: pytest.CaptureFixture[str]) -> str:
     return captured.out + captured.err
 
 
+@pytest.mark.invariant
 def test_a_run_its_resumption_and_what_is_made_of_it_hold_no_secret(
     place: Path, judge: Judge, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def results(home: Path) -> dict[str, Any]:
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant
 def test_one_command_goes_from_traces_to_a_canary(world: Path, uninterrupted: Path) -> None:
     home = world / "whole"
     iteration = last_iteration(home)

@@ -20,6 +20,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.invariant
 def test_liked_answers_become_likelier_than_disliked_ones(world: Path, tmp_path: Path) -> None:
     assert run(recorded(world / "model", world / "data", tmp_path / "run", steps=12)) == 0
     rows = rows_of(tmp_path / "run")

@@ -90,6 +90,7 @@ def transformers_scores(home: Path, conversations: list[Any], name: str = "full"
     return scores
 
 
+@pytest.mark.invariant
 def test_a_reward_model_learns_what_the_pairs_prefer(home: Path) -> None:
     for name in ("full", "lora"):
         last = [row for row in results_of(home / name) if "validation/accuracy" in row][-1]

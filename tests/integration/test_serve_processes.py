@@ -61,6 +61,7 @@ def answers(server: RunningServer) -> list[Any]:
     return found
 
 
+@pytest.mark.invariant
 def test_answers_are_those_of_a_server_in_one_process(model: Path, tmp_path: Path) -> None:
     options = options_for(model, adapters={"polite": str(save_adapter(tmp_path / "polite", model, seed=1))})
     with running(options) as server:

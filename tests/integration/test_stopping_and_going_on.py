@@ -61,6 +61,7 @@ def assert_goes_on_as_if_nothing_had_happened(arguments: list[str], folder: Path
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_exactly(
     sent: signal.Signals, exit_code: int, model: Path, data: Path, whole: Path, tmp_path: Path

@@ -188,6 +188,7 @@ def fault_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Callable[[A
     return prepare
 
 
+@pytest.mark.invariant
 def test_an_engine_that_is_killed_is_replaced_and_the_run_has_the_same_bits(
     fault_at: Callable[..., None], ahead: Ahead, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,11 +196,13 @@ def test_reward_model_is_independent_of_the_number_of_actors(
     assert run([*rm(model, data, tmp_path / "local", steps=5), *(LORA if adapted else []), *LOCAL]) == 0
 
 
-def test_lora_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-
+@pytest.mark.invariant
+@pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
+def test_a_run_of_one_process_continues_on_two_actors(
+    adapters: list[str], model: Path, data: Path, tmp_path: Path
+) -> None:
     def arguments(name: str) -> list[str]:
-        return [*grpo(model, data, tmp_path / name, steps=4), *LORA, *GRPO_SETTINGS]
+        return [*grpo(model, data, tmp_path / name, steps=4), *adapters, *GRPO_SETTINGS]
 
     assert run([*arguments("local"), *LOCAL]) == 0
     copy_until(2, tmp_path / "local", tmp_path / "two")
@@ -210,9 +212,9 @@ def test_lora_is_independent_of_the_number_of_actors(model: Path, data: Path, tm
     tokens = torch.tensor([[5, 6, 7, 8]])
     logits = {}
     for name in ("local", "two"):
-        base = AutoModelForCausalLM.from_pretrained(model)
-        adapted = PeftModel.from_pretrained(base, tmp_path / name / "step_4" / "policy" / "weights" / "model")
-        logits[name] = adapted(tokens).logits.detach()
+        weights = tmp_path / name / "step_4" / "policy" / "weights" / "model"
+        trained = AutoModelForCausalLM.from_pretrained(model if adapters else weights)
+        logits[name] = (PeftModel.from_pretrained(trained, weights) if adapters else trained)(tokens).logits.detach()
     torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-4)
     assert_converts(tmp_path / "two", model, 4)
 

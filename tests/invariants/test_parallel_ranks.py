@@ -110,6 +110,7 @@ def assert_same(folder: Path, case: str, expected: str) -> None:
         assert ours["tokens"] == theirs["tokens"]
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("case", QUICK[1:])
 def test_ranks_that_share_layers_or_rows_compute_what_one_process_does(quick: Path, case: str) -> None:
     assert_same(quick, case, QUICK[0])

@@ -44,13 +44,17 @@ LORA_WITH_DROPOUT = [*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]  # its no
 Arguments = Callable[[Path], list[str]]  # run folder -> command line
 
 
-def test_killed_grpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.invariant
+@pytest.mark.parametrize("num_kills", [3, 10])
+def test_killed_grpo_run_equals_uninterrupted_run(num_kills: int, model: Path, data: Path, tmp_path: Path) -> None:
     # The uninterrupted run is started as a user starts it; the killed ones are forked, which must make no difference.
     whole = tmp_path / "whole"
     finished = subprocess.run(command(grpo(model, data, whole, steps=STEPS)), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert len({row["train/reward"] for row in rows_of(whole) if "train/reward" in row}) == STEPS, "rewards vary"
-    kill_and_compare(lambda folder: grpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=10, seed=1)
+    kill_and_compare(
+        lambda folder: grpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=num_kills, seed=1
+    )
 
 
 def test_killed_dpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def rounds(model: Path, data: Path, folder: Path, age: int, *extra: str) -> list
     ]
 
 
+@pytest.mark.invariant
 def test_age_0_is_the_synchronous_run(model: Path, data: Path, tmp_path: Path) -> None:
     plain, rounded = tmp_path / "plain", tmp_path / "rounds"
     assert run(grpo(model, data, plain, steps=STEPS)) == 0
@@ -47,6 +48,7 @@ def test_a_synchronous_run_says_that_it_drops_the_open_groups_of_a_checkpoint(
     assert "step_2 holds sampled groups for later steps (rounds)" in "".join(capsys.readouterr())
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("correction", [False, True], ids=["clipped", "importance weights"])
 def test_a_killed_run_with_rounds_equals_the_uninterrupted_one(
     correction: bool, model: Path, data: Path, tmp_path: Path

@@ -127,6 +127,7 @@ def test_variants_exercise_their_features(whole: Callable[[str], Path]) -> None:
     assert results_of(whole("reinforce++"))[-1]["train/max_seq_mult_prob_error"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.invariant
 @every_variant
 def test_resumed_variant_equals_uninterrupted_run(
     name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
