@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from posttrain.config.runs import KINDS, SUPERVISED_KINDS
 from posttrain.reporting.doctor.findings import Severity
 from posttrain.reporting.doctor.history import History
-from posttrain.reporting.doctor.rule import Rule, Sighting, lower_lr, percent, short
+from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent, short
 
 LOSS, NORM, SKIPPED = "train/loss", "train/grad_norm", "train/update_skipped"
 SPIKE_WARNING, SPIKE_ERROR, SPIKE_RATIO = 5.0, 10.0, 5.0
@@ -92,29 +91,4 @@ def overfit(run: History) -> Sighting | None:
     return Sighting(severity, "validation/loss", now, text, fixes)
 
 
-SEED = "the health table of the GRPO guide"
-COMMON_RULES = (
-    Rule("not-finite", KINDS, not_finite, "loss or gradient not finite: 1 step (warning), 3 steps (error)", SEED),
-    Rule(
-        "grad-spike",
-        KINDS,
-        grad_spike,
-        "gradient norm > 5 (note), > 10 (warning) and 5 x its median; 3 of 10 steps (error)",
-        SEED,
-    ),
-    Rule("grad-dead", KINDS, grad_dead, "gradient norm < 1e-5, 5 steps", "ours"),
-    Rule(
-        "loss-diverges",
-        SUPERVISED_KINDS,
-        loss_diverges,
-        "loss > 1.3 x the start (error), > 3 x its minimum (warning)",
-        SEED,
-    ),
-    Rule(
-        "overfit",
-        SUPERVISED_KINDS,
-        overfit,
-        "validation loss rises three times and is > 10 % above its minimum",
-        "ours",
-    ),
-)
+COMMON_CHECKS = (not_finite, grad_spike, grad_dead, loss_diverges, overfit)

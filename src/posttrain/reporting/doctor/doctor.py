@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import yaml
+
+from posttrain.config.runs import KINDS, PAIR_KINDS, SUPERVISED_KINDS
 from posttrain.files.json_files import JsonMapping
-from posttrain.reporting.doctor.common_rules import COMMON_RULES
+from posttrain.reporting.doctor.common_rules import COMMON_CHECKS
 from posttrain.reporting.doctor.findings import Finding, Shown, rank, worst_first
 from posttrain.reporting.doctor.history import History
-from posttrain.reporting.doctor.policy_rules import POLICY_RULES
-from posttrain.reporting.doctor.preference_rules import PREFERENCE_RULES
-from posttrain.reporting.doctor.rule import Rule, Sighting
-from posttrain.reporting.doctor.sampling_rules import SAMPLING_RULES
+from posttrain.reporting.doctor.policy_rules import POLICY_CHECKS
+from posttrain.reporting.doctor.preference_rules import PREFERENCE_CHECKS
+from posttrain.reporting.doctor.rule import Check, Rule
+from posttrain.reporting.doctor.sampling_rules import SAMPLING_CHECKS
 
-RULES: tuple[Rule, ...] = (*POLICY_RULES, *SAMPLING_RULES, *PREFERENCE_RULES, *COMMON_RULES)
+CHECKS: tuple[Check, ...] = (*POLICY_CHECKS, *SAMPLING_CHECKS, *PREFERENCE_CHECKS, *COMMON_CHECKS)
+KINDS_OF = {"all": KINDS, "pairs": PAIR_KINDS, "supervised": SUPERVISED_KINDS, "grpo": ("grpo",), "dpo": ("dpo",)}
+
+
+def _rules() -> tuple[Rule, ...]:
+    said = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text("utf-8"))
+    checks = {check.__name__.replace("_", "-"): check for check in CHECKS}
+    return tuple(Rule(name, KINDS_OF[row.pop("kinds")], checks[name], **row) for name, row in said.items())
+
+
+RULES = _rules()
 
 
 class Doctor:
@@ -60,19 +74,16 @@ class Doctor:
                 self._found[rule.id] = replace(before, last_step=self.history.step)
                 continue
             self.shown[rule.id] = sighting.shown
-            self._found[rule.id] = self._finding(rule, sighting)
+            self._found[rule.id] = Finding(
+                step=self.history.step,
+                rule=rule.id,
+                severity=sighting.severity,
+                metric=sighting.metric,
+                value=sighting.value,
+                text=sighting.text,
+                fixes=tuple(fix for fix in sighting.fixes if fix),
+                source=rule.source,
+                last_step=self.history.step,
+            )
             new.append(self._found[rule.id])
         return worst_first(new)
-
-    def _finding(self, rule: Rule, sighting: Sighting) -> Finding:
-        return Finding(
-            step=self.history.step,
-            rule=rule.id,
-            severity=sighting.severity,
-            metric=sighting.metric,
-            value=sighting.value,
-            text=sighting.text,
-            fixes=tuple(fix for fix in sighting.fixes if fix),
-            source=rule.source,
-            last_step=self.history.step,
-        )

@@ -16,7 +16,6 @@ from posttrain.reporting.doctor.history import History
 from posttrain.reporting.doctor.rule import (
     LR,
     MAX_NEW_TOKENS,
-    Rule,
     Sighting,
     higher_kl_penalty,
     longer_answers,
@@ -340,52 +339,15 @@ def unscored(run: History) -> Sighting | None:
     )
 
 
-GRPO = ("grpo",)
-OURS = "ours, to be calibrated"
-SEED = "the health table of the GRPO guide"
-POLICY_RULES = (
-    Rule("kl-runaway", GRPO, kl_runaway, "KL > 0.1 (warning), > 0.5 (error), 3 steps", SEED),
-    Rule(
-        "entropy-collapse",
-        GRPO,
-        entropy_collapse,
-        "entropy < 20 % (warning), < 5 % or < 0.02 (error) of the start; a note while validation rises",
-        "NeMo RL's guide; arXiv:2602.09782",
-    ),
-    Rule(
-        "no-signal",
-        GRPO,
-        no_signal,
-        "groups with signal < 30 % (warning; a note if 4 or more in a step, as at the start), < 10 % (error), 5 steps; "
-        "all rewards equal: 1 step (note), 3 steps (error)",
-        "ours, after DAPO (arXiv:2503.14476)",
-    ),
-    Rule("wrong-template", GRPO, wrong_template, "first 3 steps, own template: truncation > 90 %, or no reward", OURS),
-    Rule(
-        "truncated",
-        GRPO,
-        truncated,
-        "truncated answers > 20 % for 20 steps (warning), > 50 % for 5 steps (error)",
-        OURS,
-    ),
-    Rule("length-explosion", GRPO, length_explosion, "length > 2 x the start; a note while validation rises", OURS),
-    Rule(
-        "reward-flat",
-        GRPO,
-        reward_flat,
-        "Theil-Sen slope <= 0 over the last fifth, no gain since the first",
-        SEED,
-        at_end=True,
-    ),
-    Rule("reward-collapse", GRPO, reward_collapse, "reward < half of its best level, 5 steps", OURS),
-    Rule(
-        "reward-hacking",
-        GRPO,
-        reward_hacking,
-        "reward rises and two of KL, entropy, truncation, length get worse, repetition jumps, or validation falls",
-        OURS,
-    ),
-    Rule(
-        "unscored", GRPO, unscored, "failed rewards > 5 % (warning), > 30 % (error) of 5 steps; all: immediately", OURS
-    ),
+POLICY_CHECKS = (
+    kl_runaway,
+    entropy_collapse,
+    no_signal,
+    wrong_template,
+    truncated,
+    length_explosion,
+    reward_flat,
+    reward_collapse,
+    reward_hacking,
+    unscored,
 )

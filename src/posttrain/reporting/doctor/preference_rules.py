@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 
-from posttrain.config.runs import PAIR_KINDS
 from posttrain.reporting.doctor.findings import Severity
 from posttrain.reporting.doctor.history import History
-from posttrain.reporting.doctor.rule import Rule, Sighting, lower_lr, percent
+from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent
 
 ACCURACY, CHOSEN, REJECTED = "train/accuracy", "train/rewards_chosen_mean", "train/rewards_rejected_mean"
 LOSS = "train/preference_loss"
@@ -94,30 +93,4 @@ def not_learning(run: History) -> Sighting | None:
     return Sighting("warning", ACCURACY, last, text, fixes)
 
 
-OURS = "ours, to be calibrated"
-PREFERENCE_RULES = (
-    Rule(
-        "both-fall",
-        ("dpo",),
-        both_fall,
-        "chosen and rejected rewards fall by > 1 nat; warning if by more than the margin",
-        OURS,
-    ),
-    Rule("too-easy", PAIR_KINDS, too_easy, "accuracy > 98 % within 20 steps", OURS),
-    Rule(
-        "memorised",
-        PAIR_KINDS,
-        memorised,
-        "training accuracy 20 points above held-out (warning), held-out < 60 % (error)",
-        OURS,
-    ),
-    Rule(
-        "equal-pairs",
-        PAIR_KINDS,
-        equal_pairs,
-        "tied pairs > 5 % (warning), > 30 % (error), 5 steps after updates",
-        OURS,
-    ),
-    Rule("worse-than-chance", PAIR_KINDS, worse_than_chance, "loss > 1.5 ln 2, 5 steps", OURS),
-    Rule("not-learning", PAIR_KINDS, not_learning, "accuracy < 55 % in the last fifth", OURS, at_end=True),
-)
+PREFERENCE_CHECKS = (both_fall, too_easy, memorised, equal_pairs, worse_than_chance, not_learning)

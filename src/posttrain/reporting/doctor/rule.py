@@ -27,13 +27,19 @@ class Sighting:
     shown: Shown = "any"
 
 
+Check = Callable[[History], Sighting | None]
+
+
 @dataclass(frozen=True)
 class Rule:
+    """A check, and what `rules.yaml` says about it."""
+
     id: str
     kinds: tuple[str, ...]  # of run
-    check: Callable[[History], Sighting | None]
+    check: Check
     condition: str  # for the documentation
     source: str  # of the thresholds
+    advice: str  # what a finding means and what to do about it
     at_end: bool = False  # about the whole run: looked at when it is over
 
     @property

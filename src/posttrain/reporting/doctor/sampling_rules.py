@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from posttrain.reporting.doctor.history import History
-from posttrain.reporting.doctor.rule import Rule, Sighting, lower_lr, percent
+from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent
 
 WEIGHT, SAMPLE_SIZE, STALE = (
     "train/sampling_importance_ratio",
@@ -139,29 +139,4 @@ def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:
     return statistics.median(s / t for s, t in pairs) if pairs else 0.0
 
 
-GRPO = ("grpo",)
-SAMPLING_RULES = (
-    Rule(
-        "sampler-mismatch",
-        GRPO,
-        sampler_mismatch,
-        "moving average of token_mult_prob_error > 1.02 (warning), > 1.05 (error); gen_kl_error > 1e-3 (warning)",
-        "NeMo RL's guides",
-    ),
-    Rule(
-        "off-policy",
-        GRPO,
-        off_policy,
-        "mean importance weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning), or "
-        "policy_shift_kl > 0.03 (warning), > 0.1 (error), 3 steps",
-        "verl's rollout correction",
-    ),
-    Rule("clip-fraction", GRPO, clip_fraction, "clipped tokens > 30 %, 3 steps", "common practice"),
-    Rule(
-        "generation-slowing",
-        GRPO,
-        generation_slowing,
-        "seconds per token +50 % at equal length, and training has not slowed down as much",
-        "the health table of the GRPO guide",
-    ),
-)
+SAMPLING_CHECKS = (sampler_mismatch, off_policy, clip_fraction, generation_slowing)

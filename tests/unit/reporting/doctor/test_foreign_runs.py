@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
+import sys
 from pathlib import Path
 
 import pytest
 
-from posttrain.apps.watch.foreign import open_foreign_run
-from posttrain.apps.watch.foreign.tensorboard_events import scalars
+from posttrain.apps.watch.foreign import open_foreign_run, scalars
 from posttrain.cli.main import main
 
 SAMPLES = Path(__file__).parents[3] / "foreign_runs"
@@ -79,15 +78,11 @@ def test_a_torn_record_ends_an_event_file(tmp_path: Path) -> None:
         assert list(scalars(tmp_path / "events")) == whole[:-1]
 
 
-def test_a_scalar_that_is_stored_as_a_tensor(tmp_path: Path) -> None:
-    def field(number: int, value: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(value)]) + value
-
-    tensor = bytes([1 << 3, 1]) + field(4, struct.pack("<f", 0.25))
-    summary = field(1, field(1, b"train/loss") + field(8, tensor))
-    event = bytes([2 << 3, 7]) + field(5, summary)
-    (tmp_path / "events").write_bytes(struct.pack("<Q", len(event)) + b"----" + event + b"----")
-    assert list(scalars(tmp_path / "events")) == [(7, "train/loss", 0.25)]
+def test_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tensorboard.backend.event_processing.event_file_loader", "tensorboard.util.tensor_util"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["doctor", str(SAMPLES / "nemo_rl")]) == 64
+    assert "posttrain[tensorboard]" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_names_what_is_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
