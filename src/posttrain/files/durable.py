@@ -85,6 +85,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
+def cut_torn_line(file: Path) -> None:
+    """A line without its end was being written when the process died."""
+    content = file.read_bytes() if file.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(whole)
+            os.fsync(stream.fileno())
+
+
 def write_for_user(path: Path, text: str) -> None:
     """A file that the user requested, whole or not at all; InputError where it cannot be written."""
     if path.is_dir():

@@ -26,7 +26,7 @@ from posttrain.apps.evaluate.results import (
     summary_text,
 )
 from posttrain.errors import FolderHeld, place_and_reason
-from posttrain.files.durable import make_folder, write_text
+from posttrain.files.durable import cut_torn_line, make_folder, write_text
 from posttrain.files.json_files import read_json
 from posttrain.files.locks import LockHeld, locked
 from posttrain.files.redaction import redact_values, without_credentials
@@ -149,16 +149,6 @@ def _difference(key: str, before: object, now: object) -> str:
     if key.endswith(".content"):
         return f"{key.removesuffix('.content')} names a file of other content"
     return f"{key} was {before!r:.100} and is {now!r:.100}"
-
-
-def cut_torn_line(file: Path) -> None:
-    """A line without its end was being written when the process died."""
-    content = file.read_bytes() if file.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with file.open("r+b") as stream:
-            stream.truncate(whole)
-            os.fsync(stream.fileno())
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.apps.evaluate.folder import cut_torn_line, plain_identity, what_differs
+from posttrain.apps.evaluate.folder import plain_identity, what_differs
 from posttrain.data.sources import Row
 from posttrain.errors import FolderHeld, InputError
 from posttrain.files import durable
@@ -69,7 +69,7 @@ class ScreenFiles:
         return files
 
     def _read(self, identity: dict[str, object]) -> None:
-        cut_torn_line(self.journal)
+        durable.cut_torn_line(self.journal)
         lines = self.journal.read_bytes().splitlines() if self.journal.exists() else []
         if not lines:
             if self.out.exists():

@@ -97,7 +97,10 @@ def gather_lineage(
     """The lineage from the files; arguments take precedence. `evaluations`: name -> folder of a finished evaluation."""
     config_path = config or _find_config(folder)
     values, config_hash = _read_config(config_path) if config_path else ({}, None)
-    converted = _read_conversion(folder / CONVERSION_FILE) if (folder / CONVERSION_FILE).is_file() else {}
+    converted: JsonObject = {}
+    if (file := folder / CONVERSION_FILE).is_file():
+        converted = read_json(file, RegistryError)
+        _check_kinds(file, converted, {"base_model": str, "data": list, "metrics": dict})
     sources = list(data) or _data_of(values) or _data_of_conversion(converted)
     judged = _read_gate(gate) if gate else None
     if judged is not None:
@@ -171,12 +174,6 @@ def _data_of(config: JsonMapping) -> list[str]:
         blocks = [{key: config.get(f"data.train.{key}") for key in ("data_path", "dataset_name")}]
     named = [block.get("data_path") or block.get("dataset_name") for block in blocks]
     return [str(one) for name in named if name for one in (name if isinstance(name, list) else [name])]
-
-
-def _read_conversion(path: Path) -> JsonObject:
-    converted = read_json(path, RegistryError)
-    _check_kinds(path, converted, {"base_model": str, "data": list, "metrics": dict})
-    return converted
 
 
 def _check_kinds(path: Path, content: JsonMapping, kinds: Mapping[str, type]) -> None:

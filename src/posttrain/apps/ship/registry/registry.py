@@ -17,7 +17,6 @@ from pathlib import Path
 
 from posttrain.apps.ship.registry.artifacts import (
     Copy,
-    Files,
     PartialFolder,
     Progress,
     clear_abandoned,
@@ -40,7 +39,7 @@ from posttrain.apps.ship.registry.stages import (
 from posttrain.apps.ship.registry.store import ARTIFACTS, HISTORY_SUFFIX, Location, MlflowStore
 from posttrain.apps.ship.registry.version import ModelVersion, record_of, version_from_record
 from posttrain.data.errors import nearest
-from posttrain.errors import RegistryConflict, RegistryError
+from posttrain.errors import RegistryBusy, RegistryConflict, RegistryError
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
@@ -97,8 +96,7 @@ class Registry:
     def resolve(self, name: str, which: str | int = "production", *, verify: bool = True) -> ModelVersion:
         """The version, with its files available locally. A damaged or missing file is an error."""
         version = self.get(name, which)
-        if damage := self.verify(version, contents=verify):
-            raise RegistryError(_damaged(version, damage))
+        self._refuse_damaged(version, contents=verify)
         return version
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -120,7 +118,13 @@ class Registry:
         files = measure(folder, progress)
         home = self.location.folder
         copy = Copy(folder, files, home / ARTIFACTS / name, progress) if home and not in_place else None
-        run_id, uploaded_to = (None, None) if in_place or copy else self._upload(name, folder, files)
+        uploaded_to = run_id = None
+        if not in_place and copy is None:
+            if not self.location.is_server:
+                raise RegistryError(
+                    f"{self.location.text} is a database without a place for files; use --in-place to leave them in {folder}"
+                )
+            uploaded_to, run_id = self._store.upload(name, folder, files)
         path = copy.target if copy else folder
         new = ModelVersion(
             name=name,
@@ -166,7 +170,16 @@ class Registry:
             return None
         objection = chosen.lineage.objection
         if target in ("canary", "production"):
-            self._check_may_ship(chosen, target, None if force else objection, verify=verify)
+            if chosen.stage == "production":
+                raise RegistryError(
+                    f"{chosen.reference} is in production; only rollback or another version takes it out"
+                )
+            if objection and not force:
+                raise RegistryError(
+                    f"{chosen.reference} may not become {target}: {objection}. --force overrides it, and is logged"
+                )
+            if verify:
+                self._refuse_damaged(chosen)
         elif target == "candidate":
             raise RegistryError(f"{chosen.reference}: a version is a candidate once, when it is added")
         elif chosen.stage == "production" and not force:
@@ -213,8 +226,8 @@ class Registry:
                 f"{chosen.reference} has never been in production, so it cannot be rolled back to. Use: posttrain registry "
                 f"promote {name} {target} --to production --why … (against the gate: --force)"
             )
-        if verify and (damage := self.verify(chosen)):
-            raise RegistryError(_damaged(chosen, damage))
+        if verify:
+            self._refuse_damaged(chosen)
         change = Change("rollback", target, "production", by or who(), now(), _reason(why), stages.production)
         return self._append(name, change)
 
@@ -243,7 +256,10 @@ class Registry:
             ordinal = self._store.add_change(name, change.to_row())
             stages, entries = self._replayed(name)
             entry = next(entry for entry in entries if entry.change.ordinal == ordinal)
-            self._store.set_aliases(name, {"production": stages.production, "canary": stages.canary})
+            try:
+                self._store.set_aliases(name, {"production": stages.production, "canary": stages.canary})
+            except RegistryBusy as busy:
+                raise RegistryBusy(f"{busy}. The change is made; MLflow's aliases follow with the next one") from busy
         if entry.refused:
             raise RegistryConflict(f"{name}: another change came first: {entry.refused}; nothing was changed")
         return entry
@@ -280,15 +296,6 @@ class Registry:
     def _version(self, name: str, number: int, record: JsonMapping, stages: Stages) -> ModelVersion:
         return version_from_record(name, number, record, stages, self.location.folder)
 
-    def _upload(self, name: str, folder: Path, files: Files) -> tuple[str, str]:
-        """(run id, address on the server) of the files of a new version."""
-        if self.location.is_server:
-            uploaded_to, run_id = self._store.upload(name, folder, files)
-            return run_id, uploaded_to
-        raise RegistryError(
-            f"{self.location.text} is a database without a place for files; use --in-place to leave them in {folder}"
-        )
-
     def _fetch(self, version: ModelVersion) -> list[str]:
         """Download the files of a version atomically and verify them. Returns what is wrong with them."""
         assert version.uploaded_to is not None
@@ -303,15 +310,12 @@ class Registry:
             partial.remove()
         return damage
 
-    def _check_may_ship(self, version: ModelVersion, to: Stage, objection: str | None, *, verify: bool) -> None:
-        if version.stage == "production":
-            raise RegistryError(f"{version.reference} is in production; only rollback or another version takes it out")
-        if objection:
+    def _refuse_damaged(self, version: ModelVersion, *, contents: bool = True) -> None:
+        if damage := self.verify(version, contents=contents):
+            more = f" (and {len(damage) - 3} more)" if len(damage) > 3 else ""
             raise RegistryError(
-                f"{version.reference} may not become {to}: {objection}. --force overrides it, and is logged"
+                f"{version.reference} in {version.path} is not what was registered: {'; '.join(damage[:3])}{more}"
             )
-        if verify and (damage := self.verify(version)):
-            raise RegistryError(_damaged(version, damage))
 
     def _check_name(self, name: str) -> None:
         if not _NAME.fullmatch(name) or name.endswith(HISTORY_SUFFIX):
@@ -345,11 +349,6 @@ def _reason(why: str) -> str:
     if not why.strip():
         raise RegistryError("a stage change needs a reason (--why): the history records it")
     return why.strip()
-
-
-def _damaged(version: ModelVersion, damage: list[str]) -> str:
-    more = f" (and {len(damage) - 3} more)" if len(damage) > 3 else ""
-    return f"{version.reference} in {version.path} is not what was registered: {'; '.join(damage[:3])}{more}"
 
 
 def _span(numbers: list[int]) -> str:

@@ -1,10 +1,11 @@
-"""Stores versions and changes in MLflow's model registry. Stages and checksums are computed elsewhere.
+"""Stores versions in MLflow's model registry, and the log of changes. Stages and checksums are computed elsewhere.
 
 A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
-one transaction. The log of changes is a second registered model, `NAME.history`, with one version per change: the
-database numbers them under a primary key, so that appending is atomic and ordered on every backend, with a local file and with
-a tracking server. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are for users of
-MLflow's own pages.
+one transaction. The log of changes is the file `history.jsonl` beside the database, one line per change of any model, appended
+under the registry's lock. A tracking server has neither file nor lock: there the log is a second registered model,
+`NAME.history`, with one version per change, which the database numbers under a primary key, so that appending is atomic and
+ordered. Registries in a folder had the same before the file; those changes are read, and the file continues them. Nothing is
+updated or deleted, except for the aliases `production` and `canary`, which are for users of MLflow's own pages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from posttrain.files.redaction import redact
 DATABASE = "registry.db"
 ARTIFACTS = "artifacts"
 LOCK = "registry.lock"
+HISTORY = "history.jsonl"
 HISTORY_SUFFIX = ".history"
 EXPERIMENT = "posttrain-registry"
 _MARK = "posttrain.kind"
@@ -65,11 +67,12 @@ class Location:
     def uri(self) -> str:
         return f"sqlite:///{self.folder / DATABASE}" if self.folder else self.text
 
-    @property
-    def lock(self) -> Path | None:
+    def beside(self, name: str) -> Path | None:
+        """A file of the registry: in its folder, or next to the file of an SQLite database; None elsewhere."""
         if self.folder:
-            return self.folder / LOCK
-        return Path(self.text.removeprefix("sqlite:///") + ".lock") if self.text.startswith("sqlite:///") else None
+            return self.folder / name
+        database = self.text.removeprefix("sqlite:///")
+        return None if database == self.text else Path(f"{database}.{name.removeprefix('registry.')}")
 
 
 class MlflowStore:
@@ -90,7 +93,7 @@ class MlflowStore:
                 durable.make_folder(self.location.folder)
             except OSError as error:
                 raise RegistryError(f"{self.location.text}: cannot be created ({error.strerror or error})") from error
-        lock = self.location.lock
+        lock = self.location.beside(LOCK)
         with ExitStack() as held:
             try:
                 if lock is not None:
@@ -134,21 +137,36 @@ class MlflowStore:
         models = self._pages(lambda token: self.client.search_registered_models(max_results=_PAGE, page_token=token))
         return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
 
+    def changes(self, name: str) -> dict[int, JsonObject]:
+        """The changes by their position in the log: those that MLflow has, then those in the file."""
+        found = self.versions(name + HISTORY_SUFFIX)
+        file = self.location.beside(HISTORY)
+        # After the last line break is nothing, or a line that is being written or was torn by a kill: the next writer removes it.
+        lines = file.read_bytes().split(b"\n")[:-1] if file and file.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                model, ordinal = row.pop("model"), row.pop("ordinal")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise RegistryError(f"{file}:{number}: not a stage change ({error}); was it edited?") from error
+            if model == name and ordinal in found:
+                raise RegistryError(
+                    f"{file}:{number}: change {ordinal} of {name} is in the database as well: an older posttrain, which "
+                    "does not read this file, has written to the registry"
+                )
+            found |= {ordinal: row} if model == name else {}
+        return found
+
     def versions(self, name: str) -> dict[int, JsonObject]:
         """The record of each version."""
-        return self._records(name)
-
-    def changes(self, name: str) -> dict[int, JsonObject]:
-        """The changes by their position in the log."""
-        return self._records(name + HISTORY_SUFFIX)
-
-    def _records(self, name: str) -> dict[int, JsonObject]:
         found = self._pages(
             lambda token: self.client.search_model_versions(f"name='{name}'", max_results=_PAGE, page_token=token)
         )
         # A version that was registered by other means has no record of ours and is ignored.
         records = {
-            int(one.version): _from_tags(one.tags, f"{name} {one.version}") for one in found if _is_ours(one.tags)
+            int(one.version): _from_tags(one.tags, f"{name} {one.version}")
+            for one in found
+            if f"{_RECORD}.0" in one.tags
         }
         return dict(sorted(records.items()))
 
@@ -160,6 +178,17 @@ class MlflowStore:
         return self._append(name, source, tags, run_id)
 
     def add_change(self, name: str, change: JsonMapping) -> int:
+        """The position of the change in the log."""
+        if (file := self.location.beside(HISTORY)) is not None:
+            ordinal = max(self.changes(name), default=0) + 1
+            row = {"model": name, "ordinal": ordinal, **change}
+            durable.cut_torn_line(file)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(redact(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            durable.sync_folder(file.parent)
+            return ordinal
         log = name + HISTORY_SUFFIX
         self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
         return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))
@@ -178,36 +207,33 @@ class MlflowStore:
         return int(made.version)
 
     def _ensure_model(self, name: str, kind: str, description: str) -> None:
-        from mlflow.exceptions import MlflowException
+        def find() -> Any:
+            models = self._call(lambda: self.client.search_registered_models(f"name='{name}'"))
+            return models[0] if models else None
 
-        try:
-            found = self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
-            if found.tags.get(_MARK) != kind:  # created by other means; from now on it has versions of ours
-                self._call(lambda: self.client.set_registered_model_tag(name, _MARK, kind))
-            return
-        except MlflowException:
-            pass
-        with suppress(MlflowException):  # another writer created it first
-            self._call(
-                lambda: self.client.create_registered_model(name, tags={_MARK: kind}, description=description),
-                raw_if="RESOURCE_ALREADY_EXISTS",
-            )
+        if (found := find()) is None:
+            try:
+                self._call(lambda: self.client.create_registered_model(name, {_MARK: kind}, description))
+            except RegistryError:
+                if find() is None:  # otherwise another writer created it first
+                    raise
+        elif found.tags.get(_MARK) != kind:  # created by other means; from now on it has versions of ours
+            self._call(lambda: self.client.set_registered_model_tag(name, _MARK, kind))
 
     # -- files on a tracking server ------------------------------------------------------------------------------------
 
     def upload(self, name: str, folder: Path, files: Iterable[str]) -> tuple[str, str]:
         """Put the files of a version where the tracking server keeps artifacts: (source, run id)."""
         experiment = self._call(lambda: self.client.get_experiment_by_name(EXPERIMENT))
-        experiment_id = experiment.experiment_id if experiment else self._call(self._make_experiment)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._call(lambda: self.client.create_experiment(EXPERIMENT))
+        )
         run = self._call(lambda: self.client.create_run(experiment_id, run_name=name))
         for file in files:
             inside = (Path("model") / file).parent.as_posix()
             self._call(partial(self.client.log_artifact, run.info.run_id, str(folder / file), inside))
         self._call(lambda: self.client.set_terminated(run.info.run_id))
         return f"{run.info.artifact_uri}/model", run.info.run_id
-
-    def _make_experiment(self) -> str:
-        return str(self.client.create_experiment(EXPERIMENT))
 
     def download(self, source: str, target: Path) -> None:
         import mlflow.artifacts
@@ -231,7 +257,7 @@ class MlflowStore:
             if not token:
                 return found
 
-    def _call(self, call: Callable[[], T], *, raw_if: str = "") -> T:
+    def _call(self, call: Callable[[], T]) -> T:
         """`call`, retried for `wait_s` while the database is locked or another writer took the number."""
         _require_mlflow()
         from mlflow.exceptions import MlflowException
@@ -243,9 +269,10 @@ class MlflowStore:
                 return call()
             except (MlflowException, DatabaseError) as error:
                 if any(text in str(error) for text in _NO_DATABASE):
-                    raise RegistryError(self._no_database()) from error
-                if isinstance(error, MlflowException) and raw_if and error.error_code == raw_if:
-                    raise
+                    raise RegistryError(
+                        f"{self.location.beside(DATABASE) if self.location.folder else self.location.text}: this is no "
+                        "registry database, or a damaged one; restore it from a backup, or name another registry (--registry)"
+                    ) from error
                 message = str(error).split("\n")[0]
                 is_busy = _LOCKED in str(error) or "Giving up after" in message
                 if "failed with exception" in message:
@@ -258,13 +285,6 @@ class MlflowStore:
                         f"{self.location.text}: another process is writing to the registry; waited {waited_s:.0f} s"
                     ) from error
             time.sleep(_RETRY_S)
-
-    def _no_database(self) -> str:
-        folder = self.location.folder
-        return (
-            f"{folder / DATABASE if folder else self.location.text}: this is no registry database, or a damaged one; restore "
-            "it from a backup, or name another registry (--registry)"
-        )
 
 
 def _require_mlflow() -> None:
@@ -311,10 +331,6 @@ def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
         ) from error
     assert isinstance(record, dict)
     return record
-
-
-def _is_ours(tags: Mapping[str, str]) -> bool:
-    return f"{_RECORD}.0" in tags
 
 
 def _readable(record: JsonMapping) -> dict[str, str]:
