@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.checkpointing.stopping import StopAtOnce
-from posttrain.errors import OutOfGpuMemoryError, RankLostError
+from posttrain.errors import InputError, OutOfGpuMemoryError, RankLostError
 
 if TYPE_CHECKING:
     from posttrain.build import ExportMaker, Planner
@@ -86,6 +86,7 @@ def _train(
                 print(note)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
+            _refuse_missing(loaded.config)
             if not quiet and sys.stdout.isatty():  # some seconds pass before the header
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
@@ -107,6 +108,23 @@ def _train(
         if extensions.advise and (lines := extensions.advise(loaded.config, error, written)):
             error.add_note(lines)
         raise
+
+
+def _refuse_missing(config: RunConfig) -> None:
+    """A model or a file of data that is not there is refused before torch and transformers are imported, which takes seconds."""
+    from posttrain.data.dataset_names import check_dataset_names, named_path
+    from posttrain.data.errors import DataError
+    from posttrain.data.sources import not_found
+    from posttrain.models.hub import why_unavailable
+
+    if (reason := why_unavailable(config.policy.model_name)) is not None:
+        raise InputError(f"policy.model_name: {reason}")
+    check_dataset_names(config)
+    for entry in (*config.data.train_sets(), *config.data.validation_sets()):
+        path = named_path(entry.filled_from(config.data.default)) or ""
+        is_pattern = bool({"*", "?", "["} & set(path)) or "://" in path
+        if path and not is_pattern and not Path(path).expanduser().exists():
+            raise DataError(not_found(path))
 
 
 def quieten_libraries() -> None:

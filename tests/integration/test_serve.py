@@ -635,7 +635,7 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         (["--adapter", "nonsense"], "NAME=ADAPTER"),
         (["--adapter", "tiny={model}", "--served-model-name", "tiny"], "both called 'tiny'"),
         (["--adapter", "other={model}"], "an adapter is needed"),
-        (["--canary", "nowhere", "--canary-share", "2"], "canary share is 2.0"),
+        (["--canary", "nowhere", "--canary-share", "2"], "--canary-share is 2.0"),
         (["--canary", "./nowhere"], "no folder './nowhere'"),
         (["--canary-share", "0.2"], "--canary-share needs --canary MODEL"),
         (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
@@ -658,7 +658,7 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         (["--api-key-file", "/dev/zero"], "cannot be read: more than 1 MiB"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
-        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization is 90.0: above 0 and at most 1 is accepted"),
+        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization is 90.0: more than 0 and at most 1 is accepted"),
     ],
 )
 def test_bad_command_lines_say_what_is_wrong(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
@@ -28,36 +28,24 @@ reward functions exist is checked by the run itself, before it loads the model.
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    summary = "show or check the config of a run"
-    parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    show = _add_command(commands, "show", "print every value and where it came from", SHOW_EPILOG)
-    show.add_argument("--all-origins", action="store_true", help="comment on defaults too")
-    show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")
-    show.set_defaults(run=run, action=_show)
-    listing = commands.add_parser("presets", help="list the settings of other systems that a run can start from")
+def add_arguments(parser: OverridesParser) -> None:
+    commands = parser.commands()
+    show = _add(commands, "show", "print every value and where it came from", SHOW_EPILOG, _show)
+    show.switch("--all-origins", "comment on defaults too")
+    show.switch("--json", "print {key: {value, origin}} instead of YAML")
+    listing = add_command(commands, "presets", "list the settings of other systems that a run can start from")
     listing.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help="only for this kind of run")
     listing.set_defaults(run=_list_presets)
-    check = _add_command(commands, "check", "check every key and value", CHECK_EPILOG)
-    check.set_defaults(run=run, action=_check)
+    _add(commands, "check", "check every key and value", CHECK_EPILOG, _check)
 
 
-def _add_command(commands: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        commands,
-        name,
-        summary,
-        epilog=epilog,
-        usage=f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="KIND key=value",
-        help=f"{', '.join(ALL_KINDS)} (guessed from the file if left out), then settings that override the file's",
-    )
+def _add(commands: Subparsers, name: str, summary: str, epilog: str, action: Callable[..., int]) -> OverridesParser:
+    usage = f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]"
+    parser = add_command(commands, name, summary, epilog=epilog, usage=usage)
+    parser.config_file()
+    kinds = f"{', '.join(ALL_KINDS)} (guessed from the file if left out)"
+    parser.words("KIND key=value", f"{kinds}, then settings that override the file's")
+    parser.set_defaults(run=run, action=action)
     return parser
 
 
@@ -95,27 +83,20 @@ def _list_presets(args: argparse.Namespace) -> int:
         for preset in found:
             print(f"  {preset.name:<{width}}  {preset.summary}")
         print()
-    print(
-        "Your own settings take precedence over a preset's. `posttrain config show grpo preset=NAME` shows what it sets."
-    )
+    print("Your own settings take precedence over a preset's. `posttrain config show grpo preset=NAME` shows its own.")
     return 0
 
 
 def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
-    _check_dataset_names(loaded)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}")
-    source = args.config or "built-in defaults"
-    print(f"ok: {source} is a valid {loaded.kind} config")
-    return 0
-
-
-def _check_dataset_names(loaded: LoadedConfig[RunConfig]) -> None:
     if isinstance(loaded.config, EvalRunConfig):
         from posttrain.apps.evaluate.problems import benchmark_of
 
         benchmark_of(loaded.config.data)
-        return
-    from posttrain.data.dataset_names import check_dataset_names
+    else:
+        from posttrain.data.dataset_names import check_dataset_names
 
-    check_dataset_names(loaded.config)
+        check_dataset_names(loaded.config)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}")
+    print(f"ok: {args.config or 'built-in defaults'} is a valid {loaded.kind} config")
+    return 0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 from posttrain.run import quieten_libraries
 
@@ -32,37 +32,29 @@ of a run, a folder of torch DCP weights (with --config or --base), a Hugging Fac
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = add_command(
-        commands, "convert", "a checkpoint to a Hugging Face folder or GGUF", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: OverridesParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", help="what to convert")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the folder to write; must not exist, or be empty")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also, or only, write a GGUF file for llama.cpp")
-    parser.add_argument(
-        "--gguf-type", choices=("f32", "f16", "bf16", "q8_0"), default="f16", help="number format of the GGUF file"
+    parser.option("--to FOLDER", "the folder to write; must not exist, or be empty", type=Path)
+    parser.option("--gguf FILE", "also, or only, write a GGUF file for llama.cpp", type=Path)
+    parser.option(
+        "--gguf-type", "number format of the GGUF file", choices=("f32", "f16", "bf16", "q8_0"), default="f16"
     )
-    parser.add_argument(
-        "--gguf-pre", metavar="NAME", help="llama.cpp's name of the pre-tokenizer, if it is not recognised"
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's config.yaml (default: the checkpoint's)")
-    parser.add_argument(
-        "--base", metavar="MODEL", help="folder or hub name of the model that was trained, if it has moved"
-    )
-    add_options(parser)
+    parser.option("--gguf-pre NAME", "llama.cpp's name of the pre-tokenizer, if it is not recognised")
+    parser.config_file("the run's config.yaml (default: the checkpoint's)")
+    parser.option("--base MODEL", "folder or hub name of the model that was trained, if it has moved")
+    _add_settings(parser)
     parser.set_defaults(run=run, output_is_result=False)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--merge-lora", action="store_true", help="merge a LoRA adapter into the model's weights")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="number format of the weights (default: as saved)"
+def _add_settings(parser: OverridesParser) -> None:
+    parser.switch("--merge-lora", "merge a LoRA adapter into the model's weights")
+    parser.option(
+        "--dtype", "number format of the weights (default: as saved)", choices=("float32", "bfloat16", "float16")
     )
-    parser.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest weight file (default: 5GB)"
-    )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the result with its source")
-    parser.add_argument("--force", action="store_true", help="replace what is at the target")
+    parser.option("--max-shard-size SIZE", "largest weight file", type=_size, default="5GB")
+    parser.switch("--no-verify", "do not compare the result with its source")
+    parser.switch("--force", "replace what is at the target")
 
 
 def _size(text: str) -> int:
@@ -101,8 +93,7 @@ def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
     done = _convert(args, model, target)
     what = "adapter" if done.is_adapter else f"model, {done.num_files} weight file{'s' * (done.num_files != 1)}"
     print(f"Wrote {done.folder}: {what}, {_readable(done.num_bytes)}")
-    check = done.verification
-    if check is not None:
+    if (check := done.verification) is not None:
         print(f"Verified: {check.how} again, its logits equal the source's within {check.max_difference:.2g}")
     else:
         print("Not verified")
@@ -161,17 +152,14 @@ def _progress(title: str) -> Iterator[Advance]:
 def run_as_script(arguments: list[str] | None = None) -> int:
     """For `examples/converters/convert_dcp_to_hf.py`."""
     from posttrain.cli.main import report_errors
-    from posttrain.cli.overrides_parser import OverridesParser
 
     parser = OverridesParser(description="Convert a checkpoint's weights to a Hugging Face folder.")
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the run's config: step_N/config.yaml"
-    )
-    parser.add_argument("--dcp-ckpt-path", required=True, metavar="FOLDER", help="the weights: step_N/policy/weights")
-    parser.add_argument("--hf-ckpt-path", type=Path, required=True, metavar="FOLDER", help="the folder to write")
-    parser.add_argument("--base", metavar="MODEL", help="another place of the model that the config names")
+    parser.config_file("the run's config: step_N/config.yaml", required=True)
+    parser.option("--dcp-ckpt-path FOLDER", "the weights: step_N/policy/weights", required=True)
+    parser.option("--hf-ckpt-path FOLDER", "the folder to write", type=Path, required=True)
+    parser.option("--base MODEL", "another place of the model that the config names")
     parser.add_argument("--adapter-only", dest="merge_lora", action="store_false", help="do not merge a LoRA adapter")
-    add_options(parser)
+    _add_settings(parser)
     parser.set_defaults(merge_lora=True)
     args = parser.parse_args(arguments)
 

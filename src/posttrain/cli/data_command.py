@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import data_pack, data_screen
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command, add_option
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
@@ -51,119 +51,84 @@ EXAMPLES = {
 }
 
 
-COLUMNS = ("input", "output", "messages", "prompt_len", "reward", "group_id", "trace_id", "model", "time")
-FILTERS = ("min_reward_threshold", "since", "until", "where", "duplicates", "near_similarity")
-RULES = ("preferred", "rejected_below", "strategy", "min_margin", "max_pairs_per_prompt")
-DEFAULTS: JsonObject = {  # of the options whose default is not None
-    "reward": "final_reward",
-    "where": [],
-    "duplicates": "keep",
-    "near_similarity": 0.9,
-    "preferred": 0.7,
-    "rejected_below": 0.5,
-    "strategy": "best_worst",
-    "min_margin": 0.0,
+# Options by the fields of `TraceColumns`, `TraceFilters` and `PairRules`: metavar, help and, where it is not None, the default.
+Options = dict[str, tuple[str, str, Any]]
+_USUAL = " (default: the usual name, where there is one)"
+COLUMNS: Options = {
+    "reward": ("NAME", "reward", "final_reward"),
+    "input": ("NAME", f"prompt{_USUAL}", None),
+    "output": ("NAME", f"response{_USUAL}", None),
+    "messages": ("NAME", f"whole conversation{_USUAL}", None),
+    "prompt_len": ("NAME", f"how many leading messages are the prompt{_USUAL}", None),
+    "group_id": ("NAME", f"what belongs together; '' groups by prompt{_USUAL}", None),
+    "trace_id": ("NAME", f"name of a trace{_USUAL}", None),
+    "model": ("NAME", f"who answered{_USUAL}", None),
+    "time": ("NAME", f"when{_USUAL}", None),
+}
+FILTERS: Options = {
+    "min_reward_threshold": ("R", "leave out traces with a reward below R", None),
+    "since": ("DATE", "leave out what is older, such as 2026-03-01; UTC", None),
+    "until": ("DATE", "leave out what is not older", None),
+    "where": ("COLUMN=VALUE", "only rows with this value; the same column again allows another one", []),
+    "duplicates": ("", "of equal, or nearly equal, responses to a prompt keep the first", "keep"),
+    "near_similarity": ("S", "what counts as nearly equal", 0.9),
+}
+RULES: Options = {
+    "preferred": ("R", "preferred from R on", 0.7),
+    "rejected_below": ("R", "rejected below R", 0.5),
+    "strategy": ("", "which preferred response meets which rejected one; best_worst: one pair a prompt", "best_worst"),
+    "min_margin": ("D", "least difference of two rewards", 0.0),
+    "max_pairs_per_prompt": ("N", "most pairs of one prompt", None),
+}
+SETTINGS: dict[str, JsonObject] = {  # of argparse
+    "min_reward_threshold": {"type": float},
+    "where": {"action": "append"},
+    "duplicates": {"choices": ("keep", "exact", "near")},
+    "strategy": {"choices": ("best_worst", "all", "one_per_preferred", "by_margin")},
+    "max_pairs_per_prompt": {"type": int},
 }
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    summary = "look at labelled traces, make preference pairs of them, pack pairs, screen prompts"
-    parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
+def add_arguments(parser: OverridesParser) -> None:
+    actions = parser.commands()
     inspect = _add_command(actions, "inspect", "show what is in a set of labelled traces", _inspect)
-    inspect.add_argument("paths", nargs="+", metavar="PATH", help=PATHS_HELP)
-    inspect.add_argument("--tokenizer", metavar="NAME", help="measure lengths in its tokens: a folder or a hub name")
-    inspect.add_argument("--picture", type=Path, metavar="FILE", help="draw the rewards into FILE.svg or FILE.png, too")
-
+    inspect.option("--tokenizer NAME", "measure lengths in its tokens: a folder or a hub name")
+    inspect.option("--picture FILE", "draw the rewards into FILE.svg or FILE.png, too", type=Path)
     advise = _add_command(actions, "advise", "recommend GRPO or DPO for a set of labelled traces", _advise)
-    advise.add_argument("paths", nargs="+", metavar="PATH", help=PATHS_HELP)
-    advise.add_argument("--quick", action="store_true", help="a quick first result matters most")
-
+    advise.switch("--quick", "a quick first result matters most")
     pairs = _add_command(actions, "pairs", "make preference pairs of labelled traces", _pairs)
-    pairs.add_argument("paths", nargs="+", metavar="IN", help=PATHS_HELP)
     pairs.add_argument("out", type=Path, metavar="OUT", help="the file to write, NAME.jsonl or NAME.jsonl.gz")
-    pairs.add_argument(
+    pairs.option(
         "--format",
+        "aligner: prompt, chosen_response, rejected_response, chosen_reward, rejected_reward; "
+        "trl: prompt, chosen, rejected, score_chosen, score_rejected",
         choices=("aligner", "trl"),
         default="aligner",
-        help="aligner: prompt, chosen_response, rejected_response, chosen_reward, rejected_reward; "
-        "trl: prompt, chosen, rejected, score_chosen, score_rejected (default: aligner)",
     )
-    pairs.add_argument(
+    pairs.switch(
         "--templated",
-        action="store_true",
-        help="prompts that are text hold the chat template already; otherwise the aligner format writes them as messages",
+        "prompts that are text hold the chat template already; otherwise the aligner format writes them as messages",
     )
-    pairs.add_argument(
-        "--skip-broken-files", action="store_true", help="use what can be read of files that are cut off or damaged"
-    )
+    pairs.switch("--skip-broken-files", "use what can be read of files that are cut off or damaged")
     data_pack.add_parser(actions)
     data_screen.add_parser(actions)
 
 
-def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    parser = add_command(
-        actions,
-        name,
-        summary,
-        epilog=EPILOG + EXAMPLES[name],
-        usage=f"posttrain data {name} {'IN [IN …] OUT' if name == 'pairs' else 'PATH [PATH …]'} [options]",
-    )
+def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> OverridesParser:
+    path = "IN" if name == "pairs" else "PATH"
+    usage = f"posttrain data {name} {path} [{path} …]{' OUT' if name == 'pairs' else ''} [options]"
+    parser = add_command(actions, name, summary, epilog=EPILOG + EXAMPLES[name], usage=usage)
     parser.set_defaults(run=run)
-    _add_columns(parser.add_argument_group("columns"))
-    _add_filters(parser.add_argument_group("filters"))
-    _add_rules(parser.add_argument_group("pairs"))
-    parser.set_defaults(**DEFAULTS)
-    parser.add_argument("--scratch", metavar="FOLDER", help="where temporary files go (default: the system's place)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("paths", nargs="+", metavar=path, help=PATHS_HELP)
+    for title, options in (("columns", COLUMNS), ("filters", FILTERS), ("pairs", RULES)):
+        group = parser.add_argument_group(title)
+        for option, (metavar, text, default) in options.items():
+            words = f"--{option.replace('_', '-')} {metavar}"
+            add_option(group, words, text, default=default, **SETTINGS.get(option, {}))
+    parser.option("--scratch FOLDER", "where temporary files go (default: the system's place)")
+    parser.switch("--json", "print the numbers as JSON")
+    parser.switch("--quiet", "no progress bar")
     return parser
-
-
-def _add_columns(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--reward", metavar="NAME", help="reward (default: final_reward)")
-    for name, words in (
-        ("input", "prompt"),
-        ("output", "response"),
-        ("messages", "whole conversation"),
-        ("prompt-len", "how many leading messages are the prompt"),
-        ("group-id", "what belongs together; '' groups by prompt"),
-        ("trace-id", "name of a trace"),
-        ("model", "who answered"),
-        ("time", "when"),
-    ):
-        group.add_argument(f"--{name}", metavar="NAME", help=f"{words} (default: the usual name, where there is one)")
-
-
-def _add_filters(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--min-reward-threshold", type=float, metavar="R", help="leave out traces with a reward below R")
-    group.add_argument("--since", metavar="DATE", help="leave out what is older, such as 2026-03-01; UTC")
-    group.add_argument("--until", metavar="DATE", help="leave out what is not older")
-    group.add_argument(
-        "--where",
-        action="append",
-        metavar="COLUMN=VALUE",
-        help="only rows with this value; the same column again allows another one",
-    )
-    group.add_argument(
-        "--duplicates",
-        choices=("keep", "exact", "near"),
-        help="of equal, or nearly equal, responses to a prompt keep the first (default: keep all)",
-    )
-    group.add_argument("--near-similarity", type=float, metavar="S", help="what counts as nearly equal (default: 0.9)")
-
-
-def _add_rules(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--preferred", type=float, metavar="R", help="preferred from R on (default: 0.7)")
-    group.add_argument("--rejected-below", type=float, metavar="R", help="rejected below R (default: 0.5)")
-    group.add_argument(
-        "--strategy",
-        choices=("best_worst", "all", "one_per_preferred", "by_margin"),
-        help="which preferred response meets which rejected one (default: best_worst, one pair a prompt)",
-    )
-    group.add_argument("--min-margin", type=float, metavar="D", help="least difference of two rewards")
-    group.add_argument("--max-pairs-per-prompt", type=int, metavar="N", help="most pairs of one prompt")
 
 
 # -- parsing options ---------------------------------------------------------------------------------------------------
@@ -178,14 +143,7 @@ def _reading(args: argparse.Namespace, on_progress: ProgressCall | None, *, skip
     return Reading(
         args.paths[0] if len(args.paths) == 1 else tuple(args.paths),
         TraceColumns(**{name: getattr(args, name) for name in COLUMNS}),
-        TraceFilters(
-            min_reward_threshold=args.min_reward_threshold,
-            since=args.since,
-            until=args.until,
-            where=_where(args.where),
-            duplicates=args.duplicates,
-            near_similarity=args.near_similarity,
-        ),
+        TraceFilters(**{name: getattr(args, name) for name in FILTERS} | {"where": _where(args.where)}),
         "skip" if skip_broken_files else "error",
         args.scratch,
         on_progress=on_progress,
@@ -205,7 +163,7 @@ def _where(words: list[str]) -> dict[str, list[str]]:
 def _rules(args: argparse.Namespace) -> PairRules:
     from posttrain.data.traces.values import PairRules
 
-    return PairRules(args.preferred, args.rejected_below, args.strategy, args.min_margin, args.max_pairs_per_prompt)
+    return PairRules(**{name: getattr(args, name) for name in RULES})
 
 
 @contextmanager
@@ -241,9 +199,8 @@ def _statistics(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | N
 
 def _inspect(args: argparse.Namespace) -> int:
     """Broken files are reported, and what can be read of them is used."""
-    from rich.console import Console
-
     from posttrain.cli.data_views import check_picture, show_statistics, write_picture
+    from posttrain.cli.tables import console
 
     if args.picture:
         check_picture(args.picture)
@@ -255,7 +212,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"path": name, **found.as_dict()}, indent=2, ensure_ascii=False))
     else:
-        show_statistics(Console(highlight=False), found, name)
+        show_statistics(console(soft_wrap=False), found, name)
         if args.picture:
             print(f"\npicture: {args.picture}")
     if not found.read.kept and not found.read.filtered:
@@ -279,9 +236,8 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from posttrain.cli.data_views import show_advice
+    from posttrain.cli.tables import console
     from posttrain.data.traces.advice import advise
 
     found = _statistics(args)
@@ -293,16 +249,16 @@ def _advise(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"path": name, **advice.as_dict()}, indent=2, ensure_ascii=False))
     else:
-        show_advice(Console(highlight=False), advice)
+        show_advice(console(soft_wrap=False), advice)
     return 0
 
 
 def _options_given(args: argparse.Namespace) -> str:
     """The options that define the pairs, as typed, for the next command."""
     words: list[str] = []
-    for name in (*COLUMNS, *FILTERS, *RULES):
+    for name, (_, _, default) in {**COLUMNS, **FILTERS, **RULES}.items():
         value = getattr(args, name)
-        if value != DEFAULTS.get(name):
+        if value != default:
             for one in value if isinstance(value, list) else [value]:
                 words += [f"--{name.replace('_', '-')}", shlex.quote(str(one))]
     return "".join(f" {word}" for word in words)
@@ -315,23 +271,22 @@ def _settings_given(args: argparse.Namespace) -> str:
     else:
         entries = (f"{{dataset_name: TraceGroups, data_path: {json.dumps(path)}}}" for path in args.paths)
         dataset, words = "data.default", [f"data.train=[{', '.join(entries)}]"]
-    for section, names in (("trace_columns", COLUMNS), ("trace_filters", FILTERS)):
-        for name in names:
+    for section, options in (("trace_columns", COLUMNS), ("trace_filters", FILTERS)):
+        for name, (_, _, default) in options.items():
             value = getattr(args, name)
             if name == "where":
                 for column, wanted in _where(value).items():
                     # Quoted, or YAML would read `no` as a boolean, and a value with a comma as two.
                     values = ", ".join(json.dumps(one, ensure_ascii=False) for one in wanted)
                     words.append(f"{dataset}.{section}.where.{column}=[{values}]")
-            elif value != DEFAULTS.get(name):
+            elif value != default:
                 words.append(f"{dataset}.{section}.{name}={value}")
     return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def _pairs(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from posttrain.cli.data_views import show_losses, show_pairs
+    from posttrain.cli.tables import console
     from posttrain.data.traces.pair_files import write_pairs
     from posttrain.data.traces.report import PairReport, ReadReport
 
@@ -343,9 +298,9 @@ def _pairs(args: argparse.Namespace) -> int:
         numbers = {"out": str(args.out), "lines": lines, "read": report.as_dict(), "pairs": counts.as_dict()}
         print(json.dumps(numbers, indent=2, ensure_ascii=False))
     else:
-        console = Console(highlight=False)
-        console.print(f"{report.kept:,} of {report.rows:,} traces used")
-        show_losses(console, report)
-        show_pairs(console, counts, heading="pairs")
-        console.print(f"wrote {lines:,} lines to {args.out}", soft_wrap=True)
+        out = console(soft_wrap=False)
+        out.print(f"{report.kept:,} of {report.rows:,} traces used")
+        show_losses(out, report)
+        show_pairs(out, counts, heading="pairs")
+        out.print(f"wrote {lines:,} lines to {args.out}", soft_wrap=True)
     return 0

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import Subparsers, add_command, add_option
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 
@@ -18,9 +18,9 @@ NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when
 ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
 
 DESCRIPTION = """\
-Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads the file
-with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers, and is never cut:
-one that does not fit is left out and counted. Keys of the dataset can follow, such as prompt_key=question or
+Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads the
+file with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers, and is
+never cut: one that does not fit is left out and counted. Keys of the dataset can follow, such as prompt_key=question or
 dataset_name=HelpSteer3.
 """
 
@@ -28,18 +28,16 @@ dataset_name=HelpSteer3.
 def add_parser(actions: Subparsers) -> None:
     parser = add_command(actions, "pack", "precompute packs of preference pairs", description=DESCRIPTION)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "source", metavar="IN", help="pairs: a file, a folder or a pattern, in any shape that DPO reads"
-    )
+    sources = "pairs: a file, a folder or a pattern, in any shape that DPO reads"
+    parser.add_argument("source", metavar="IN", help=sources)
     parser.add_argument("target", metavar="OUT", help="the file to write, NAME.parquet")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", metavar="FOLDER", help="the model whose tokenizer and chat template are used")
-    which.add_argument("--tokenizer", metavar="NAME", help="a tokenizer by its folder or hub name")
-    parser.add_argument(
-        "--chat-template",
+    add_option(which, "--model FOLDER", "the model whose tokenizer and chat template are used")
+    add_option(which, "--tokenizer NAME", "a tokenizer by its folder or hub name")
+    parser.option(
+        "--chat-template TEMPLATE",
+        "as policy.tokenizer.chat_template: default (the model's own), null, extra_id, a .jinja file, or a template",
         default="default",
-        metavar="TEMPLATE",
-        help="as policy.tokenizer.chat_template: default (the model's own), null, extra_id, a .jinja file, or a template",
     )
     parser.add_argument(
         "--chat-template-kwargs",
@@ -48,21 +46,15 @@ def add_parser(actions: Subparsers) -> None:
         metavar="JSON",
         help="variables for the template, as a map",
     )
-    parser.add_argument("--pack-size", type=positive, required=True, metavar="N", help="room of a pack, in tokens")
-    parser.add_argument(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default=ALGORITHMS[0],
-        help=f"how pairs are placed (default: {ALGORITHMS[0]})",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the shuffling (default: 0)")
-    parser.add_argument(
-        "--max-length",
+    parser.option("--pack-size N", "room of a pack, in tokens", type=positive, required=True)
+    parser.option("--algorithm", "how pairs are placed", choices=ALGORITHMS, default=ALGORITHMS[0])
+    parser.option("--seed N", "of the shuffling", default=0)
+    parser.option(
+        "--max-length N",
+        "longest prompt with one answer, in tokens, as policy.max_total_sequence_length (default: what fits)",
         type=positive,
-        metavar="N",
-        help="longest prompt with one answer, in tokens, as policy.max_total_sequence_length (default: what fits)",
     )
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.switch("--json", "print the numbers as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--model: no folder {args.model!r}; a tokenizer on the hub is named with --tokenizer")
     if args.max_length and args.pack_size < 2 * args.max_length:
         raise InputError(
-            f"--pack-size: {args.pack_size} tokens are less than twice --max-length {args.max_length}: a pack must hold both "
-            f"answers of a pair with their prompt; give --pack-size {2 * args.max_length} or more, or a smaller --max-length"
+            f"--pack-size: {args.pack_size} tokens are less than twice --max-length {args.max_length}: a pack must hold "
+            f"both answers of a pair with their prompt; give --pack-size {2 * args.max_length} or more, or a smaller "
+            "--max-length"
         )
     template = None if args.chat_template == "null" else args.chat_template
     chat = ChatFormat(load_tokenizer(args.model or args.tokenizer), template, args.chat_template_kwargs)

@@ -48,28 +48,20 @@ def add_parser(actions: Subparsers) -> None:
         usage="posttrain data screen [--config FILE] --out OUT [options] [key=value …]",
     )
     parser.short_names = short_names(KIND)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the GRPO run")
-    parser.add_argument("--out", type=Path, required=True, metavar="OUT", help="the file to write, NAME.jsonl")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="answers to each prompt (default: grpo.num_generations_per_prompt)"
-    )
-    parser.add_argument(
-        "--keep",
-        type=_range,
-        metavar="LOW:HIGH",
-        help="mean rewards to keep, in units of the reward, ends included (default: 0.05:0.95, for rewards from 0 to 1; "
+    parser.config_file("YAML file of the GRPO run")
+    parser.option("--out OUT", "the file to write, NAME.jsonl", type=Path, required=True)
+    parser.option("--samples N", "answers to each prompt (default: grpo.num_generations_per_prompt)", type=int)
+    parser.option(
+        "--keep LOW:HIGH",
+        "mean rewards to keep, in units of the reward, ends included (default: 0.05:0.95, for rewards from 0 to 1; "
         "a negative one as --keep=-1:0.5)",
+        type=_range,
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="measure at most N prompts")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="M",
-        help="stop measuring after M minutes, loading not counted",
-    )
-    parser.add_argument("--json", action="store_true", help="print NAME.screen.json instead of the table")
-    parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
+    parser.option("--limit N", "measure at most N prompts", type=positive)
+    parser.option("--minutes M", "stop measuring after M minutes, loading not counted", type=float)
+    parser.switch("--json", "print NAME.screen.json instead of the table")
+    parser.switch("--quiet", "print the result, warnings and errors only")
+    parser.words()
     parser.set_defaults(run=run, interrupted="stopped; what was measured is saved, and the same command goes on")
 
 

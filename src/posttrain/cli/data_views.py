@@ -7,18 +7,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from posttrain.cli.tables import facts, table
 from posttrain.data.errors import DataError
+from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from posttrain.data.traces.advice import Advice
     from posttrain.data.traces.report import PairReport, ReadReport, Tally
     from posttrain.data.traces.statistics import TraceStatistics
 
 PICTURE_ENDINGS = (".svg", ".png")
+_TITLED: JsonObject = {"title_justify": "left", "padding": (0, 2), "pad_edge": True, "header_style": "bold"}
 BAR_WIDTH = 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
 BAR_STYLES = {"low": "yellow", "mid": "bright_black", "high": "blue"}
@@ -26,8 +29,7 @@ BAR_STYLES = {"low": "yellow", "mid": "bright_black", "high": "blue"}
 
 def show_statistics(console: Console, found: TraceStatistics, path: str) -> None:
     console.print(Text(path, style="bold"))
-    _facts(
-        console,
+    about = facts(
         {
             "files": f"{found.read.files:,}",
             "rows": f"{found.read.rows:,}",
@@ -55,6 +57,7 @@ def show_statistics(console: Console, found: TraceStatistics, path: str) -> None
             ),
         },
     )
+    console.print(about)
     if found.traces:
         console.print()
         _histogram(console, found)
@@ -63,16 +66,6 @@ def show_statistics(console: Console, found: TraceStatistics, path: str) -> None
     show_losses(console, found.read)
     console.print()
     show_pairs(console, found.pairs, heading="pairs that these rules would make")
-
-
-def _facts(console: Console, facts: Mapping[str, str]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bright_black", no_wrap=True)
-    grid.add_column()
-    for name, value in facts.items():
-        if value:
-            grid.add_row(name, value)
-    console.print(grid)
 
 
 def _histogram(console: Console, found: TraceStatistics) -> None:
@@ -110,24 +103,20 @@ def _lengths(console: Console, found: TraceStatistics) -> None:
     if lengths is None:
         return
     sample = "" if lengths.sampled >= found.traces else f", of a sample of {lengths.sampled:,} traces"
-    table = Table(title=f"\nlength in {lengths.unit}{sample}", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("")
-    for name in lengths.prompt:
-        table.add_column("median" if name == "p50" else name, justify="right")
+    names = ["median" if name == "p50" else name for name in lengths.prompt]
+    rows = table("", *names, title=f"\nlength in {lengths.unit}{sample}", **_TITLED)
     for role, values in (("prompt", lengths.prompt), ("response", lengths.response)):
-        table.add_row(role, *(f"{value:,}" for value in values.values()))
-    console.print(table)
+        rows.add_row(role, *(f"{value:,}" for value in values.values()))
+    console.print(rows)
 
 
 def _models(console: Console, found: TraceStatistics) -> None:
     if not found.models:
         return
-    table = Table("model", title="\nmodels", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("traces", justify="right")
-    table.add_column("mean reward", justify="right")
+    rows = table("model", "traces", "mean reward", title="\nmodels", **_TITLED)
     for name, (count, mean) in list(found.models.items())[:12]:
-        table.add_row(Text(name), f"{count:,}", f"{mean:.3f}")
-    console.print(table)
+        rows.add_row(Text(name), f"{count:,}", f"{mean:.3f}")
+    console.print(rows)
 
 
 def show_losses(console: Console, read: ReadReport) -> None:

@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 
-SUMMARY = "measure a model on a benchmark, or compare two such measurements"
 EPILOG = """\
 examples:
   posttrain eval generation.model_name=results/grpo/step_60 data.dataset_name=math500
@@ -19,8 +18,8 @@ examples:
   posttrain eval compare results/eval/A results/eval/B
 
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
-OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
-lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
+OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config
+show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
 exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into the
 folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first batch
 """
@@ -32,44 +31,35 @@ is a paired bootstrap over the problems.
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = add_command(
-        commands,
-        "eval",
-        SUMMARY,
-        epilog=EPILOG,
-        usage="posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n"
-        "       posttrain eval compare A B [options]",
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    parser.usage = (
+        "posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n       posttrain eval compare A B [options]"
     )
-    parser.actions["compare"] = _compare_parser
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
-    parser.add_argument("--list", action="store_true", help="list the benchmarks that are known by name")
-    parser.add_argument("--gpu-hour-price", type=float, metavar="PRICE", help="shows what the evaluation cost")
-    parser.add_argument(
-        "--retry-unscored", action="store_true", help="try problems again whose samples could not all be scored"
+    parser.actions["compare"] = (
+        "compare two evaluations of the same problems: which model is better, by how much, and where",
+        _add_compare,
     )
-    parser.add_argument("--json", action="store_true", help="print summary.json instead of the block")
-    parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
-    parser.add_argument("words", nargs="*", metavar="MODEL key=value", help="the model, and settings of the config")
+    parser.config_file()
+    parser.switch("--list", "list the benchmarks that are known by name")
+    parser.option("--gpu-hour-price PRICE", "shows what the evaluation cost", type=float)
+    parser.switch("--retry-unscored", "try problems again whose samples could not all be scored")
+    parser.switch("--json", "print summary.json instead of the block")
+    parser.switch("--quiet", "print the result, warnings and errors only")
+    parser.words("MODEL key=value", "the model, and settings of the config")
     parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command resumes")
 
 
-def _compare_parser(prog: str) -> argparse.ArgumentParser:
-    parser = OverridesParser(
-        prog=prog,
-        description="Compare two evaluations of the same problems: which model is better, by how much, and where.",
-        epilog=COMPARE_EPILOG,
-        formatter_class=RAW,
-    )
-    parser.add_argument("words", nargs="*", metavar="A B", help="two folders that `posttrain eval` has written")
-    parser.add_argument("--metric", help="pass@k, cons@k or avg@k; the main metric of A if left out")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the interval, as a share (default 0.95)")
-    parser.add_argument("--seed", type=int, default=42, help="of resampling (default 42)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that needs nothing but itself")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument("--show", type=int, default=20, metavar="N", help="changed problems to list (default 20)")
+def _add_compare(parser: OverridesParser) -> None:
+    parser.epilog = COMPARE_EPILOG
+    parser.words("A B", "two folders that `posttrain eval` has written")
+    parser.option("--metric", "pass@k, cons@k or avg@k; the main metric of A if left out")
+    parser.option("--confidence", "of the interval, as a share", default=0.95)
+    parser.option("--seed", "of resampling", default=42)
+    parser.option("--html FILE", "also write a page that needs nothing but itself", type=Path)
+    parser.switch("--json", "print the comparison as JSON")
+    parser.option("--show N", "changed problems to list", default=20)
     parser.set_defaults(run=run_compare)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

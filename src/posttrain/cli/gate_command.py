@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import VERDICT_CODES, InputError
 from posttrain.files import durable
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
-SUMMARY = "decide whether a candidate may ship: promote, reject, or more samples needed"
 EPILOG = """\
 examples:
   posttrain gate --config configs/gate.yaml --candidate results/eval/new --production results/eval/old
@@ -40,48 +39,34 @@ Models are named as for `posttrain eval`, registry:NAME@3 among them; a server's
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(
-        subparsers,
-        "gate",
-        SUMMARY,
-        epilog=EPILOG,
-        usage="posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
-        "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    parser.usage = (
+        "posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
+        "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]"
     )
-    parser.actions["measure-kl"] = _kl_parser
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: the checks")
-    parser.add_argument(
-        "--candidate", action="append", default=[], metavar="[NAME=]FOLDER", help="evaluation of the new model"
+    parser.actions["measure-kl"] = (
+        "measure how far the model of an evaluation has moved from its base, on the answers that it gave",
+        _add_measure_kl,
     )
-    parser.add_argument(
-        "--production", action="append", default=[], metavar="[NAME=]FOLDER", help="the same of the model in use"
-    )
-    parser.add_argument(
-        "--no-production", action="store_true", help="there is no model in use yet: checks against it are skipped"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON; - prints it instead of the table")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing but itself")
-    parser.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="settings that override those of gate.yaml"
-    )
+    parser.config_file("gate.yaml: the checks", required=True)
+    parser.option("--candidate [NAME=]FOLDER", "evaluation of the new model", action="append", default=[])
+    parser.option("--production [NAME=]FOLDER", "the same of the model in use", action="append", default=[])
+    parser.switch("--no-production", "there is no model in use yet: checks against it are skipped")
+    parser.option("--json FILE", "write the verdict as JSON; - prints it instead of the table")
+    parser.option("--html FILE", "write a page that needs nothing but itself", type=Path)
+    parser.words(help="settings that override those of gate.yaml")
     parser.set_defaults(run=run)
 
 
-def _kl_parser(prog: str) -> argparse.ArgumentParser:
-    parser = OverridesParser(
-        prog=prog,
-        description="Measure how far the model of an evaluation has moved from its base, on the answers that it gave.",
-        epilog=KL_EPILOG,
-        formatter_class=RAW,
-    )
+def _add_measure_kl(parser: OverridesParser) -> None:
+    parser.epilog = KL_EPILOG
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
-    parser.add_argument("--base", required=True, metavar="MODEL", help="the model that it was trained from")
-    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: the evaluation's)")
+    parser.option("--base MODEL", "the model that it was trained from", required=True)
+    parser.option("--model MODEL", "the model that answered (default: the evaluation's)")
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.set_defaults(run=run_measure_kl)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,29 +102,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_result(result: GateResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from posttrain.apps.ship.gate.report import WORDS
+    from posttrain.cli.tables import console, table
 
-    console = Console(
-        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("check", "metric", "demand", "candidate", "production", "estimate", "problems", "outcome"):
-        numbers = column in ("candidate", "production", "estimate", "problems")
-        table.add_column(column, justify="right" if numbers else "left")
+    out, numbers = console(), ("candidate", "production", "estimate", "problems")
+    rows = table("check", "metric", "demand", *numbers, "outcome", right=numbers)
     for rule in result.rules:
-        table.add_row(*_cells(rule))
-    console.print(table)
-    console.print()
-    console.print(WORDS[result.verdict], style=VERDICT_STYLES[result.verdict])
+        rows.add_row(*_cells(rule))
+    out.print(rows)
+    out.print()
+    out.print(WORDS[result.verdict], style=VERDICT_STYLES[result.verdict])
     for reason in result.reasons:
-        console.print(f"  {reason}")
+        out.print(f"  {reason}")
     for name, count in result.needed_problems.items():
-        console.print(f"  to decide: about {count:,} problems in {name}")
+        out.print(f"  to decide: about {count:,} problems in {name}")
     for note in result.notes:
-        console.print(f"  note: {note}", style="bright_black")
+        out.print(f"  note: {note}", style="bright_black")
 
 
 def _cells(rule: BoundResult) -> list[str | Text]:

@@ -1,4 +1,5 @@
 """`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write files.
+`posttrain node`: the first process of the pods that it makes.
 
 What concerns runs that exist is in launch_runs.py.
 """
@@ -7,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import launch_runs, launch_submit
-from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
 from posttrain.errors import InputError
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from posttrain.apps.launch.lint.check import LintReport
     from posttrain.config.cluster_profile import ClusterProfile
 
-SUMMARY = "a run on Kubernetes, or on this machine as a cluster: submit, follow, stop; manifests and their checks"
+CRDS = "CustomResourceDefinitions, for checking"
+PROFILE = "cluster profile; local is this machine, without a file"
 EPILOG = """\
 actions (each has --help):
   render --on PROFILE KIND …     write the run's manifests        check FILE…         what a cluster would refuse, or cannot work
@@ -47,82 +50,58 @@ PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on 
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = add_command(
-        commands,
-        "launch",
-        SUMMARY,
-        epilog=EPILOG,
-        usage="posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
-        "       posttrain launch ACTION …",
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    parser.usage = (
+        "posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
+        "       posttrain launch ACTION …"
     )
-    for name, (summary, add_arguments, run) in {**_ACTIONS, **launch_runs.ACTIONS}.items():
-        parser.actions[name] = _action_parser(summary, add_arguments, run)
+    parser.actions |= {name: (summary, partial(_add_action, name)) for name, (summary, _, _) in _actions().items()}
     _add_run(parser)
-    parser.add_argument("--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions, for checking")
-    parser.add_argument("--yes", action="store_true", help="submit without asking")
-    parser.add_argument("--detach", action="store_true", help="submit, and do not follow the run")
+    parser.option("--crds FOLDER", CRDS, type=Path)
+    parser.switch("--yes", "submit without asking")
+    parser.switch("--detach", "submit, and do not follow the run")
     parser.set_defaults(run=_launch, interrupted="no longer followed; the run goes on (posttrain launch list)")
 
 
-AddArguments = Callable[[argparse.ArgumentParser], None]
-Action = tuple[str, AddArguments, Callable[[argparse.Namespace], int]]
+def _actions() -> dict[str, launch_runs.Action]:
+    return {**_ACTIONS, **launch_runs.ACTIONS}
 
 
-def _action_parser(
-    summary: str, add_arguments: AddArguments, run: Callable[[argparse.Namespace], int]
-) -> Callable[[str], argparse.ArgumentParser]:
-    def make(prog: str) -> argparse.ArgumentParser:
-        parser = OverridesParser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", formatter_class=RAW)
-        add_arguments(parser)
-        parser.set_defaults(run=run)
-        return parser
-
-    return make
+def _add_action(name: str, parser: OverridesParser) -> None:
+    _, add_own_arguments, run = _actions()[name]
+    add_own_arguments(parser)
+    parser.set_defaults(run=run)
 
 
-def _add_render(parser: argparse.ArgumentParser) -> None:
+def _add_render(parser: OverridesParser) -> None:
     _add_run(parser)
     _add_folder(parser)
 
 
-def _add_check(parser: argparse.ArgumentParser) -> None:
+def _add_check(parser: OverridesParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML or JSON file, folder, or Helm chart")
-    parser.add_argument(
-        "--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions of the cluster's operators"
-    )
-    parser.add_argument(
-        "--values", type=Path, action="append", default=[], metavar="FILE", help="values for the Helm charts"
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--rules", action="store_true", help="list the rules")
+    parser.option("--crds FOLDER", "CustomResourceDefinitions of the cluster's operators", type=Path)
+    parser.option("--values FILE", "values for the Helm charts", type=Path, action="append", default=[])
+    parser.switch("--json", "print the findings as JSON")
+    parser.switch("--rules", "list the rules")
 
 
-def _add_setup(parser: argparse.ArgumentParser) -> None:
-    _add_profile(parser)
+def _add_setup(parser: OverridesParser) -> None:
+    parser.option("--on PROFILE", PROFILE, required=True)
     _add_folder(parser)
 
 
-def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--on", required=True, metavar="PROFILE", help="cluster profile; local is this machine, without a file"
-    )
+def _add_folder(parser: OverridesParser) -> None:
+    parser.option("--to FOLDER", "new folder for the files; else they are printed", type=Path)
+    parser.option("--crds FOLDER", CRDS, type=Path)
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="new folder for the files; else they are printed")
-    parser.add_argument("--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions, for checking")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    _add_profile(parser)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="config of the run")
-    parser.add_argument(
-        "--name", metavar="NAME", help="name of the run in the cluster; else from its checkpoint folder"
-    )
-    parser.add_argument(
-        "words", nargs="*", metavar="KIND key=value", help=f"{', '.join(KINDS)}, then settings over the file's"
-    )
+def _add_run(parser: OverridesParser) -> None:
+    parser.option("--on PROFILE", PROFILE, required=True)
+    parser.config_file("config of the run")
+    parser.option("--name NAME", "name of the run in the cluster; else from its checkpoint folder")
+    parser.words("KIND key=value", f"{', '.join(KINDS)}, then settings over the file's")
 
 
 def load_profile(name: str) -> ClusterProfile:
@@ -144,7 +123,7 @@ def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[Launch
     words = list(args.words)
     kind = words.pop(0) if words and words[0] in KINDS else None
     if words and "=" not in words[0]:
-        actions = ", ".join([*_ACTIONS, *launch_runs.ACTIONS])
+        actions = ", ".join(_actions())
         raise InputError(f"{words[0]!r} is no kind of run ({', '.join(KINDS)}), and no action of launch ({actions})")
     if kind is None and args.config is None:
         raise ConfigError(f"give the kind of run ({', '.join(KINDS)}), or --config FILE")
@@ -261,9 +240,41 @@ def _values(args: argparse.Namespace) -> int:
     return 0
 
 
-_ACTIONS: dict[str, Action] = {
+_ACTIONS: dict[str, launch_runs.Action] = {
     "render": ("write the manifests of a run", _add_render, _render),
     "check": ("check manifests, folders of them and Helm charts", _add_check, _check),
     "setup": ("write what an administrator creates once: machines, queues, storage", _add_setup, _setup),
     "values": ("print values for the chart charts/posttrain-ray", _add_run, _values),
 }
+
+
+# -- node: the first process of the pods ---------------------------------------------------------------------------------
+
+NODE_EPILOG = """\
+It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine, joins
+the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the run save.
+
+  posttrain node            in every pod
+  posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod
+
+exit codes: that of the run, the same in all pods: 0 done · 64 bad config, or a machine without what it needs · 65 three
+attempts without a new checkpoint · 85 interrupted: start all pods again
+"""
+
+
+def add_node(parser: OverridesParser) -> None:
+    parser.epilog = NODE_EPILOG
+    parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a Ray cluster")
+    parser.set_defaults(run=_node)
+
+
+def _node(args: argparse.Namespace) -> int:
+    from posttrain.apps.launch.node.contract import read_settings
+    from posttrain.apps.launch.node.driver import DriverMember
+    from posttrain.apps.launch.node.head import HeadMember
+    from posttrain.apps.launch.node.member import Member
+
+    settings = read_settings(os.environ)
+    if args.part == "driver":
+        return DriverMember(settings, os.environ).run()
+    return (HeadMember if settings.rank == 0 else Member)(settings, os.environ).run()

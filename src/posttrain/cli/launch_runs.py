@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from posttrain.config.cluster_profile import ClusterProfile
 
 _SHOWN_EVENTS = 12
+# Its summary, what adds its arguments, and what runs it.
+Action = tuple[str, Callable[[OverridesParser], None], Callable[[argparse.Namespace], int]]
 
 
 # -- which cluster -------------------------------------------------------------------------------------------------------
@@ -83,13 +86,13 @@ def _find(args: argparse.Namespace) -> tuple[Cluster, Object]:
     return find_run(_clusters(args), args.name)
 
 
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--on", metavar="PROFILE", help="look there: a cluster profile, or local")
-    parser.add_argument("--context", help="look in the cluster of this context of the kubeconfig")
-    parser.add_argument("--namespace", help="look in this namespace")
+def _add_place(parser: OverridesParser) -> None:
+    parser.option("--on PROFILE", "look there: a cluster profile, or local")
+    parser.option("--context", "look in the cluster of this context of the kubeconfig")
+    parser.option("--namespace", "look in this namespace")
 
 
-def _add_name(parser: argparse.ArgumentParser) -> None:
+def _add_name(parser: OverridesParser) -> None:
     parser.add_argument("name", metavar="NAME", help="name of the run (launch list)")
     _add_place(parser)
 
@@ -97,9 +100,9 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 # -- actions -------------------------------------------------------------------------------------------------------------
 
 
-def _add_list(parser: argparse.ArgumentParser) -> None:
+def _add_list(parser: OverridesParser) -> None:
     _add_place(parser)
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.switch("--json", "print as JSON")
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -139,9 +142,9 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_status(parser: argparse.ArgumentParser) -> None:
+def _add_status(parser: OverridesParser) -> None:
     _add_name(parser)
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.switch("--json", "print as JSON")
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -170,11 +173,11 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_logs(parser: argparse.ArgumentParser) -> None:
+def _add_logs(parser: OverridesParser) -> None:
     _add_name(parser)
-    parser.add_argument("--rank", type=int, default=0, help="whose output (default 0, where the driver is)")
-    parser.add_argument("--attempt", type=int, help="of which attempt, from 1; else of the newest")
-    parser.add_argument("--follow", action="store_true", help="go on while the pod lives")
+    parser.option("--rank", "whose output (default 0, where the driver is)", default=0)
+    parser.option("--attempt", "of which attempt, from 1; else of the newest", type=int)
+    parser.switch("--follow", "go on while the pod lives")
 
 
 def _logs(args: argparse.Namespace) -> int:
@@ -187,12 +190,12 @@ def _logs(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoints(parser: OverridesParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the run (launch list)")
     _add_place(parser)
-    parser.add_argument("--folder", type=Path, help="of checkpoints that are on this machine, instead of a run's name")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of its metrics, if they are elsewhere")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.option("--folder", "of checkpoints that are on this machine, instead of a run's name", type=Path)
+    parser.option("--logs FOLDER", "of its metrics, if they are elsewhere", type=Path)
+    parser.switch("--json", "print as JSON")
 
 
 def _checkpoints(args: argparse.Namespace) -> int:
@@ -223,15 +226,11 @@ def _stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_interrupt(parser: argparse.ArgumentParser) -> None:
+def _add_interrupt(parser: OverridesParser) -> None:
     _add_name(parser)
-    parser.add_argument("--rank", type=int, default=0, help="whose machine (default 0)")
-    parser.add_argument(
-        "--notice", type=_seconds, default=120.0, metavar="S", help="seconds from the notice to the end (default 120)"
-    )
-    parser.add_argument(
-        "--evict", action="store_true", help="send SIGTERM, as a drain does, with the pod's own grace period"
-    )
+    parser.option("--rank", "whose machine", default=0)
+    parser.option("--notice S", "seconds from the notice to the end", type=_seconds, default=120.0)
+    parser.switch("--evict", "send SIGTERM, as a drain does, with the pod's own grace period")
 
 
 def _seconds(text: str) -> float:
@@ -255,11 +254,9 @@ def _interrupt(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--on", required=True, metavar="PROFILE", help="cluster profile, or local")
-    parser.add_argument(
-        "--image", action="store_true", help="also start the image in a small pod, to see that posttrain is in it"
-    )
+def _add_doctor(parser: OverridesParser) -> None:
+    parser.option("--on PROFILE", "cluster profile, or local", required=True)
+    parser.switch("--image", "also start the image in a small pod, to see that posttrain is in it")
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -286,9 +283,7 @@ def _doctor(args: argparse.Namespace) -> int:
     return InputError.exit_code if missing else 0
 
 
-AddArguments = Callable[[argparse.ArgumentParser], None]
-
-ACTIONS: dict[str, tuple[str, AddArguments, Callable[[argparse.Namespace], int]]] = {
+ACTIONS: dict[str, Action] = {
     "doctor": ("ask a cluster what a run of this profile would miss; creates nothing", _add_doctor, _doctor),
     "list": ("list runs, on this machine and in the cluster of the kubeconfig", _add_list, _list),
     "status": ("show the pods of a run, its attempts and events", _add_status, _status),

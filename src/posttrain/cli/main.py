@@ -1,11 +1,11 @@
 """`posttrain`: parses the command line, runs the command, and turns its outcome into an exit code.
 
-Heavy imports happen inside the commands, so that `--help` and `config` answer at once.
+A command is imported when it is chosen, and its heavy imports happen once its input is checked: `--help` answers at once, and
+so does a refusal.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import os
 import sys
@@ -13,35 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import posttrain.apps.ship.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
 from posttrain import __version__
 from posttrain.checkpointing import CHECKPOINT_THREAD, StopAtOnce
-from posttrain.cli import (
-    chat_command,
-    config_command,
-    convert_command,
-    data_command,
-    demo_command,
-    doctor_command,
-    eval_command,
-    gate_command,
-    init_command,
-    launch_command,
-    log_command,
-    models_command,
-    node_command,
-    pipeline_command,
-    plan_command,
-    registry_command,
-    rewards_command,
-    serve_command,
-    status_command,
-    train_command,
-    watch_command,
-)
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
-from posttrain.cli.overrides_parser import RAW, OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, add_command
 from posttrain.errors import (
     STOPPED_UNSAVED,
     ExitCode,
@@ -53,6 +32,10 @@ from posttrain.errors import (
     path_error,
     printable,
 )
+from posttrain.recipes import KINDS
+
+if TYPE_CHECKING:
+    from posttrain.models.accepted_names import RegisteredVersion
 
 DESCRIPTION = """\
 Tune language models from preferences and rewards.
@@ -92,40 +75,71 @@ command resumes the run; `posttrain status FOLDER` shows why it ended.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OverridesParser(
-        prog="posttrain",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=RAW,
-    )
+# The function in this package that adds the arguments of a command, and its line of help.
+COMMANDS = {
+    **{kind: ("train_command.add_training", described.summary) for kind, described in KINDS.items()},
+    "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
+    "demo": (
+        "start_commands.add_demo",
+        "watch a small model learn arithmetic (CPU, under 5 minutes, no network)",
+    ),
+    "init": ("start_commands.add_init", "write a config and data to start from"),
+    "config": ("config_command.add_arguments", "show or check the config of a run"),
+    "data": (
+        "data_command.add_arguments",
+        "look at labelled traces, make preference pairs of them, pack pairs, screen prompts",
+    ),
+    "doctor": ("run_commands.add_doctor", "what is wrong with a run, and the setting that fixes it"),
+    "convert": ("convert_command.add_arguments", "a checkpoint to a Hugging Face folder or GGUF"),
+    "eval": ("eval_command.add_arguments", "measure a model on a benchmark, or compare two such measurements"),
+    "gate": (
+        "gate_command.add_arguments",
+        "decide whether a candidate may ship: promote, reject, or more samples needed",
+    ),
+    "launch": (
+        "launch_command.add_arguments",
+        "a run on Kubernetes, or on this machine as a cluster: submit, follow, stop; manifests and their checks",
+    ),
+    "log": ("run_commands.add_log", "send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab"),
+    "models": ("start_commands.add_models", "fetch a small model to try things with"),
+    "node": ("launch_command.add_node", "the first process of a pod; the manifests of `posttrain launch` start it"),
+    "pipeline": (
+        "pipeline_command.add_arguments",
+        "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again",
+    ),
+    "plan": ("plan_command.add_arguments", "memory and time of a run, predicted from its config"),
+    "rewards": ("rewards_command.add_arguments", "list the types of reward, or try one on stored samples"),
+    "registry": (
+        "registry_command.add_arguments",
+        "keep model versions with lineage and stages; promote and roll back",
+    ),
+    "serve": ("serve_command.add_arguments", "an OpenAI-compatible server over a model"),
+    "chat": ("serve_command.add_chat", "talk with a model in the terminal"),
+    "watch": ("watch_command.add_arguments", "runs in the browser, live"),
+}
+
+
+def build_parser() -> OverridesParser:
+    parser = OverridesParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    for command in (
-        train_command,
-        status_command,
-        demo_command,
-        init_command,
-        config_command,
-        data_command,
-        doctor_command,
-        convert_command,
-        eval_command,
-        gate_command,
-        launch_command,
-        log_command,
-        models_command,
-        node_command,
-        pipeline_command,
-        plan_command,
-        rewards_command,
-        registry_command,
-        serve_command,
-        chat_command,
-        watch_command,
-    ):
-        command.add_parser(commands)
+    commands = parser.commands()
+    for name, (function, summary) in COMMANDS.items():
+        add_command(commands, name, summary, fill=partial(_fill, function))
     return parser
+
+
+def _fill(function: str, parser: OverridesParser) -> None:
+    from posttrain.models.accepted_names import connect_registry
+
+    connect_registry(_registered)  # registry:NAME@STAGE may be named as a model in every command
+    module, _, name = function.partition(".")
+    getattr(import_module(f"posttrain.cli.{module}"), name)(parser)
+
+
+def _registered(reference: str, registry: str | None) -> RegisteredVersion:
+    from posttrain.apps.ship.registry import resolve_version
+
+    return resolve_version(reference, registry=registry)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,26 +6,54 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn, TypeAlias
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
 
+from posttrain.apps.options import options_of
 from posttrain.errors import ExitCode
 from posttrain.files.redaction import redact_argument
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from posttrain.files.json_files import JsonObject
+
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
+Fill: TypeAlias = "Callable[[OverridesParser], None]"
 
 
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
 
-    `actions`: first words with their own parser, created on demand with the program's name. argparse's subparsers cannot be
-    optional next to positional arguments. `short_names`: settings that may also be given as options, `--lr 1e-6`.
+    `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first words with
+    a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional arguments.
+    `short_names`: settings that may also be given as options, `--lr 1e-6`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.actions: dict[str, Callable[[str], argparse.ArgumentParser]] = {}
+    def __init__(self, *args: Any, fill: Fill | None = None, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": RAW, **options})
+        self.fill = fill
+        self.actions: dict[str, tuple[str, Fill]] = {}  # summary, and what adds the arguments
         self.short_names: Collection[str] = ()
+
+    def option(self, name: str, help: str, **settings: Any) -> None:
+        """`--limit N`, with a value of the default's type. The help names the default, unless it does so already."""
+        add_option(self, name, help, **settings)
+
+    def switch(self, name: str, help: str) -> None:
+        self.add_argument(name, action="store_true", help=help)
+
+    def words(self, metavar: str = "key=value", help: str = "settings that override the file's") -> None:
+        self.add_argument("words", nargs="*", metavar=metavar, help=help)
+
+    def config_file(self, help: str = "YAML file; what it does not set keeps its default", **settings: Any) -> None:
+        self.option("--config FILE", help, type=Path, **settings)
+
+    def commands(self) -> Subparsers:
+        """Where `add_command` adds the second words: `config show`."""
+        return self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
 
     def error(self, message: str) -> NoReturn:
         """Like argparse's, with the exit code that every bad input has, and with the command that was probably meant."""
@@ -37,9 +65,14 @@ class OverridesParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        if self.fill is not None:
+            self.fill, fill = None, self.fill
+            fill(self)
         given = self._without_dashes(list(sys.argv[1:] if args is None else args))
-        if given and (make := self.actions.get(given[0])) is not None:
-            return make(f"{self.prog} {given[0]}").parse_known_args(given[1:], namespace)
+        if given and given[0] in self.actions:
+            summary, fill = self.actions[given[0]]
+            action = OverridesParser(prog=f"{self.prog} {given[0]}", description=sentence(summary), fill=fill)
+            return action.parse_known_args(given[1:], namespace)
         parsed, rest = super().parse_known_args(given, namespace)
         words = [word for word in rest if not word.startswith("-")]
         parsed.words = [*(getattr(parsed, "words", None) or []), *words]
@@ -83,6 +116,49 @@ class OverridesParser(argparse.ArgumentParser):
 
 
 def add_command(commands: Subparsers, name: str, summary: str, **options: Any) -> OverridesParser:
-    """A subcommand. Its description, printed as it is, is the summary as a sentence unless `options` have another one."""
-    usual = {"description": f"{summary[0].upper()}{summary[1:]}.", "formatter_class": RAW}
-    return commands.add_parser(name, help=summary, **{**usual, **options})
+    """A subcommand. Its description is the summary as a sentence unless `options` have another one."""
+    return commands.add_parser(name, help=summary, **{"description": sentence(summary), **options})
+
+
+def add_option(group: argparse._ActionsContainer, name: str, help: str, **settings: Any) -> None:
+    flag, _, metavar = name.partition(" ")
+    default = settings.get("default")
+    if isinstance(default, int | float | Path) and "type" not in settings:
+        settings["type"] = type(default)
+    if default not in (None, "", []) and "default" not in help:
+        help += " (default: %(default)s)"
+    if metavar:
+        settings["metavar"] = metavar
+    group.add_argument(flag, help=help, **settings)
+
+
+def add_fields(group: argparse._ActionsContainer, kind: type[DataclassInstance], prefix: str = "") -> None:
+    """The options of a dataclass (`apps/options.py`). One that is not given is None: its default stays in the dataclass."""
+    for name, type_, default, option in options_of(kind):
+        type_ = next((each for each in get_args(type_) if each is not NoneType), type_)
+        flag, help = f"--{prefix}{name}".replace("_", "-"), option.help
+        if type_ is bool:
+            flag = flag.replace("--", "--no-") if default else flag
+            group.add_argument(
+                flag, dest=name, action="store_false" if default else "store_true", default=None, help=help
+            )
+            continue
+        if default is not None and help:
+            shown = f"{default / 2**20:g} MiB" if name.endswith("_bytes") else default
+            help += f" ({shown:g})" if isinstance(shown, float) else f" ({shown})"
+        metavar = option.metavar or {int: "N", float: "X"}.get(type_)
+        if option.choices:
+            metavar = None
+        group.add_argument(
+            flag, dest=f"{prefix}{name}", type=type_, choices=option.choices, metavar=metavar, help=help or None
+        )
+
+
+def given_fields(args: argparse.Namespace, kind: type[DataclassInstance], prefix: str = "") -> JsonObject:
+    """What `add_fields` has parsed, by the names of the fields."""
+    found = {name: getattr(args, f"{prefix}{name}") for name, *_ in options_of(kind)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."

@@ -18,7 +18,6 @@ from posttrain.errors import ExitCode, Terminated
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
 
-SUMMARY = "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again"
 EPILOG = """\
 examples:
   posttrain pipeline run configs/pipelines/demo.yaml              a few minutes on a CPU, with a model of its own
@@ -36,28 +35,25 @@ exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more s
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(subparsers, "pipeline", SUMMARY, epilog=EPILOG)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    commands = parser.commands()
     run = _add(commands, "run", "run what has to run", run_pipeline)
-    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="stop after this stage")
-    run.add_argument(
-        "--from", dest="redo_from", choices=STAGES, metavar="STAGE", help="this stage and those after it run again"
-    )
-    run.add_argument("--dry-run", action="store_true", help="show what would run, and why; change nothing")
-    run.add_argument("--new-iteration", action="store_true", help="begin the next iteration, whatever has changed")
-    run.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
+    run.option("--until STAGE", "stop after this stage", choices=STAGES, default=STAGES[-1])
+    run.option("--from STAGE", "this stage and those after it run again", dest="redo_from", choices=STAGES)
+    run.switch("--dry-run", "show what would run, and why; change nothing")
+    run.switch("--new-iteration", "begin the next iteration, whatever has changed")
+    run.switch("--quiet", "print the result, warnings and errors only")
     run.set_defaults(output_is_result=False)
     status = _add(commands, "status", "show the iterations, their KPI, and how far the last one is", run_status)
-    status.add_argument("--json", action="store_true", help="print the KPI as JSON")
+    status.switch("--json", "print the KPI as JSON")
 
 
-def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    parser = add_command(
-        commands, name, summary, epilog=EPILOG, usage=f"posttrain pipeline {name} FILE [options] [key=value …]"
-    )
+def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> OverridesParser:
+    usage = f"posttrain pipeline {name} FILE [options] [key=value …]"
+    parser = add_command(commands, name, summary, epilog=EPILOG, usage=usage)
     parser.add_argument("file", type=Path, metavar="FILE", help="pipeline.yaml; docs/pipeline.md explains its keys")
-    parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
+    parser.words()
     parser.set_defaults(run=run)
     return parser
 

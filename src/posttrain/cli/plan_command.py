@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
@@ -20,56 +20,39 @@ if TYPE_CHECKING:
     from posttrain.apps.plan.measured import Measured
     from posttrain.apps.plan.plan import RunEstimate
     from posttrain.apps.plan.proposal import Proposal
-    from posttrain.config.cluster_profile import ClusterProfile
 
 EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
-  posttrain plan grpo policy.model_name=llama-8b policy.max_total_sequence_length=1024 --prompt-tokens 128 --answer-tokens 600
+  posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
   posttrain plan --on eks.yaml --config configs/grpo.yaml        on the machines of a cluster profile: hours, dollars, Spot
 
 Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one of
-the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit, and says
-which setting would help.
+the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit,
+and says which setting would help.
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    summary = "memory and time of a run, predicted from its config"
-    parser = add_command(
-        commands,
-        "plan",
-        summary,
-        epilog=EPILOG,
-        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] "
-        "[key=value …]",
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    parser.usage = (
+        f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] "
+        "[key=value …]"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine",
+    parser.config_file()
+    parser.option(
+        "--gpu NAME", "h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine"
     )
-    parser.add_argument(
-        "--on", type=Path, metavar="PROFILE", help="cluster profile (docs/launch.md): shows what the run costs there"
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="FOLDER", dest="run_folder", help="a run's folder: compare with what it measured"
-    )
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts")
-    parser.add_argument("--answer-tokens", type=float, metavar="N", help="mean length of answers")
-    parser.add_argument(
-        "--gpu-hour-price", type=_price, metavar="N", help="price of one GPU for an hour: shows what the run costs"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="KIND key=value",
-        help=f"{', '.join(KINDS)} (guessed from the file if left out), then settings that override the file's",
-    )
+    parser.option("--on PROFILE", "cluster profile (docs/launch.md): shows what the run costs there", type=Path)
+    parser.option("--run FOLDER", "a run's folder: compare with what it measured", type=Path, dest="run_folder")
+    parser.option("--prompt-tokens N", "mean length of prompts", type=float)
+    parser.option("--answer-tokens N", "mean length of answers", type=float)
+    parser.option("--gpu-hour-price N", "price of one GPU for an hour: shows what the run costs", type=_price)
+    parser.switch("--json", "print everything as JSON")
+    kinds = f"{', '.join(KINDS)} (guessed from the file if left out)"
+    parser.words("KIND key=value", f"{kinds}, then settings that override the file's")
     parser.set_defaults(run=run)
 
 
@@ -89,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s, splits_of
     from posttrain.apps.plan.proposal import explain, propose
     from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster, gpu_of
+    from posttrain.config.cluster_profile import ClusterProfile
+    from posttrain.config.standalone import load_standalone
 
-    profile = _profile(args)
+    profile = None if args.on is None else load_standalone(ClusterProfile, args.on)
     gpu = find_gpu(args.gpu or (gpu_of(profile) if profile is not None else "h200"))
     config = _config(args)
     measured = read_measured(args.run_folder) if args.run_folder is not None else None
@@ -127,13 +112,6 @@ def run(args: argparse.Namespace) -> int:
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
     return 0
-
-
-def _profile(args: argparse.Namespace) -> ClusterProfile | None:
-    from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.config.standalone import load_standalone
-
-    return None if args.on is None else load_standalone(ClusterProfile, args.on)
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from posttrain.apps.launch.cost_report import CostReport
 from posttrain.apps.plan.measured import Measured, compare
 from posttrain.apps.plan.plan import RunEstimate, assumptions
 from posttrain.apps.plan.proposal import Proposal
+from posttrain.cli.tables import QUIET, console, table
 from posttrain.config import RunConfig
 from posttrain.policy.memory.rank import GIB
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from posttrain.apps.plan.split import Splits
 
 GOAL = 0.15  # an error of the prediction that is still called good
@@ -32,41 +32,39 @@ def show_plan(
     cost_lines: Sequence[str],
     on_cluster: CostReport | None = None,
 ) -> None:
-    console = Console(
-        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
-    )
-    console.print(_headline(found), style="bold")
-    for title, table in (("GiB on each GPU", _memory(found)), ("seconds of a step", _time(found))):
-        console.print()
-        console.print(title, style="bright_black")
-        console.print(table)
-    console.print()
+    out = console()
+    out.print(_headline(found), style="bold")
+    for title, rows in (("GiB on each GPU", _memory(found)), ("seconds of a step", _time(found))):
+        out.print()
+        out.print(title, style=QUIET)
+        out.print(rows)
+    out.print()
     for line in _cache_lines(found):
-        console.print(line)
+        out.print(line)
     if measured is not None:
-        console.print(f"\npredicted and measured (median of {measured.num_steps} steps)", style="bright_black")
-        console.print(_comparison(found, measured))
+        out.print(f"\npredicted and measured (median of {measured.num_steps} steps)", style=QUIET)
+        out.print(_comparison(found, measured))
     if proposal is not None:
-        console.print("\nproposed", style="bright_black")
+        out.print("\nproposed", style=QUIET)
         for line in _proposal_lines(found, proposal):
-            console.print(line)
+            out.print(line)
     if splits is not None:
         num_gpus = config.cluster.num_workers
-        console.print(f"\nsplit of {num_gpus} GPUs between training and sampling, simulated", style="bright_black")
-        console.print(_splits(splits))
+        out.print(f"\nsplit of {num_gpus} GPUs between training and sampling, simulated", style=QUIET)
+        out.print(_splits(splits))
         for line in _split_lines(splits):
-            console.print(line)
+            out.print(line)
     for title, lines in (
         ("cost", cost_lines),
         ("cost on the cluster", on_cluster.lines() if on_cluster is not None else []),
     ):
         if lines:
-            console.print(f"\n{title}", style="bright_black")
+            out.print(f"\n{title}", style=QUIET)
         for line in lines:
-            console.print(line)
-    console.print("\nassumed", style="bright_black")
+            out.print(line)
+    out.print("\nassumed", style=QUIET)
     for line in [*assumptions(found, config), *([] if splits is None else splits.assumptions)]:
-        console.print(f"  {line}")
+        out.print(f"  {line}")
 
 
 def _headline(found: RunEstimate) -> str:
@@ -81,24 +79,17 @@ def _headline(found: RunEstimate) -> str:
     )
 
 
-def _table(columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
-
-
 def _memory(found: RunEstimate) -> Table:
     phases = found.memory.phases
-    table = _table(["", *[phase.name for phase in phases]])
+    rows = table("", *[phase.name for phase in phases])
     names = list(dict.fromkeys(name for phase in phases for name in phase.items))
     for name in names:
-        table.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
-    table.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
-    table.add_row(
+        rows.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
+    rows.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
+    rows.add_row(
         f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *[_needed(found, index) for index in range(len(phases))]
     )
-    return table
+    return rows
 
 
 def _gib(num_bytes: float | None) -> str:
@@ -113,7 +104,7 @@ def _needed(found: RunEstimate, index: int) -> Text:
 
 def _time(found: RunEstimate) -> Table:
     time, tokens = found.time, found.workload.num_tokens
-    table = _table(["", "s", "share", "tokens/s"])
+    rows = table("", "s", "share", "tokens/s")
     parts = {
         "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "capturing graphs": time.capture_s},
         "policy_training": {"forward and backward": time.passes_s, "optimizer": time.optimizer_s},
@@ -121,14 +112,14 @@ def _time(found: RunEstimate) -> Table:
     for stage, seconds in time.stages.items():
         if not seconds:
             continue
-        table.add_row(stage, _seconds(seconds), f"{seconds / time.total_s:.0%}", f"{tokens / seconds:,.0f}")
+        rows.add_row(stage, _seconds(seconds), f"{seconds / time.total_s:.0%}", f"{tokens / seconds:,.0f}")
         for name, part in parts.get(stage, {}).items():
             if part:
-                table.add_row(Text(f"  {name}", style="bright_black"), Text(_seconds(part), style="bright_black"))
-    table.add_row(
+                rows.add_row(Text(f"  {name}", style=QUIET), Text(_seconds(part), style=QUIET))
+    rows.add_row(
         "in all", Text(_seconds(time.total_s), style="bold"), "", Text(f"{found.tokens_per_s:,.0f}", style="bold")
     )
-    return table
+    return rows
 
 
 def _seconds(seconds: float) -> str:
@@ -158,13 +149,13 @@ def _cache_lines(found: RunEstimate) -> list[str]:
 
 
 def _comparison(found: RunEstimate, measured: Measured) -> Table:
-    table = _table(["", "predicted", "measured", "error"])
+    rows = table("", "predicted", "measured", "error")
     for row in compare(found, measured):
         style = "green" if abs(row.error) <= GOAL else "yellow"
         values = [f"{value:,.1f}" if value >= 10 else f"{value:.3f}" for value in (row.predicted, row.measured)]
         unit = f" {row.unit}" if row.unit else ""
-        table.add_row(row.what, *[f"{value}{unit}" for value in values], Text(f"{row.error:+.1%}", style=style))
-    return table
+        rows.add_row(row.what, *[f"{value}{unit}" for value in values], Text(f"{row.error:+.1%}", style=style))
+    return rows
 
 
 def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
@@ -181,11 +172,11 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
 
 
 def _splits(splits: Splits) -> Table:
-    table = _table(["", "train", "sample", "max age", "s a step", "speed", "GiB, training", "GiB, sampling"])
+    rows = table("", "train", "sample", "max age", "s a step", "speed", "GiB, training", "GiB, sampling")
     for index, split in enumerate(splits.shown):
         engines = split.config.num_engine_gpus
         fits = not split.found.too_large
-        table.add_row(
+        rows.add_row(
             "now" if index == 0 else "",
             str(split.config.num_ranks),
             str(engines or "the same"),
@@ -195,7 +186,7 @@ def _splits(splits: Splits) -> Table:
             *[_gib(split.needed_bytes(sampling=sampling)) for sampling in (False, True)],
             style=None if fits else "red",
         )
-    return table
+    return rows
 
 
 def _split_lines(splits: Splits) -> list[str]:

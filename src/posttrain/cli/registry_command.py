@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
@@ -36,36 +38,67 @@ examples:
   posttrain serve registry:maths@production
 
 stages: candidate -> canary -> production -> archived. There is one canary and one production version at most; what was
-there before is archived. The registry is a folder (./registry; --registry or POSTTRAIN_REGISTRY names another) with an SQLite
-file of MLflow and the files of the versions, or the address of an MLflow tracking server.
+there before is archived. The registry is a folder (./registry; --registry or POSTTRAIN_REGISTRY names another) with an
+SQLite file of MLflow and the files of the versions, or the address of an MLflow tracking server.
 exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict, or a registry that stayed busy
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    summary = "keep model versions with lineage and stages; promote and roll back"
-    parser = add_command(subparsers, "registry", summary, epilog=EPILOG)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    _add_add(commands)
-    _add_reading(commands)
-    _add_promote(commands)
-    _add_rollback(commands)
+def add_arguments(parser: OverridesParser) -> None:
+    parser.epilog = EPILOG
+    commands = parser.commands()
+    add = _command(commands, "add", _add)
+    add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
+    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
+    add.option("--base-model MODEL", "what it was trained from (default: from its config)")
+    add.config_file("config of the run (default: config.yaml of FOLDER)")
+    add.option("--data PATH", "training data to hash; may be repeated", action="append", default=[])
+    add.option("--eval NAME=FOLDER", "evaluation whose metrics are recorded", action="append", default=[])
+    add.option("--metric NAME=NUMBER", "a metric of your own", action="append", default=[])
+    add.option("--gate FILE", "what `posttrain gate --json FILE` wrote", type=Path)
+    add.option("--note", "anything else worth knowing", default="")
+    add.option("--by WHO", "who does this (default: you)")
+    add.switch("--in-place", "leave the files where they are instead of copying them")
+    add.switch("--json", "print the version as JSON")
+
+    listing = _command(commands, "list", _list)
+    listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
+    show = _command(commands, "show", _show)
+    show.add_argument("name", metavar="NAME", help="may also name the version: NAME@WHICH")
+    show.add_argument("which", nargs="?", metavar="WHICH", help=WHICH_SHOWN)
+    show.switch("--verify", "compare every file with its checksum")
+    history = _command(commands, "history", _history)
+    history.add_argument("name", metavar="NAME")
+    diff = _command(commands, "diff", _diff)
+    diff.add_argument("name", metavar="NAME")
+    diff.add_argument("left", metavar="A", help="a number, production or canary")
+    diff.add_argument("right", metavar="B", help="a number, production or canary")
+    for reading in (listing, show, history, diff):
+        reading.switch("--json", "print JSON")
+    _command(commands, "resolve", _resolve).add_argument("reference", metavar="REFERENCE", help=WHICH_RESOLVED)
+
+    promote, rollback = _command(commands, "promote", _promote), _command(commands, "rollback", _rollback)
+    promote.add_argument("name", metavar="NAME")
+    promote.add_argument("version", type=int, metavar="VERSION")
+    promote.option("--to", "default: the next stage", choices=("canary", "production", "archived"))
+    promote.option("--expect VERSION", "only if this version is in that place now (or: none)")
+    promote.switch("--force", "against the gate's verdict; the history records it")
+    rollback.add_argument("name", metavar="NAME")
+    rollback.option("--stage", "what to take back", choices=("production", "canary"), default="production")
+    rollback.option("--to VERSION", ROLLBACK_TO, type=int)
+    for change in (promote, rollback):
+        change.option("--why TEXT", "the reason, for the history", required=True)
+        change.option("--by WHO", "who does this (default: you)")
+        change.switch("--no-verify", "do not compare the files with their checksums first")
 
 
-def _command(commands: Subparsers, name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=_first_line(run), description=run.__doc__)
-    parser.set_defaults(run=lambda args: _run(run, args))
-    parser.add_argument(
-        "--registry", metavar="WHERE", help="folder or MLflow URI (default: POSTTRAIN_REGISTRY, ./registry)"
-    )
-    parser.add_argument(
-        "--wait-s", type=float, default=DEFAULT_WAIT_S, metavar="S", help="wait this long for another writer (30)"
-    )
+def _command(commands: Subparsers, name: str, run: Callable[..., int]) -> OverridesParser:
+    about = inspect.getdoc(run) or ""
+    parser = commands.add_parser(name, help=about.split("\n")[0].rstrip(".").lower(), description=about)
+    parser.set_defaults(run=partial(_run, run))
+    parser.option("--registry WHERE", "folder or MLflow URI (default: POSTTRAIN_REGISTRY, ./registry)")
+    parser.option("--wait-s S", "wait this long for another writer", default=DEFAULT_WAIT_S)
     return parser
-
-
-def _first_line(run: Callable[..., int]) -> str:
-    return str(run.__doc__).split("\n")[0].rstrip(".").lower()
 
 
 def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
@@ -78,70 +111,7 @@ def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
         args.name = args.name.removeprefix(REGISTRY_PREFIX)
     if not args.wait_s >= 0:
         raise InputError(f"--wait-s is {args.wait_s}: 0 or more seconds are accepted")
-    return int(run(Registry(args.registry, wait_s=args.wait_s), args))
-
-
-def _add_add(commands: Subparsers) -> None:
-    add = _command(commands, "add", _add)
-    add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
-    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
-    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: from its config)")
-    add.add_argument("--config", type=Path, metavar="FILE", help="config of the run (default: config.yaml of FOLDER)")
-    add.add_argument(
-        "--data", action="append", default=[], metavar="PATH", help="training data to hash; may be repeated"
-    )
-    add.add_argument(
-        "--eval", action="append", default=[], metavar="NAME=FOLDER", help="evaluation whose metrics are recorded"
-    )
-    add.add_argument("--metric", action="append", default=[], metavar="NAME=NUMBER", help="a metric of your own")
-    add.add_argument("--gate", type=Path, metavar="FILE", help="what `posttrain gate --json FILE` wrote")
-    add.add_argument("--note", default="", help="anything else worth knowing")
-    add.add_argument("--by", metavar="WHO", help="who does this (default: you)")
-    add.add_argument("--in-place", action="store_true", help="leave the files where they are instead of copying them")
-    add.add_argument("--json", action="store_true", help="print the version as JSON")
-
-
-def _add_reading(commands: Subparsers) -> None:
-    listing = _command(commands, "list", _list)
-    listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
-    show = _command(commands, "show", _show)
-    show.add_argument("name", metavar="NAME", help="may also name the version: NAME@WHICH")
-    show.add_argument("which", nargs="?", metavar="WHICH", help=WHICH_SHOWN)
-    show.add_argument("--verify", action="store_true", help="compare every file with its checksum")
-    history = _command(commands, "history", _history)
-    history.add_argument("name", metavar="NAME")
-    diff = _command(commands, "diff", _diff)
-    diff.add_argument("name", metavar="NAME")
-    diff.add_argument("left", metavar="A", help="a number, production or canary")
-    diff.add_argument("right", metavar="B", help="a number, production or canary")
-    for parser in (listing, show, history, diff):
-        parser.add_argument("--json", action="store_true", help="print JSON")
-    resolve = _command(commands, "resolve", _resolve)
-    resolve.add_argument("reference", metavar="REFERENCE", help=WHICH_RESOLVED)
-
-
-def _add_promote(commands: Subparsers) -> None:
-    promote = _command(commands, "promote", _promote)
-    promote.add_argument("name", metavar="NAME")
-    promote.add_argument("version", type=int, metavar="VERSION")
-    promote.add_argument("--to", choices=("canary", "production", "archived"), help="default: the next stage")
-    promote.add_argument("--expect", metavar="VERSION", help="only if this version is in that place now (or: none)")
-    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history records it")
-    _add_reason(promote)
-
-
-def _add_rollback(commands: Subparsers) -> None:
-    rollback = _command(commands, "rollback", _rollback)
-    rollback.add_argument("name", metavar="NAME")
-    rollback.add_argument("--stage", choices=("production", "canary"), default="production", help="what to take back")
-    rollback.add_argument("--to", type=int, metavar="VERSION", help=ROLLBACK_TO)
-    _add_reason(rollback)
-
-
-def _add_reason(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--why", required=True, metavar="TEXT", help="the reason, for the history")
-    parser.add_argument("--by", metavar="WHO", help="who does this (default: you)")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their checksums first")
+    return run(Registry(args.registry, wait_s=args.wait_s), args)
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -213,9 +183,8 @@ def _list(registry: Registry, args: argparse.Namespace) -> int:
     elif versions:
         show_versions(versions)
     else:
-        print(
-            f"{registry.location.text}: no models yet; `posttrain registry add NAME FOLDER` adds one", file=sys.stderr
-        )
+        empty = f"{registry.location.text}: no models yet; `posttrain registry add NAME FOLDER` adds one"
+        print(empty, file=sys.stderr)
     return 0
 
 

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from posttrain.apps.ship.registry.lineage import Lineage
 from posttrain.apps.ship.registry.stages import HistoryEntry
 from posttrain.apps.ship.registry.version import ABSENT, Difference, ModelVersion
+from posttrain.cli.tables import QUIET, console, facts, table
 from posttrain.files.json_files import JsonObject
-from posttrain.reporting.wording import printable
 
-STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": "bright_black"}
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": QUIET}
 MAX_SHOWN = 44
 
 
-class _Console(Console):
-    """Names, notes and metrics come from files and from others: their control characters are shown."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(_plain(each) for each in objects), **options)
-
-
-class _Table(Table):
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(_plain(cell) for cell in cells), **options)
-
-
-def _plain(value: object) -> Any:
-    return printable(value) if isinstance(value, str) else value
-
-
-def _console() -> Console:
-    # Piped output is not cut to 80 columns, so that it can be searched.
-    width = None if sys.stdout.isatty() else 200
-    return _Console(markup=False, emoji=False, highlight=False, width=width)
-
-
-def _table(*columns: str) -> Table:
-    table = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("version", "#") else "left")
-    return table
-
-
 def show_versions(versions: Sequence[ModelVersion]) -> None:
-    table = _table("model", "version", "stage", "gate", "base model", "added", "by", "note")
+    rows = table("model", "version", "stage", "gate", "base model", "added", "by", "note", right=("version",))
     for version in versions:
-        table.add_row(
+        rows.add_row(
             version.name,
             str(version.version),
             version.stage,
@@ -62,13 +32,13 @@ def show_versions(versions: Sequence[ModelVersion]) -> None:
             version.note,
             style=STAGE_STYLES[version.stage],
         )
-    _console().print(table)
+    console(soft_wrap=False).print(rows)
 
 
 def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage: list[str] | None) -> None:
-    console, lineage = _console(), version.lineage
-    console.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
-    facts = {
+    out, lineage = console(soft_wrap=False), version.lineage
+    out.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
+    about = {
         "added": f"{_when(version.at)} by {version.by}",
         "note": version.note,
         "files": f"{len(version.files)} in {version.path}" + (" (in place)" if version.in_place else ""),
@@ -81,47 +51,34 @@ def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage:
         "gate": "\n".join([lineage.verdict or ABSENT, *(lineage.gate or {}).get("reasons", [])]),
         "metrics": "\n".join(f"{name}  {value:.6g}" for name, value in lineage.metrics.items()),
     }
-    grid = _Table.grid(padding=(0, 2))
-    grid.add_column(style="bright_black", no_wrap=True)
-    grid.add_column()
-    for name, value in facts.items():
-        if value:
-            grid.add_row(name, value)
-    console.print(grid)
+    out.print(facts(about))
     own = [entry for entry in history if any(move.version == version.version for move in entry.moves)]
     if own:
-        console.print()
-        console.print(_history_table(own))
+        out.print()
+        out.print(_history_table(own))
     if damage is not None:
-        console.print()
+        out.print()
         for line in damage:
-            console.print(f"damaged: {line}", style="red")
+            out.print(f"damaged: {line}", style="red")
         if not damage:
-            console.print(f"{len(version.files)} files are what was registered", style="green")
+            out.print(f"{len(version.files)} files are what was registered", style="green")
 
 
 def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
     if not entries:
         print(f"{name}: nothing has been promoted yet")
         return
-    _console().print(_history_table(entries))
+    console(soft_wrap=False).print(_history_table(entries))
 
 
 def _history_table(entries: Sequence[HistoryEntry]) -> Table:
-    table = _table("#", "when", "who", "what", "why")
+    rows = table("#", "when", "who", "what", "why", right=("#",))
     for entry in entries:
         change = entry.change
-        forced = " (forced)" if change.forced else ""
-        what = _moves(entry) + forced
-        table.add_row(
-            str(change.ordinal),
-            _when(change.at),
-            change.by,
-            what,
-            change.why,
-            style="bright_black" if entry.refused else "",
-        )
-    return table
+        what = _moves(entry) + (" (forced)" if change.forced else "")
+        style = QUIET if entry.refused else ""
+        rows.add_row(str(change.ordinal), _when(change.at), change.by, what, change.why, style=style)
+    return rows
 
 
 def describe_entry(entry: HistoryEntry) -> str:
@@ -145,13 +102,13 @@ def show_differences(left: ModelVersion, right: ModelVersion, found: Sequence[Di
     if not found:
         print(f"versions {left.version} and {right.version} of {left.name} do not differ")
         return
-    table = _table("", "key", f"version {left.version}", f"version {right.version}", "change")
+    rows = table("", "key", f"version {left.version}", f"version {right.version}", "change", right=())
     section = ""
     for difference in found:
         shown = "" if difference.section == section else difference.section
         section = difference.section
-        table.add_row(shown, difference.key, _value(difference.left), _value(difference.right), _change(difference))
-    _console().print(table)
+        rows.add_row(shown, difference.key, _value(difference.left), _value(difference.right), _change(difference))
+    console(soft_wrap=False).print(rows)
 
 
 def _change(difference: Difference) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import OverridesParser, add_command
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import redact
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
+LIST_DESCRIPTION = """\
+Show the types of reward that `env.<name>.type` and `env.<name>.rewards.<part>.type` can name, with their keys.
+"""
 
 TEST_EPILOG = """\
 examples:
@@ -39,49 +42,40 @@ could not be scored · 64 bad config or file.
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    summary = "list the types of reward, or try one on stored samples"
-    parser = subparsers.add_parser("rewards", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    listing = commands.add_parser("list", help="show every type of reward and its keys", description=_list.__doc__)
-    listing.add_argument("words", nargs="*", metavar="TYPE", help="show only these types")
-    listing.add_argument("--json", action="store_true", help="print {type: {key: {default, description}}}")
+def add_arguments(parser: OverridesParser) -> None:
+    commands = parser.commands()
+    listing = add_command(commands, "list", "show every type of reward and its keys", description=LIST_DESCRIPTION)
+    listing.words("TYPE", "show only these types")
+    listing.switch("--json", "print {type: {key: {default, description}}}")
     listing.set_defaults(run=_list)
-    _add_test(commands)
-
-
-def _add_test(commands: Subparsers) -> None:
-    test = commands.add_parser(
+    test = add_command(
+        commands,
         "test",
-        help="score stored samples and compare with the rewards recorded for them",
+        "score stored samples and compare with the rewards recorded for them",
         description="Score stored samples, and show where the reward differs from what was recorded for them.",
         epilog=TEST_EPILOG,
-        formatter_class=RAW,
         usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
     )
-    test.add_argument(
-        "words", nargs="*", metavar="FILE key=value", help="the samples, then settings of the reward or config"
-    )
-    test.add_argument("--type", metavar="TYPE", help="a type of reward; its settings are given as key=value")
-    test.add_argument("--config", type=Path, metavar="FILE", help="config of a run, whose environment is tried")
-    test.add_argument("--env", metavar="NAME", help="key under `env` of the config; may be left out if there is one")
-    test.add_argument("--prompt", metavar="COLUMN", help="column with the prompt")
-    test.add_argument("--response", metavar="COLUMN", help="column with the answer to score")
-    test.add_argument("--reference", metavar="COLUMN", help="column with the expected answer")
-    test.add_argument("--expected", metavar="COLUMN", help="column with the reward or label to compare with")
-    test.add_argument("--part", metavar="NAME", help="compare this part of the reward instead of the sum")
-    test.add_argument("--row-settings", metavar="COLUMNS", help="columns, by comma, that are settings of the reward")
-    test.add_argument("--tokenizer", metavar="MODEL", help="counts tokens, for rewards by length in tokens")
-    test.add_argument("--tolerance", type=float, default=1e-6, help="difference that is still agreement (1e-6)")
-    test.add_argument("--limit", type=int, metavar="N", help="read only the first N samples")
-    test.add_argument("--show", type=int, default=10, metavar="N", help="disagreements and reasons to show (10)")
-    test.add_argument("--out", type=Path, metavar="FILE", help="write every sample's scores there, as jsonl")
-    test.add_argument("--strict", action="store_true", help="exit with 2 if anything disagrees or is unscored")
+    test.words("FILE key=value", "the samples, then settings of the reward or config")
+    test.option("--type TYPE", "a type of reward; its settings are given as key=value")
+    test.config_file("config of a run, whose environment is tried")
+    test.option("--env NAME", "key under `env` of the config; may be left out if there is one")
+    test.option("--prompt COLUMN", "column with the prompt")
+    test.option("--response COLUMN", "column with the answer to score")
+    test.option("--reference COLUMN", "column with the expected answer")
+    test.option("--expected COLUMN", "column with the reward or label to compare with")
+    test.option("--part NAME", "compare this part of the reward instead of the sum")
+    test.option("--row-settings COLUMNS", "columns, by comma, that are settings of the reward")
+    test.option("--tokenizer MODEL", "counts tokens, for rewards by length in tokens")
+    test.option("--tolerance", "difference that is still agreement", default=1e-6)
+    test.option("--limit N", "read only the first N samples", type=int)
+    test.option("--show N", "disagreements and reasons to show", default=10)
+    test.option("--out FILE", "write every sample's scores there, as jsonl", type=Path)
+    test.switch("--strict", "exit with 2 if anything disagrees or is unscored")
     test.set_defaults(run=_test)
 
 
 def _list(args: argparse.Namespace) -> int:
-    """Show the types of reward that `env.<name>.type` and `env.<name>.rewards.<part>.type` can name, with their keys."""
     from posttrain.config.rewards import REWARD_TYPES, RewardConfig, reward_keys
 
     chosen = {name: section for name, section in REWARD_TYPES.items() if name in args.words or not args.words}
@@ -117,10 +111,7 @@ def _keys_as_json(section: type[RewardConfig]) -> JsonObject:
 
 
 def _default_text(info: FieldInfo) -> str:
-    if info.is_required():
-        return "(required)"
-    default = info.get_default(call_default_factory=True)
-    return json.dumps(default)
+    return "(required)" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
 
 
 def _known_type(name: str) -> None:

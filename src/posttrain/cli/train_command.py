@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 
 from posttrain.apps.train import WITH_APPS
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config.aliases import ALIASES_OF_KIND, short_names
-from posttrain.recipes import KINDS
 from posttrain.run import start_run
 
 EPILOG = """\
@@ -30,33 +28,24 @@ One process at a time writes to a folder: a second command is refused with exit 
 INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, if there is one"
 
 
-def add_parser(commands: Subparsers) -> None:
-    for kind, described in KINDS.items():
-        further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
-        of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
-        parser = add_command(commands, kind, described.summary, epilog=EPILOG.format(kind=kind, of_kind=of_kind))
-        parser.short_names = short_names(kind)
-        add_arguments(parser)
-        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
-    parser.add_argument(
-        "--verbose", action="store_true", help="on a terminal: the whole block of every step, as in logs/train.log"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
-    parser.add_argument(
+def add_training(parser: OverridesParser) -> None:
+    kind = parser.prog.split()[-1]
+    further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
+    of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
+    parser.epilog = EPILOG.format(kind=kind, of_kind=of_kind)
+    parser.short_names = short_names(kind)
+    parser.config_file()
+    parser.switch("--verbose", "on a terminal: the whole block of every step, as in logs/train.log")
+    parser.switch("--quiet", "print warnings, errors and the end result only")
+    parser.switch(
         "--resume-with-changes",
-        action="store_true",
-        help="resume the run in the folder although training settings differ; the changes are recorded",
+        "resume the run in the folder although training settings differ; the changes are recorded",
     )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="begin at step 1 after moving the run in the folder, with its checkpoints, to earlier_NNN/ in it",
+    parser.switch(
+        "--restart", "begin at step 1 after moving the run in the folder, with its checkpoints, to earlier_NNN/ in it"
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
+    parser.words()
+    parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)
 
 
 def run(kind: str, args: argparse.Namespace) -> int:

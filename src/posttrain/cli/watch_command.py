@@ -9,7 +9,7 @@ import webbrowser
 from pathlib import Path
 
 from posttrain.apps.serve.options import is_loopback
-from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 from posttrain.files.json_files import read_at_most
 from posttrain.files.redaction import name_secret
@@ -29,32 +29,22 @@ doctor found, several runs side by side. Reads the folders and writes nothing in
 """
 EPILOG = f"""\
 Only this machine can reach it unless --host says otherwise. Then it needs a token, from --token-file or the variable
-{TOKEN_VARIABLE}, which every browser is asked for once. Traffic is not encrypted: use a tunnel (ssh -L) or a proxy with TLS.
+{TOKEN_VARIABLE}, which every browser is asked for once. Traffic is not encrypted: use a tunnel (ssh -L) or a proxy
+with TLS.
 exit codes: 0 ended by a signal · 64 bad input
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    parser = add_command(commands, "watch", "runs in the browser, live", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        metavar="FOLDER",
-        help=f"a run, or a folder that holds runs; a path or a URL such as s3://bucket/runs (default: {DEFAULT_FOLDER})",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8411, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help=f"holds what browsers are asked for (default: {TOKEN_VARIABLE})"
-    )
-    parser.add_argument(
-        "--registry",
-        action="append",
-        default=[],
-        metavar="WHERE",
-        help="a registry to show, beside those in the folders; may be repeated",
-    )
-    parser.add_argument("--open", action="store_true", help="open a browser")
+def add_arguments(parser: OverridesParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    places = f"a run, or a folder that holds runs; a path or a URL such as s3://bucket/runs (default: {DEFAULT_FOLDER})"
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help=places)
+    parser.option("--host", "address to listen at", default="127.0.0.1")
+    parser.option("--port", "0 takes a free one", default=8411)
+    parser.option("--token-file FILE", f"holds what browsers are asked for (default: {TOKEN_VARIABLE})", type=Path)
+    further = "a registry to show, beside those in the folders; may be repeated"
+    parser.option("--registry WHERE", further, action="append", default=[])
+    parser.switch("--open", "open a browser")
     parser.set_defaults(run=run, output_is_result=False, interrupted="watch ended")
 
 
@@ -62,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     token = _token(args.token_file)
     if token is None and not is_loopback(args.host):
         raise InputError(
-            f"--host {args.host}: other machines could read the runs. Give a token (--token-file FILE or {TOKEN_VARIABLE}), "
-            "or stay on this machine and use a tunnel (ssh -L)"
+            f"--host {args.host}: other machines could read the runs. Give a token (--token-file FILE or "
+            f"{TOKEN_VARIABLE}), or stay on this machine and use a tunnel (ssh -L)"
         )
     try:
         from posttrain.apps.watch.access import Access

@@ -17,7 +17,7 @@ import yaml
 
 import posttrain
 from posttrain.checkpointing import CHECKPOINT_THREAD
-from posttrain.cli import chat_command, config_command, eval_command, serve_command, train_command
+from posttrain.cli import config_command, eval_command, serve_command, train_command
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.errors import InputError, StorageError
@@ -212,21 +212,26 @@ def test_a_stopped_program_waits_for_a_thread_that_writes(outcome: Any, program:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("name", "module", "function", "words"),
     [
-        (serve_command, "posttrain: stopped\n"),
-        (chat_command, "posttrain: stopped\n"),
-        (eval_command, "posttrain: stopped; finished problems are saved, and the same command resumes\n"),
+        ("serve", serve_command, "run", "posttrain: stopped\n"),
+        ("chat", serve_command, "_chat", "posttrain: stopped\n"),
+        (
+            "eval",
+            eval_command,
+            "run",
+            "posttrain: stopped; finished problems are saved, and the same command resumes\n",
+        ),
     ],
 )
 def test_ctrl_c_prints_what_was_kept(
-    command: Any, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, module: Any, function: str, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(args: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run", interrupted)
-    code, _, err = call([command.__name__.rpartition(".")[2].removesuffix("_command"), "model"], capsys)
+    monkeypatch.setattr(module, function, interrupted)
+    code, _, err = call([name, "model"], capsys)
     assert (code, err) == (130, words)
 
 

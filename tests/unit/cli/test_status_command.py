@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.cli.status_command import status_lines
+from posttrain.cli.run_commands import status_lines
 from posttrain.files import run_folder_lock as attempts
 from posttrain.files.locks import Holder
 from posttrain.files.run_folder_lock import Attempt, AttemptRecord

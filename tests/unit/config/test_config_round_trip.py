@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from posttrain.cli import config_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, load_config
 from posttrain.config.interpolation import resolve
 from posttrain.config.render import to_yaml_text
@@ -124,12 +125,8 @@ def test_remarks_say_where_values_came_from(tmp_path: Path, monkeypatch: pytest.
 
 
 def command(*words: str) -> int:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    config_command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["config", *words])
-    return args.run(args)
+    args = OverridesParser(fill=config_command.add_arguments).parse_args(words)
+    return int(args.run(args))
 
 
 def test_show_prints_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,10 +136,11 @@ class Run:
         from posttrain.run import quieten_libraries
 
         quieten_libraries()
+        from posttrain.apps.serve.options import ChatOptions
         from posttrain.apps.serve.terminal import converse, open_chat
 
         if self._chat is None or options:
-            self._chat = open_chat(str(self.checkpoints), **options)
+            self._chat = open_chat(str(self.checkpoints), ChatOptions(**options))
         if new:
             self._chat.reset()
         if message is None:

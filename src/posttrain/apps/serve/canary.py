@@ -17,7 +17,9 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
+from posttrain.apps.options import Option, check_ranges
 from posttrain.errors import InputError
 
 PRODUCTION = "production"
@@ -28,24 +30,19 @@ _MOST_REMEMBERED_ANSWERS = 100_000
 
 @dataclass(frozen=True)
 class CanaryRules:
-    share: float = 0.1  # of the traffic, 0 to 1
-    max_error_rate: float = 0.05
-    min_requests: int = 20
+    share: Annotated[float, Option("of users, or of requests", "SHARE", at_least=0, at_most=1)] = 0.1
+    max_error_rate: Annotated[float, Option("more sends all traffic back", "RATE", at_least=0, at_most=1)] = 0.05
+    min_requests: Annotated[int, Option("before that is judged", at_least=1)] = 20
     window: int = 200  # number of recent answers that count
-    max_kpi_drop: float | None = None  # None: scores never cause a rollback
-    min_feedback: int = 30
+    max_kpi_drop: Annotated[
+        float | None, Option("mean score of /v1/feedback below production's (default: off)", at_least=0)
+    ] = None
+    min_feedback: Annotated[int, Option("scores of each, before that", at_least=2)] = 30
 
     def __post_init__(self) -> None:
-        checks = {
-            "share": (self.share, 0 <= self.share <= 1, "a number from 0 to 1"),
-            "max error rate": (self.max_error_rate, 0 <= self.max_error_rate <= 1, "a number from 0 to 1"),
-            "min requests": (self.min_requests, 1 <= self.min_requests <= self.window, f"1 to {self.window}"),
-            "max KPI drop": (self.max_kpi_drop, (self.max_kpi_drop or 0) >= 0, "0 or more"),
-            "min feedback": (self.min_feedback, self.min_feedback >= 2, "2 or more"),
-        }
-        for name, (value, fine, accepted) in checks.items():
-            if not fine:
-                raise InputError(f"canary {name} is {value}: {accepted} is accepted")
+        check_ranges(self, "canary_")
+        if self.min_requests > self.window:
+            raise InputError(f"--canary-min-requests is {self.min_requests}: 1 to {self.window} is accepted")
 
 
 @dataclass

@@ -5,35 +5,72 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from posttrain.apps.options import Option, check_ranges
 from posttrain.apps.serve.canary import CanaryRules
 
 # The default context of models that were made for more tokens.
 LONGEST_UNASKED_TOKENS = 8192
+_CONTEXT = f"prompt and answer, tokens (default: the model's, ≤ {LONGEST_UNASKED_TOKENS})"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Sizes of the engine. None of them changes an answer by more than rounding."""
 
-    precision: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None  # None: the model's own, at most LONGEST_UNASKED_TOKENS
-    max_batch_size: int = 64
-    max_prefill_tokens: int = 4096
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    prefix_cache: bool = True  # reuse cached prefixes of earlier sequences
+    precision: Annotated[str, Option(choices=("auto", "bfloat16", "float32"))] = "auto"
+    device: Annotated[str, Option(choices=("auto", "cpu", "cuda"))] = "auto"
+    max_model_len: Annotated[int | None, Option(_CONTEXT, at_least=2)] = None
+    max_batch_size: Annotated[int, Option("samples that decode together", at_least=1)] = 64
+    max_prefill_tokens: Annotated[int, Option("prompt tokens in a pass", at_least=1)] = 4096
+    kv_cache_gib: Annotated[
+        float | None, Option("memory of the KV cache (default: 2 on a CPU)", "GIB", more_than=0)
+    ] = None
+    gpu_memory_utilization: Annotated[float, Option("of a GPU, weights included", "SHARE", more_than=0, at_most=1)] = (
+        0.9
+    )
+    prefix_cache: Annotated[
+        bool, Option("compute every prompt from its beginning, also where an earlier one began alike")
+    ] = True  # reuse cached prefixes of earlier sequences
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    max_queue: int = 256  # samples that wait, beyond those that run
-    max_body_bytes: int = 2 * 2**20
-    max_completion_tokens: int | None = None  # per sample; None: what the context leaves
-    max_samples: int = 16  # of one request, over all of its prompts
-    request_timeout_s: float = 600.0  # waiting included
-    body_timeout_s: float = 30.0
+    max_queue: Annotated[int, Option("samples that may wait, beyond those that run; then 429", at_least=0)] = 256
+    max_body_bytes: Annotated[int, Option("larger bodies get 413", at_least=1)] = 2 * 2**20
+    max_completion_tokens: Annotated[
+        int | None, Option("of one sample (default: what the context leaves)", at_least=1)
+    ] = None
+    max_samples: Annotated[int, Option("of one request: prompts times n", at_least=1)] = 16
+    request_timeout_s: Annotated[float, Option("queue included; then 504", "S", more_than=0)] = 600.0
+    body_timeout_s: Annotated[float, Option("for a head, and for a body, to arrive", "S", more_than=0)] = 30.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Of a conversation in the terminal or in Python."""
+
+    system: Annotated[str | None, Option("the system message", "TEXT")] = None
+    temperature: Annotated[float, Option("0 is greedy", at_least=0, at_most=10)] = 0.7
+    top_p: Annotated[float, Option("nucleus; 1 is off", more_than=0, at_most=1)] = 0.95
+    max_tokens: Annotated[int, Option("tokens of one answer at most", at_least=1)] = 512
+    seed: Annotated[int | None, Option("the same answers every time")] = None
+    max_model_len: Annotated[int | None, Option(_CONTEXT, at_least=8)] = None
+    precision: Annotated[str, Option(choices=("auto", "bfloat16", "float32"))] = "auto"
+    device: Annotated[str, Option(choices=("auto", "cpu", "cuda"))] = "auto"
+    registry: Annotated[
+        str | None, Option("where the registry is (default: POSTTRAIN_REGISTRY, ./registry)", "WHERE")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -48,8 +85,8 @@ class ServeOptions:
     api_keys: Sequence[str] = ()
     no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
-    # 2: the engine in a separate process; 1: in a thread of the server; None: 2 on a GPU, else 1
-    processes: int | None = None
+    processes: int | None = None  # 2: the engine in one of its own; 1: in a thread; None: 2 on a GPU, else 1
+    drain_timeout_s: float = 120.0  # for running requests after SIGTERM
 
 
 def is_loopback(host: str) -> bool:

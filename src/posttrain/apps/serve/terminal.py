@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.apps.serve.models import load_engine
-from posttrain.apps.serve.options import EngineOptions
+from posttrain.apps.serve.options import ChatOptions, EngineOptions
 from posttrain.apps.serve.responses import ResponseChoice
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
-from posttrain.errors import InputError, option
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import resolve_registered_model
 from posttrain.types import SMALLEST_TEMPERATURE, Message, Sampling
 
@@ -100,35 +100,13 @@ class TerminalChat:
         return forgotten, tuple(ids)
 
 
-def open_chat(
-    model: str,
-    *,
-    system: str | None = None,
-    temperature: float = 0.7,
-    top_p: float = 0.95,
-    max_tokens: int = 512,
-    seed: int | None = None,
-    max_model_len: int | None = None,
-    precision: str = "auto",
-    device: str = "auto",
-    registry: str | None = None,
-) -> TerminalChat:
-    """Load the model. Raises InputError for an option that is out of range."""
-    fine = {
-        "--temperature": (temperature, 0 <= temperature <= 10, "a number from 0 to 10"),
-        "--top-p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        "--max-tokens": (max_tokens, max_tokens >= 1, "at least 1"),
-        "--max-model-len": (max_model_len, max_model_len is None or max_model_len >= 8, "at least 8"),
-    }
-    for flag, (value, is_fine, accepted) in fine.items():
-        if not is_fine:
-            raise InputError(f"{option(flag)} is {value}: {accepted} is accepted")
-    found = resolve_registered_model(model, registry=registry)
-    session = GenerationSession(load_engine(found, EngineOptions(precision, device, max_model_len, max_batch_size=1)))
-    sampling = Sampling(
-        max_tokens, temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0, top_p=top_p
-    )
-    return TerminalChat(session, ChatFormat(session.tokenizer), sampling, seed, system, name=found.text)
+def open_chat(model: str, options: ChatOptions = ChatOptions()) -> TerminalChat:
+    found = resolve_registered_model(model, registry=options.registry)
+    engine = EngineOptions(options.precision, options.device, options.max_model_len, max_batch_size=1)
+    session = GenerationSession(load_engine(found, engine))
+    temperature = options.temperature if options.temperature >= SMALLEST_TEMPERATURE else 0.0
+    sampling = Sampling(options.max_tokens, temperature=temperature, top_p=options.top_p)
+    return TerminalChat(session, ChatFormat(session.tokenizer), sampling, options.seed, options.system, name=found.text)
 
 
 def converse(

