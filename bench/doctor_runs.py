@@ -32,8 +32,8 @@ from tables import table
 from posttrain.algorithms import grpo
 from posttrain.apps.demo.arithmetic import answer, build_model, careless_answer, problems, question, write_data
 from posttrain.build import TrainingRun  # noqa: F401  imported here for the processes that are forked
-from posttrain.cli.run_commands import Report, examined
 from posttrain.cli.main import main as posttrain
+from posttrain.cli.run_commands import Report, examined
 from posttrain.reporting.run_files import FINISHED, read_info
 from posttrain.types import TokenBatch
 

@@ -127,6 +127,14 @@ def _refuse_missing(config: RunConfig) -> None:
             raise DataError(not_found(path))
 
 
+def refuse_missing_model(text: str) -> None:
+    """The same for a command that takes a model: a name that is none. Folders are looked at when they are loaded."""
+    from posttrain.models.accepted_names import REGISTRY_PREFIX, resolve_model
+
+    if not text.startswith((REGISTRY_PREFIX, "http://", "https://")) and not Path(text).expanduser().is_dir():
+        resolve_model(text)
+
+
 def quieten_libraries() -> None:
     """Their progress bars and advice would break up ours. Set before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
-from posttrain.run import quieten_libraries
+from posttrain.run import quieten_libraries, refuse_missing_model
 
 if TYPE_CHECKING:
     from posttrain.apps.export.convert import Advance, Converted
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"convert takes one MODEL; a folder to write is named by --to {args.words[0]}")
     if args.to is None and args.gguf is None:
         raise InputError("give a target: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
+    refuse_missing_model(args.model)
     quieten_libraries()
     if args.gguf is None:
         run_conversion(args, args.model, args.to)

@@ -74,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
-    from posttrain.run import quieten_libraries
+    from posttrain.run import quieten_libraries, refuse_missing_model
 
+    refuse_missing_model(str(loaded.config.generation.model_name))
     quieten_libraries()
     from posttrain.apps.evaluate.build import EvaluationBuild
     from posttrain.apps.evaluate.results import SUMMARY_FILE

@@ -46,7 +46,7 @@ class OverridesParser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=help)
 
     def words(self, metavar: str = "key=value", help: str = "settings that override the file's") -> None:
-        self.add_argument("words", nargs="*", metavar=metavar, help=help)
+        self.add_argument("words", nargs="*", default=[], metavar=metavar, help=help)
 
     def config_file(self, help: str = "YAML file; what it does not set keeps its default", **settings: Any) -> None:
         self.option("--config FILE", help, type=Path, **settings)
@@ -65,8 +65,8 @@ class OverridesParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        if self.fill is not None:
-            self.fill, fill = None, self.fill
+        if (fill := self.fill) is not None:
+            self.fill = None
             fill(self)
         given = self._without_dashes(list(sys.argv[1:] if args is None else args))
         if given and given[0] in self.actions:

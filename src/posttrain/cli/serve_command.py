@@ -15,7 +15,7 @@ from posttrain.cli.overrides_parser import OverridesParser, add_fields, add_opti
 from posttrain.errors import ExitCode, InputError
 from posttrain.files.json_files import read_at_most
 from posttrain.files.redaction import name_secret
-from posttrain.models.accepted_names import REGISTRY_PREFIX, resolve_model
+from posttrain.run import quieten_libraries, refuse_missing_model
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _MAX_KEY_FILE_BYTES = 2**20
@@ -91,9 +91,7 @@ def run(args: argparse.Namespace) -> int:
             f"--host {args.host}: everyone who can reach it could use the server. Set a key with {KEY_VARIABLE} or "
             "--api-key-file, or give --no-auth"
         )
-    _refuse_missing(args.model)
-    from posttrain.run import quieten_libraries
-
+    refuse_missing_model(args.model)
     quieten_libraries()
     from posttrain.apps.serve import server
 
@@ -106,12 +104,6 @@ def run(args: argparse.Namespace) -> int:
     with server.listen(args.host, args.port):
         pass  # a port in use is reported before minutes are spent on loading
     return server.run(build_service(options, server.say), args.host, args.port, options.drain_timeout_s)
-
-
-def _refuse_missing(model: str) -> None:
-    """A name that is no model, before torch is imported."""
-    if not model.startswith(REGISTRY_PREFIX) and not Path(model).expanduser().is_dir():
-        resolve_model(model)
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
@@ -207,9 +199,7 @@ def _chat(args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
     options = ChatOptions(**given_fields(args, ChatOptions))
-    _refuse_missing(args.model)
-    from posttrain.run import quieten_libraries
-
+    refuse_missing_model(args.model)
     quieten_libraries()
     from posttrain.apps.serve.terminal import converse, open_chat
 

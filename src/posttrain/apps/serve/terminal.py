@@ -100,7 +100,7 @@ class TerminalChat:
         return forgotten, tuple(ids)
 
 
-def open_chat(model: str, options: ChatOptions = ChatOptions()) -> TerminalChat:
+def open_chat(model: str, options: ChatOptions) -> TerminalChat:
     found = resolve_registered_model(model, registry=options.registry)
     engine = EngineOptions(options.precision, options.device, options.max_model_len, max_batch_size=1)
     session = GenerationSession(load_engine(found, engine))
