@@ -7,8 +7,8 @@ command.
 from __future__ import annotations
 
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE, RDMA_NETWORKS, Instance, find_instance
-from posttrain.apps.launch.lint.storage_rules import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.storage_sizes import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 

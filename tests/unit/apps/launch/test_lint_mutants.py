@@ -12,7 +12,7 @@ import pytest
 from launch_profiles import CRDS, EKS, GKE, make_profile, make_request
 
 from posttrain.apps.launch.admin_objects import render_setup
-from posttrain.apps.launch.lint import core_schemas
+from posttrain.apps.launch.lint import cel_rules, core_schemas
 from posttrain.apps.launch.lint.check import RULES, check_manifests
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.manifest_files import Manifest
@@ -381,3 +381,19 @@ def test_every_rule_is_broken_by_a_test() -> None:
     elsewhere = {"schema", "crd-schema", "crd-cel", "helm-lint", "twice"}  # test_lint_schemas.py, test_render.py, above
     assert {mutant[4] for mutant in [*MUTANTS, *UNWISE]} | elsewhere == set(RULES)
     assert len(MUTANTS) >= 60
+
+
+def test_expressions_name_what_exists() -> None:
+    """A name that is misspelt would make a check silent."""
+    manifest = Manifest("m", 1, {"kind": "Pod", "apiVersion": "v1", "spec": {"containers": [{}]}})
+    scopes = [scope for _, scope in cel_rules.scopes_of(manifest)]
+    known = {name for scope in scopes for name in scope.facts} | {"is_job", "is_head", "map", "list", "int"}
+    for check in cel_rules.load_rules()[1]:
+        at_a_place = cel_rules.Evaluation(check, scopes[0], scopes[0].item, None)
+        expressions = [check.wrong, check.show or "value", *(check.let or {}).values()]
+        for text in [*expressions, *cel_rules.EXPRESSION.findall(check.message + check.remedy)]:
+            _, names, functions = cel_rules.compile_expression(text)
+            bound = re.findall(r"[.](?:exists|all|filter|map)\((\w+),", text)
+            assert set(names) <= {*known, *at_a_place.names, *bound}, (check.rule, text)
+            of_cel = {"contains", "startsWith", "endsWith", "size", "type", "int", "double"}
+            assert {name for name in functions if name.isidentifier()} <= {*at_a_place.functions, *of_cel}, text

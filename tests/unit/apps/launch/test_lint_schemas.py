@@ -72,7 +72,6 @@ def test_custom_resources_are_strict(
 
 
 @needs_crds
-@pytest.mark.skipif(find_spec("cel") is None, reason="common-expression-language is not installed")
 def test_cel_rules_of_custom_resources_are_evaluated(tmp_path: Path, schemas: CustomSchemas) -> None:
     objects = render_setup(make_profile(tmp_path, EKS))
     node_class = next(body for body in objects if body["kind"] == "EC2NodeClass")

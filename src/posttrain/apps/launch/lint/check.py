@@ -9,21 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.apps.launch.lint import (
-    core_schemas,
-    device_rules,
-    job_rules,
-    kueue_rules,
-    node_rules,
-    pod_rules,
-    ray_rules,
-    reference_rules,
-    storage_rules,
-    volcano_rules,
-)
+from posttrain.apps.launch.lint import core_schemas
+from posttrain.apps.launch.lint.cel_rules import check_rules, load_rules
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.findings import Findings, LintFinding, ManifestPlace
-from posttrain.apps.launch.lint.reading import map_of, pods_of
+from posttrain.apps.launch.lint.reading import map_of
+from posttrain.apps.launch.lint.references import check_references
 from posttrain.apps.launch.manifest_files import Manifest, read_manifests, read_text
 from posttrain.errors import InputError
 
@@ -35,18 +26,7 @@ _OWN = {
     "crd-cel": "the CEL rules of the custom resource hold (--crds)",
     "helm-lint": "`helm lint` finds no error in a chart",
 }
-RULES: dict[str, str] = {
-    **_OWN,
-    **pod_rules.RULES,
-    **device_rules.RULES,
-    **job_rules.RULES,
-    **volcano_rules.RULES,
-    **ray_rules.RULES,
-    **node_rules.RULES,
-    **kueue_rules.RULES,
-    **storage_rules.RULES,
-    **reference_rules.RULES,
-}
+RULES: dict[str, str] = {**_OWN, **load_rules()[0]}
 
 
 @dataclass
@@ -97,11 +77,11 @@ def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None
             report.findings += schemas.check(manifest)
         else:
             unknown.add(f"{manifest.group} {manifest.kind}")
-        report.findings += _semantic(manifest)
-    report.findings += reference_rules.check_references(sound)
+    report.findings += check_rules(sound)
+    report.findings += check_references(sound)
     report.findings = _without_repetition(report.findings)
     if schemas is not None:
-        report.skipped += schemas.skipped
+        report.skipped += dict.fromkeys(schemas.skipped)
     if not has_core:
         report.skipped.append("schemas of Kubernetes: pip install 'posttrain[k8s]'")
     if unknown:
@@ -109,18 +89,6 @@ def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None
             f"schemas of {', '.join(sorted(unknown))}: --crds FOLDER with their CustomResourceDefinitions"
         )
     return report
-
-
-def _semantic(manifest: Manifest) -> Findings:
-    for pods in pods_of(manifest):
-        yield from pod_rules.check_pods(pods)
-        yield from device_rules.check_devices(pods)
-    yield from job_rules.check_jobs(manifest)
-    yield from volcano_rules.check_volcano(manifest)
-    yield from ray_rules.check_ray(manifest)
-    yield from node_rules.check_nodes(manifest)
-    yield from kueue_rules.check_kueue(manifest)
-    yield from storage_rules.check_storage(manifest)
 
 
 def _check_shape(manifest: Manifest) -> Findings:

@@ -1,14 +1,13 @@
 """Schemas of custom resources (CustomResourceDefinitions) and their CEL rules, from a folder that the user names.
 
 posttrain contains none of them: they depend on the versions of the operators in a cluster. `kubectl get crd -o json`
-writes them. CEL needs the package `common-expression-language`; rules that compare with the stored object are left out.
+writes them. CEL rules that compare with the stored object are left out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ class CustomSchemas:
             raise InputError(
                 f"--crds {folder}: no CustomResourceDefinition in it; `kubectl get crd -o json` writes them"
             )
+        self.skipped: list[str] = []  # rules that were not evaluated, and why
         self._validators: dict[tuple[str, str, str], Any] = {}
 
     def _key(self, manifest: Manifest) -> tuple[str, str, str]:
@@ -81,19 +81,19 @@ class CustomSchemas:
             self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
         yield from findings_of(manifest, self._validators[key].iter_errors(manifest.body), RULE)
         for place, rule, value in _rules(self.schemas[key], manifest.body, ManifestPlace(manifest)):
-            if (problem := self._cel.failure(rule, value)) is not None:
-                yield place.error(CEL_RULE, None, problem)
+            if not self._holds(rule["rule"], value):
+                yield place.error(CEL_RULE, None, rule.get("message", rule["rule"]))
 
-    @property
-    def skipped(self) -> list[str]:
-        """What of the rules was not evaluated, and why."""
-        if not self._cel.is_available:
-            return ["CEL rules of custom resources: pip install 'posttrain[k8s]'"]
-        return [f"CEL rule {rule!r}: {why}" for rule, why in self._cel.not_evaluated.items()]
+    def _holds(self, rule: str, value: object) -> bool:
+        """Evaluated with the string functions that Kubernetes adds."""
+        import cel
 
-    @cached_property
-    def _cel(self) -> _Cel:
-        return _Cel()
+        functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
+        try:
+            return bool(cel.evaluate(rule, cel.Context(variables={"self": value}, functions=functions)))
+        except Exception as error:  # a function or a field that this implementation does not support
+            self.skipped.append(f"CEL rule {rule!r}: {reason_of(error)}")
+            return True
 
 
 def _closed(schema: JsonObject, is_root: bool = False) -> JsonObject:
@@ -139,33 +139,6 @@ def _rules(
     elif isinstance(value, list) and isinstance(items := schema.get("items"), dict):
         for index, item in enumerate(value):
             yield from _rules(items, item, place.at(index))
-
-
-class _Cel:
-    """Evaluates rules, with the string functions that Kubernetes adds. Without the package nothing is evaluated."""
-
-    def __init__(self) -> None:
-        try:
-            import cel
-        except ImportError:
-            cel = None
-        self._cel: Any = cel
-        self.not_evaluated: dict[str, str] = {}
-
-    @property
-    def is_available(self) -> bool:
-        return self._cel is not None
-
-    def failure(self, rule: dict[str, str], value: object) -> str | None:
-        if self._cel is None:
-            return None
-        functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
-        try:
-            holds = self._cel.evaluate(rule["rule"], self._cel.Context(variables={"self": value}, functions=functions))
-        except Exception as error:  # a function or a field that this implementation does not support
-            self.not_evaluated[rule["rule"]] = reason_of(error)
-            return None
-        return None if holds else rule.get("message", rule["rule"])
 
 
 def _find(text: str, pattern: str) -> str:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.apps.launch.instances import INSTANCES, Instance
 from posttrain.apps.launch.lint.findings import ManifestPlace
 from posttrain.apps.launch.manifest_files import Manifest
+from posttrain.apps.launch.quantities import quantity
 from posttrain.files.json_files import JsonObject
 
 INSTANCE_LABEL = "node.kubernetes.io/instance-type"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 KARPENTER_CAPACITY = "karpenter.sh/capacity-type"
 GKE_SPOT = "cloud.google.com/gke-spot"
-_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
-_FACTORS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_FACTORS |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTPE")}
+_KEY = re.compile(r"\['([^']+)'\]|\[(\*|\d+)\]|([^.\[\]]+)")
 
 
 def map_of(value: object, *keys: str) -> JsonObject:
@@ -44,14 +43,52 @@ def number(value: object, default: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def quantity(value: object) -> float | None:
-    """`8`, "500m", "1.5Gi" as a number; None if it is not a number."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    return float(match[1]) * _FACTORS[match[2] or ""] if match else None
+def keys_of(path: str) -> list[str | int]:
+    """`a.b[0]['x/y']` as keys. `*` stands for every entry of a map, `[*]` for every item of a list."""
+    return [
+        text or (name if name else "[*]" if index == "*" else int(index)) for text, index, name in _KEY.findall(path)
+    ]
+
+
+def read(value: object, path: str) -> Any:
+    """The value at a path; None where something is missing or has another type."""
+    for key in keys_of(path):
+        value = _step(value, key)
+    return value
+
+
+def _step(value: object, key: str | int) -> Any:
+    if isinstance(key, int):
+        return value[key] if isinstance(value, list) and key < len(value) else None
+    return value.get(key) if isinstance(value, dict) else None
+
+
+class Item(NamedTuple):
+    """A value that a path with wildcards leads to."""
+
+    place: ManifestPlace
+    value: Any
+    keys: tuple[str | int, ...] = ()  # in place of the wildcards
+    siblings: Any = None  # the list or map around it
+
+
+def every(item: Item, path: str) -> Iterator[Item]:
+    items = [item]
+    for key in keys_of(path):
+        items = [inner for outer in items for inner in _inner(outer, key)]
+    yield from items
+
+
+def _inner(item: Item, key: str | int) -> Iterator[Item]:
+    place, value, keys, siblings = item
+    if key == "[*]":
+        for index, inner in enumerate(value if isinstance(value, list) else []):
+            yield Item(place.at(index), inner, (*keys, index), value)
+    elif key == "*":
+        for name, inner in (value if isinstance(value, dict) else {}).items():
+            yield Item(place.at(str(name)), inner, (*keys, str(name)), value)
+    else:
+        yield Item(place.at(key), _step(value, key), keys, siblings)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -24,10 +23,10 @@ from pathlib import Path
 
 from posttrain.apps.launch.local import namespaces
 from posttrain.apps.launch.local.pods import Object, Pod, as_time
+from posttrain.apps.launch.quantities import quantity
 
 GATEWAY = "10.88.0.1"
 METADATA_ADDRESS = "169.254.169.254"
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "": 1}
 _OF_THE_IMAGE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
 _NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 MAX_EVENTS = 1000
@@ -175,7 +174,9 @@ class Kubelet:
             elif "hostPath" in volume:
                 mount["source"] = volume["hostPath"]["path"]
             elif volume["emptyDir"].get("medium") == "Memory":
-                mount["size"] = _bytes(volume["emptyDir"].get("sizeLimit", "1Gi"))
+                size = quantity(volume["emptyDir"].get("sizeLimit", "1Gi"))
+                assert size is not None  # the lint refuses other forms
+                mount["size"] = int(size)
             else:
                 empty = folder / one["name"]
                 empty.mkdir(mode=0o777)
@@ -294,9 +295,3 @@ class Kubelet:
         process.stdin.close()
         self.note("Submitted", f"{command} in pod {pod.name}")
         return process
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
-    assert match is not None  # the lint refuses other forms
-    return int(float(match[1]) * _UNITS[match[2]])
