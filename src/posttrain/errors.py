@@ -9,15 +9,10 @@ import difflib
 import errno
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Literal
-
-_IN_PYTHON = ContextVar("_IN_PYTHON", default=False)
 
 
 class ExitCode(IntEnum):
@@ -56,24 +51,9 @@ class Ending:
     exit_code: int = ExitCode.DONE
 
 
-@contextmanager
-def called_from_python() -> Iterator[None]:
-    """Within it, messages name arguments of the Python functions instead of options of the command line."""
-    token = _IN_PYTHON.set(True)
-    try:
-        yield
-    finally:
-        _IN_PYTHON.reset(token)
-
-
-def option(flag: str) -> str:
-    """For messages: `--top-p`, or `top_p` in Python."""
-    return flag.removeprefix("--").replace("-", "_") if _IN_PYTHON.get() else flag
-
-
-def switch(flag: str) -> str:
-    """For messages: `--restart`, or `restart=True` in Python."""
-    return f"{option(flag)}=True" if _IN_PYTHON.get() else flag
+# For messages: a switch of the command line, and the argument of the Python functions.
+RESTART = "--restart (restart=True in Python)"
+RESUME_WITH_CHANGES = "--resume-with-changes (resume_with_changes=True in Python)"
 
 
 class InputError(ValueError):

@@ -21,7 +21,7 @@ from posttrain.config import LoadedConfig, RunConfig
 from posttrain.config.base import ConfigError
 from posttrain.config.changes import ConfigChange, changes_since
 from posttrain.config.tree import DEFAULT
-from posttrain.errors import FolderHeld, InputError, exit_code_of, reason_of, switch
+from posttrain.errors import RESTART, RESUME_WITH_CHANGES, FolderHeld, InputError, exit_code_of, reason_of
 from posttrain.files.redaction import redact
 from posttrain.files.run_folder_lock import Attempt, holder_of
 from posttrain.reporting.run_files import CONFIG_FILE, FILES_OF_A_RUN, FINISHED, archive, config_from_step, read_info
@@ -193,7 +193,7 @@ def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tupl
     newest = _numbered(base, numbers[0])
     newest_state = inspect_folder(log_dir, newest)
     if accept_changes and newest_state.holds_run:
-        return newest, [f"resuming the run in {newest}, the newest one: {switch('--resume-with-changes')} is given"]
+        return newest, [f"resuming the run in {newest}, the newest one: {RESUME_WITH_CHANGES} is given"]
     for number in numbers:
         folder = _numbered(base, number)
         state = inspect_folder(log_dir, folder)
@@ -260,7 +260,7 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
             f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
             f"{_listed(training)}\n"
             f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
-            f"settings: {switch('--resume-with-changes')}, or {_remedy_restart()}"
+            f"settings: {RESUME_WITH_CHANGES}, or {_remedy_restart()}"
         )
     if not changes:
         return []
@@ -272,7 +272,7 @@ _REMEDY_FOLDER = f"start a new run in another folder ({CHECKPOINT_DIR}=...)"
 
 
 def _remedy_restart() -> str:
-    return f"set the run in the folder aside and begin at step 1: {switch('--restart')}"
+    return f"set the run in the folder aside and begin at step 1: {RESTART}"
 
 
 def _listed(changes: Sequence[ConfigChange]) -> str:

@@ -18,7 +18,7 @@ from posttrain.checkpointing.background import BackgroundWrite
 from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.checkpointing.store import CheckpointStore
-from posttrain.errors import CheckpointError, switch
+from posttrain.errors import RESTART, CheckpointError
 from posttrain.roles import Finished, Recorder, Stateful, Trainer
 from posttrain.types import StepReport
 
@@ -336,7 +336,7 @@ def _all_damaged(store: CheckpointStore) -> str:
     found = "".join(f"\n  {problem}" for _, problem in sorted(store.damage.items()))
     return (
         f"{store.folder}: none of its {len(store.damage)} checkpoints is intact:{found}\nPut the files back, or begin at "
-        f"step 1: {switch('--restart')} moves everything there to earlier_NNN/ first. Nothing was changed"
+        f"step 1: {RESTART} moves everything there to earlier_NNN/ first. Nothing was changed"
     )
 
 

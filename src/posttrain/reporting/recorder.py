@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from posttrain.config import LoggerConfig
-from posttrain.errors import ExitCode, Superseded, reason_of, switch
+from posttrain.errors import RESTART, ExitCode, Superseded, reason_of
 from posttrain.files import durable
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
@@ -269,7 +269,7 @@ class RunRecorder:
             code = ExitCode.NO_PROGRESS
             reason += (
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
-                f"the reasons; fix the reward, and begin again with {switch('--restart')}"
+                f"the reasons; fix the reward, and begin again with {RESTART}"
             )
         elif self._lost_step is not None:
             code = ExitCode.CRASHED

@@ -1,9 +1,8 @@
 """The Python interface: `import posttrain`, then `posttrain.grpo(…)`. Importing this package loads nothing heavy."""
 
 import posttrain.apps.ship.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model
-from posttrain.apps.api.evaluating import evaluate
+from posttrain.apps.api.calls import dpo, evaluate, grpo, rm, sft
 from posttrain.apps.api.run import Run, RunFailed
-from posttrain.apps.api.training import dpo, grpo, rm, sft
 
 __all__ = ["Run", "RunFailed", "dpo", "evaluate", "grpo", "load_run", "rm", "sft"]
 

@@ -1,25 +1,35 @@
-"""Stores objects passed by a Python program as files: rows of data and reward functions, in `inputs/` of the run
-folder.
+"""Stores objects passed by a Python program as files: rows of data and reward functions, in `inputs/` of the run folder.
 
-The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained with,
-another one counts as another setting, and the command line can resume the run from its config.
+The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained
+with, another one counts as another setting, and the command line can resume the run from its config.
+
+A function that can be imported is recorded by its name, `package.module:name`. Any other (of a script, a notebook, a lambda,
+a closure) is pickled by value. Its digest covers the source of the function and of the functions it calls, its defaults, and
+the values it refers to: equal digests mean the same reward. What it imports is not covered.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
-from posttrain.apps.api.functions import DIGEST_LENGTH, importable_name, pickled
 from posttrain.errors import InputError
 from posttrain.files import durable
 from posttrain.files.redaction import redact
 
 INPUTS_FOLDER = "inputs"
+DIGEST_LENGTH = 16
 
 
 class Inputs:
@@ -85,3 +95,112 @@ def _culprit(row: Mapping[str, object]) -> str:
         except (TypeError, ValueError):
             return f"column {column!r} is {value!r:.80}, which JSON cannot hold"
     return "it cannot be written as JSON"
+
+
+# -- reward functions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PickledFunction:
+    name: str
+    digest: str
+    content: bytes
+    source: str  # human-readable; empty if there is none
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return f"{self.name}-{self.digest}"
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """A name of letters, digits and underscores."""
+    name = str(getattr(function, "__name__", "") or type(function).__name__)
+    return re.sub(r"\W", "_", name).strip("_") or "function"
+
+
+def importable_name(function: Callable[..., object]) -> str | None:
+    """`package.module:name` if another process can import the function under this name."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not name or module == "__main__" or module not in sys.modules:
+        return None
+    if getattr(sys.modules[module], "__file__", None) is None:
+        return None
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is function else None
+
+
+def pickled(function: Callable[..., object]) -> PickledFunction:
+    import cloudpickle
+
+    name = name_of(function)
+    try:
+        content = cloudpickle.dumps(function)
+        digest = hashlib.sha256()
+        for part in _parts(function, set()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    except Exception as error:
+        raise InputError(
+            f"the reward function {name} cannot be sent to worker processes ({type(error).__name__}: {error}): it refers to "
+            "something that cannot be pickled. Create that inside the function, or put the function into a file of its own "
+            "and give reward='file.py:name'"
+        ) from error
+    return PickledFunction(name, digest.hexdigest()[:DIGEST_LENGTH], content, _source(function) or "")
+
+
+def _parts(value: object, seen: set[int]) -> Iterator[bytes]:
+    """What determines the behaviour of a value, in an order that does not change from process to process."""
+    if id(value) in seen:
+        return
+    if isinstance(value, ModuleType):
+        yield f"module {value.__name__}".encode()
+    elif callable(value) and (importable := importable_name(value)) is not None:
+        yield f"import {importable}".encode()
+    elif isinstance(value, FunctionType):
+        seen.add(id(value))
+        source = _source(value)
+        yield source.encode() if source is not None else b"".join(_code(value.__code__))
+        captured = {**inspect.getclosurevars(value).nonlocals, **_globals(value)}
+        captured |= {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__}
+        for name, inner in sorted(captured.items()):
+            yield name.encode()
+            yield from _parts(inner, seen)
+    else:
+        yield _content(value)
+
+
+def _content(value: object) -> bytes:
+    try:
+        return json.dumps(value, sort_keys=True).encode()
+    except (TypeError, ValueError):
+        import cloudpickle
+
+        return bytes(cloudpickle.dumps(value))
+
+
+def _globals(function: FunctionType) -> dict[str, object]:
+    names = set(_names(function.__code__))
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _code(code: CodeType) -> Iterator[bytes]:
+    yield code.co_code
+    yield " ".join((*code.co_names, *code.co_varnames)).encode()
+    for constant in code.co_consts:
+        yield from _code(constant) if isinstance(constant, CodeType) else (repr(constant).encode(),)
+
+
+def _source(function: object) -> str | None:
+    try:
+        return textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return None

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import InputError, called_from_python, near_path
+from posttrain.errors import InputError, near_path
 
 if TYPE_CHECKING:
     import pandas
@@ -122,11 +122,10 @@ class Run:
         self, data: Data, *, reward: Reward | None = None, config: Config | None = None, **settings: Any
     ) -> Evaluation:
         """The newest checkpoint on a benchmark or on rows of your own; see `posttrain.evaluate`."""
-        from posttrain.apps.api.evaluating import evaluate
+        from posttrain.apps.api.calls import evaluate
 
         return evaluate(self.checkpoints, data, reward=reward, config=config, **settings)
 
-    @called_from_python()
     def chat(self, message: str | None = None, *, new: bool = False, **options: Any) -> str | None:
         """The answer of the newest checkpoint. The conversation goes on from call to call, until `new=True`.
 

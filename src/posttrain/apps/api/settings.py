@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posttrain.apps.api.functions import name_of
-from posttrain.apps.api.inputs import Inputs
+from posttrain.apps.api.inputs import Inputs, name_of
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, JsonObject
 
@@ -47,24 +44,12 @@ def loaded_config(
     kind: str, config: Config | None, overrides: Sequence[str]
 ) -> Callable[[Sequence[str]], LoadedConfig[Any]]:
     """The config from a file or from settings, with overrides; a function of further ones."""
-    from posttrain.config import ConfigError, load_config
+    from posttrain.config import load_config
 
     path = Path(config) if isinstance(config, str | Path) else None
     words = [*overrides_of(config), *overrides] if isinstance(config, Mapping) else list(overrides)
 
-    def load(extra: Sequence[str]) -> LoadedConfig[Any]:
-        try:
-            loaded = load_config(kind, path, [*words, *extra])
-        except ConfigError as error:
-            raise ConfigError(_without_command_line(str(error))) from None
-        return replace(loaded, warnings=[_without_command_line(warning) for warning in loaded.warnings])
-
-    return load
-
-
-def _without_command_line(message: str) -> str:
-    """A message about settings without the words for where they were given."""
-    return re.sub(r"^command line: ", "", message, flags=re.MULTILINE).replace("=… on the command line", "=…")
+    return lambda extra: load_config(kind, path, [*words, *extra])
 
 
 def _text(value: object, key: str) -> str:

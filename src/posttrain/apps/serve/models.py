@@ -12,7 +12,7 @@ from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.errors import InputError, option
+from posttrain.errors import InputError
 from posttrain.files.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 
@@ -78,5 +78,5 @@ def load_engine(
     )
     own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
     if (length := engine.settings.max_total_tokens) > own:
-        raise InputError(f"{option('--max-model-len')} is {length}, and {model.text} was made for {own} tokens at most")
+        raise InputError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
     return engine

@@ -14,8 +14,7 @@ import cloudpickle
 import datasets
 import pytest
 
-from posttrain.apps.api.functions import importable_name, pickled
-from posttrain.apps.api.inputs import Inputs
+from posttrain.apps.api.inputs import Inputs, importable_name, pickled
 from posttrain.apps.api.settings import dataset_block, environment_block, has_conversations, loaded_config, overrides_of
 from posttrain.config import ConfigError, load_config
 from posttrain.config.changes import changes_since
@@ -44,11 +43,10 @@ def test_values_of_python_reach_the_config_as_they_are() -> None:
     assert config.policy.model_name == 'it\'s: "mine" #1'
 
 
-def test_the_error_for_an_unknown_setting_does_not_mention_the_command_line() -> None:
-    with pytest.raises(ConfigError, match="learning") as caught:
+def test_an_error_in_a_setting_names_it() -> None:
+    with pytest.raises(ConfigError, match="learning"):
         loaded_config("grpo", None, overrides_of({"learning": 1}))([])
-    assert "command line" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"a value must be given, e\.g\. policy\.model_name=…$"):
+    with pytest.raises(ConfigError, match=r"policy\.model_name=…"):
         loaded_config("grpo", {"policy.model_name": "???"}, [])([])
     with pytest.raises(InputError, match=r"policy\.precision"):
         overrides_of({"policy.precision": object()})
@@ -140,7 +138,7 @@ def helper(text):
     return len(text) {operator} BONUS
 def mine(response, reference_answer=None):
     return [helper(word) for word in response.split()]
-from posttrain.apps.api.functions import pickled
+from posttrain.apps.api.inputs import pickled
 print(pickled(mine).digest, pickled(lambda response: {bonus}).stem.rpartition("-")[0])
 """
 
