@@ -41,7 +41,8 @@ from posttrain.orchestration.workers import LocalWorker
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.rows import TOTAL_STEP, top_level_stages
+from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.rows import TOTAL_STEP, Hardware, top_level_stages
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, NoiseKey, Sampling, StepReport, Task, TokenBatch
@@ -173,13 +174,7 @@ def recording_s(report: StepReport, folder: Path) -> float:
     """What it takes to write a step to its run folder, samples included."""
     recorder = RunRecorder(
         folder,
-        presentation=GrpoRecipe.presentation,
-        max_steps=1,
-        num_devices=1,
-        peak_flops_per_device=None,
-        flops_per_token=None,
-        config_yaml="",
-        quiet=True,
+        RunSettings(GrpoRecipe.presentation, max_steps=1, hardware=Hardware(1), config_yaml="", quiet=True),
         stream=io.StringIO(),
     )
     recorder.start(0)

@@ -41,7 +41,8 @@ from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import Loggers
-from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.presentation import Presentation, RunSettings
+from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
 from posttrain.roles import RoundEngine, WeightSync
@@ -283,22 +284,26 @@ class TrainingRun:
         on_gpu = facts.device == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
-            presentation=presentation,
-            max_steps=max_steps,
-            num_devices=config.cluster.num_workers,
-            peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
-            flops_per_token=flops_per_token(facts.config, facts.num_parameters),
-            config_yaml=self.loaded.to_yaml(),
-            changes_since=partial(changes_since, loaded=self.loaded),
-            quiet=self.quiet,
-            verbose=self.verbose,
-            header=header,
-            title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
-            num_val_samples_to_print=config.logger.num_val_samples_to_print,
-            device_word="GPU" if on_gpu else "device",
-            refit_remark=_refit_remark(config),
-            settings=self.loaded.flat(),
-            stop_on_error=config.doctor.on_error == "stop",
+            RunSettings(
+                presentation=presentation,
+                max_steps=max_steps,
+                hardware=Hardware(
+                    config.cluster.num_workers,
+                    peak_flops(facts.device_name) if on_gpu else None,
+                    flops_per_token(facts.config, facts.num_parameters),
+                ),
+                config_yaml=self.loaded.to_yaml(),
+                changes_since=partial(changes_since, loaded=self.loaded),
+                quiet=self.quiet,
+                verbose=self.verbose,
+                header=header,
+                title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
+                num_val_samples_to_print=config.logger.num_val_samples_to_print,
+                device_word="GPU" if on_gpu else "device",
+                refit_remark=_refit_remark(config),
+                settings=self.loaded.flat(),
+                stop_on_error=config.doctor.on_error == "stop",
+            ),
             loggers=Loggers(config.logger),
             gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,

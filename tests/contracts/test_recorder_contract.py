@@ -12,6 +12,8 @@ from posttrain.checkpointing import SaveDeadline
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.rows import Hardware
 from posttrain.roles import Recorder
 from posttrain.types import StepReport
 
@@ -19,13 +21,7 @@ from posttrain.types import StepReport
 def run_folder(folder: Path) -> Recorder:
     return RunRecorder(
         folder / "run",
-        presentation=GrpoRecipe.presentation,
-        max_steps=3,
-        num_devices=1,
-        peak_flops_per_device=None,
-        flops_per_token=None,
-        config_yaml="grpo: {}\n",
-        quiet=True,
+        RunSettings(GrpoRecipe.presentation, max_steps=3, hardware=Hardware(1), config_yaml="grpo: {}\n", quiet=True),
     )
 
 

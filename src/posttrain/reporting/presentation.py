@@ -6,9 +6,14 @@ can be rendered from the run folder alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from posttrain.reporting.rows import Hardware
+
+if TYPE_CHECKING:
+    from posttrain.config.changes import ConfigChange
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,26 @@ class Presentation:
     kind: str  # of run, as it is shown
     headline: Headline
     results: tuple[ShownMetric, ...]  # in their order on the console
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is recorded of a run beside its steps, and how it is shown."""
+
+    presentation: Presentation
+    max_steps: int
+    hardware: Hardware
+    config_yaml: str
+    changes_since: Callable[[str], Sequence[ConfigChange]] = lambda config_yaml: ()  # from another config.yaml
+    title: str = ""
+    header: Sequence[str] = ()  # what is trained, on what and how
+    device_word: str = "device"
+    refit_remark: str = ""  # what handing new weights to the sampler means in this run
+    settings: Mapping[str, object] = field(default_factory=dict)  # by dotted keys
+    num_val_samples_to_print: int = 0
+    quiet: bool = False
+    verbose: bool = False  # a terminal gets the long form too
+    stop_on_error: bool = False  # that the doctor finds
 
 
 def headline_from_json(row: object, keys: Collection[str]) -> Headline:

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,10 +28,9 @@ from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
 from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
-from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.presentation import RunSettings
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
-    Hardware,
     num_all_unscored,
     training_row,
     validation_row,
@@ -64,7 +63,6 @@ from posttrain.reporting.wording import Line
 from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
-    from posttrain.config.changes import ConfigChange
     from posttrain.files.run_folder_lock import Attempt
     from posttrain.types import Group, StepReport, TokenTrace
 
@@ -81,23 +79,8 @@ class RunRecorder:
     def __init__(
         self,
         folder: Path,
+        run: RunSettings,
         *,
-        presentation: Presentation,
-        max_steps: int,
-        num_devices: int,
-        peak_flops_per_device: float | None,
-        flops_per_token: float | None,
-        config_yaml: str,
-        changes_since: Callable[[str], Sequence[ConfigChange]] = lambda config_yaml: (),
-        quiet: bool = False,
-        title: str = "",
-        num_val_samples_to_print: int = 0,
-        device_word: str = "device",
-        refit_remark: str = "",
-        header: Sequence[str] = (),
-        verbose: bool = False,
-        settings: Mapping[str, object] | None = None,
-        stop_on_error: bool = False,
         loggers: Loggers | None = None,
         gpus: GpuMonitor | None = None,
         stream: TextIO | None = None,
@@ -107,18 +90,9 @@ class RunRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
-        self._presentation = presentation
-        self._max_steps = max_steps
-        self._hardware = Hardware(num_devices, peak_flops_per_device, flops_per_token)
-        self._config_yaml = config_yaml
-        self._changes_since = changes_since  # the settings that differ from those of another config.yaml
-        self._title = title
-        self._device_word = device_word
-        self._header = header  # what is trained, on what and how
-        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by dotted keys
-        self._stop_on_error = stop_on_error
+        self._run = run
+        self._examination = Examination(self.folder, run.presentation.kind, run.settings)
         self._problem: str | None = None  # an error that the doctor found in the latest step
-        self._settings = settings or {}
         self._loggers = loggers or Loggers(LoggerConfig())
         self._gpus = gpus  # None: not looked at
         self._attempt = attempt  # None: nothing else writes to the folder
@@ -126,18 +100,8 @@ class RunRecorder:
         self._pieces = pieces  # None: token data is not written
         self._workers = WorkerRows(self.folder, ask_ranks, self._may_write)
         self._clock = clock
-        self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
-        self._display = StepDisplay(
-            self._console,
-            presentation,
-            max_steps=max_steps,
-            num_devices=num_devices,
-            device_word=device_word,
-            refit_remark=refit_remark,
-            num_val_samples_to_print=num_val_samples_to_print,
-            verbose=verbose,
-            clock=clock,
-        )
+        self._console = Console(stream or sys.stdout, quiet=run.quiet, clock=clock)
+        self._display = StepDisplay(self._console, run, clock)
         if attempt is not None:
             self._console.log([Line(attempt.heading)])
         self._info: Row = {}
@@ -163,7 +127,7 @@ class RunRecorder:
         info = read_info(self.folder) if resumed_step else {}
         self._lost_step = info.get(LOST_STEP)
         is_finished = info.get("status") == FINISHED
-        if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
+        if resumed_step > self._run.max_steps or (resumed_step == self._run.max_steps and is_finished):
             self._is_complete = True
             return
         if self._attempt is not None:
@@ -190,12 +154,12 @@ class RunRecorder:
                 self._warnings[_kind_of(row["text"])] = {**row, "count": row["count"] + again["count"]}
         resumed_at = [*before.get("resumed_at_steps", []), *([resumed_step] if resumed_step else [])]
         self._info = {
-            "title": self._title,
-            "algorithm": self._presentation.kind,
-            "headline": asdict(self._presentation.headline),
-            "max_steps": self._max_steps,
-            "device_word": self._device_word,
-            **asdict(self._hardware),
+            "title": self._run.title,
+            "algorithm": self._run.presentation.kind,
+            "headline": asdict(self._run.presentation.headline),
+            "max_steps": self._run.max_steps,
+            "device_word": self._run.device_word,
+            **asdict(self._run.hardware),
             "started_at": before.get("started_at", _now()),
             RECORD_ID: (keeps_id and before.get(RECORD_ID)) or uuid.uuid4().hex[:12],
             "resumed_at_steps": resumed_at,
@@ -206,11 +170,11 @@ class RunRecorder:
         self._write_info("running")
         if self._gpus is not None:
             self._gpus.start()
-        for line in self._loggers.start(recorded_run(self.folder, self._settings)):
+        for line in self._loggers.start(recorded_run(self.folder, self._run.settings)):
             self.warn(line)
         for note in notes:
             self.say(note)
-        self._console.show([Line(line) for line in self._header])
+        self._console.show([Line(line) for line in self._run.header])
         state = f"resumed after step {resumed_step}" if resumed_step else "new"
         changed = f"; changed: {', '.join(row['key'] for row in changes)}" if changes else ""
         self.say(f"{'folder':<9}{self.folder}, {state}{changed}")
@@ -222,7 +186,7 @@ class RunRecorder:
         self.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
-        row = training_row(step, report, self._hardware, self._gpus.take() if self._gpus is not None else {})
+        row = training_row(step, report, self._run.hardware, self._gpus.take() if self._gpus is not None else {})
         if validation is not None:
             row |= validation_row(step, validation)
         row = self._write(
@@ -241,7 +205,7 @@ class RunRecorder:
         self._refresh_report()
 
     def reason_to_stop(self) -> str | None:
-        return self._problem if self._stop_on_error else None
+        return self._problem if self._run.stop_on_error else None
 
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that comes without its training step: the one before training (step 0), or one that was left out when
@@ -260,7 +224,7 @@ class RunRecorder:
 
     def finish(self, reason: str, *, is_stopped: bool = False) -> ExitCode:
         """Write the final state of the run and show how it ended."""
-        is_finished = self._step >= self._max_steps and not is_stopped
+        is_finished = self._step >= self._run.max_steps and not is_stopped
         if not self._is_complete:
             self._confirm_folder()
         rows = load_run(self.folder).rows
@@ -281,13 +245,15 @@ class RunRecorder:
             self._refresh_report(now=True)
             self._end_loggers(is_finished=is_finished, limit_s=LOGGERS_LIMIT_S)
             if is_finished:
-                text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
+                text = f"Max number of steps has been reached ({self._run.max_steps}), stopping training"
                 self._display.long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
         findings = self._examination.findings
-        lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
+        lines = (
+            results.final_lines(self._run.presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
+        )
         self._console.show(lines, even_if_quiet=True)
         return code
 
@@ -443,7 +409,7 @@ class RunRecorder:
         return self._looked[1]
 
     def _config_bytes(self) -> bytes:
-        return self._config_yaml.encode("utf-8", "backslashreplace")
+        return self._run.config_yaml.encode("utf-8", "backslashreplace")
 
     def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
         """Write the counts per reason. Rare reasons are summed up: a reward function may fail with a new message each time."""
@@ -479,7 +445,7 @@ class RunRecorder:
         if not files:
             durable.write_bytes(path, content)
             return []
-        changes = self._changes_since(next(reversed(files.values())).read_text("utf-8", "replace"))
+        changes = self._run.changes_since(next(reversed(files.values())).read_text("utf-8", "replace"))
         from_step = resumed_step + 1
         if changes:
             durable.write_bytes(self.folder / config_from_step(from_step), content)
@@ -491,7 +457,7 @@ class RunRecorder:
         config = newest_config(self.folder)
         if load_run(self.folder).last_step <= resumed_step or not config.exists():
             return False
-        return any(change.is_training for change in self._changes_since(config.read_text("utf-8", "replace")))
+        return any(change.is_training for change in self._run.changes_since(config.read_text("utf-8", "replace")))
 
     def _write_info(self, status: str, reason: str = "") -> None:
         self._info |= {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
-from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.presentation import RunSettings
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_files import UNSCORED_FILE, Row
 from posttrain.reporting.wording import Line
@@ -27,28 +27,8 @@ TREND_STEPS = 20
 
 
 class StepDisplay:
-    def __init__(
-        self,
-        console: Console,
-        presentation: Presentation,
-        *,
-        max_steps: int,
-        num_devices: int,
-        device_word: str = "device",
-        refit_remark: str = "",
-        num_val_samples_to_print: int = 0,
-        verbose: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console = console
-        self._presentation = presentation
-        self._max_steps = max_steps
-        self._num_devices = num_devices
-        self._device_word = device_word
-        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
-        self._num_val_samples_to_print = num_val_samples_to_print
-        self._verbose = verbose  # a terminal gets the long form too
-        self._clock = clock
+    def __init__(self, console: Console, run: RunSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._run, self._clock = console, run, clock
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps ended
         self._headed = 0  # the step whose header was shown last
         self._stage_shown = ""
@@ -59,13 +39,13 @@ class StepDisplay:
 
     def long_form(self, lines: Sequence[Line]) -> None:
         self._console.show_long_form(lines)
-        if self._verbose:
+        if self._run.verbose:
             self._console.show_short_form(lines)
 
     def header(self, step: int) -> None:
         if self._headed != step:
             self._headed = step
-            self.long_form([Line(""), wording.step_header(step, self._max_steps)])
+            self.long_form([Line(""), wording.step_header(step, self._run.max_steps)])
 
     def stage(self, text: str) -> None:
         """One line when a stage begins. A stage that comes several times in a row, such as updates, is shown once."""
@@ -87,27 +67,19 @@ class StepDisplay:
         self.header(row["step"])
         if validation is not None:
             self.validation(row, validation)
-        summary = wording.step_summary(self._presentation.results, row, report.groups)
-        block = wording.step_block(
-            self._presentation.results,
-            row,
-            report.groups,
-            device_word=self._device_word,
-            num_devices=self._num_devices,
-            eta_s=eta_s,
-            refit_remark=self._refit_remark,
-        )
+        summary = wording.step_summary(self._run.presentation.results, row, report.groups)
+        block = wording.step_block(self._run, row, report.groups, eta_s)
         if report.groups:
             summary.append(Line(f"Logged data to {rollouts}"))
         self.long_form([*summary, *block])
-        if not self._verbose:
+        if not self._run.verbose:
             self._short_step(row, report.groups, eta_s)
 
     def _short_step(self, row: Row, groups: Sequence[Group], eta_s: float | None) -> None:
         """One line with the trend of the headline; every few seconds an answer below it."""
-        self._headlines.append(row.get(self._presentation.headline.metric))
+        self._headlines.append(row.get(self._run.presentation.headline.metric))
         trend = wording.trend(list(self._headlines))
-        lines = [wording.step_line(self._presentation.results, row, self._max_steps, eta_s, trend)]
+        lines = [wording.step_line(self._run.presentation.results, row, self._run.max_steps, eta_s, trend)]
         is_due = self._last_answer is None or self._clock() - self._last_answer >= ANSWER_PERIOD_S
         if groups and is_due:
             self._last_answer = self._clock()
@@ -116,7 +88,7 @@ class StepDisplay:
 
     def validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))
-        self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
+        self._console.show(wording.sample_lines(validation.groups, self._run.num_val_samples_to_print))
 
     def unscored(self, reason: str, traceback: str | None) -> None:
         """Show the first rollout that could not be scored and the first traceback; the others are counted."""
@@ -132,7 +104,7 @@ class StepDisplay:
 
     def _eta_s(self, row: Row) -> float | None:
         """Remaining time at the pace of the latest steps, validation and checkpoints included."""
-        steps_left = self._max_steps - row["step"]
+        steps_left = self._run.max_steps - row["step"]
         if steps_left <= 0:
             return None
         intervals = len(self._marks) - 1

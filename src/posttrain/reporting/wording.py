@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.reporting.presentation import ShownMetric
+from posttrain.reporting.presentation import RunSettings, ShownMetric
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, is_accuracy
 from posttrain.reporting.run_files import Row
 
@@ -161,18 +161,9 @@ def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
     return Counter(score.error or "no reason given" for score in scores if not score.scored)
 
 
-def step_block(
-    results: Sequence[ShownMetric],
-    row: Row,
-    groups: Sequence[Group],
-    *,
-    device_word: str,
-    num_devices: int,
-    eta_s: float | None,
-    refit_remark: str = "",
-) -> list[Line]:
+def step_block(run: RunSettings, row: Row, groups: Sequence[Group], eta_s: float | None) -> list[Line]:
     lines = [Line("Training Results:", "title")]
-    for metric in results:
+    for metric in run.presentation.results:
         if f"train/{metric.key}" in row:
             lines.append(Line(f"  • {metric.name}: {number(row[f'train/{metric.key}'])}"))
         if metric.key == "reward":
@@ -180,8 +171,8 @@ def step_block(
     # Zero on-policy; worth watching when training on recorded answers.
     lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
     lines += _unscored_lines(row, groups)
-    lines += _timing_lines(row, eta_s, refit_remark)
-    lines += _performance_lines(row, device_word, num_devices)
+    lines += _timing_lines(row, eta_s, run.refit_remark)
+    lines += _performance_lines(row, run.device_word, run.hardware.num_devices)
     return lines
 
 

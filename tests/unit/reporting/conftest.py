@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.rows import Hardware
 from posttrain.types import Completion, Group, Rollout, Score, StepReport, Task
 
 
@@ -36,20 +38,23 @@ class Bench:
     clock: FakeClock = field(default_factory=FakeClock)
     stream: io.StringIO = field(default_factory=io.StringIO)
 
-    def options(self, **changes: Any) -> dict[str, Any]:
-        return {
+    def make(self, **changes: Any) -> RunRecorder:
+        """A recorder that has not started. `changes` are of its settings or of its other arguments."""
+        settings: dict[str, Any] = {
             "presentation": GrpoRecipe.presentation,
             "max_steps": 10,
-            "num_devices": 2,
-            "peak_flops_per_device": None,
-            "flops_per_token": None,
+            "hardware": Hardware(2),
             "config_yaml": "grpo:\n  max_num_steps: 10\n",
-            "stream": self.stream,
-            "clock": self.clock,
-        } | changes
+        }
+        names = {field.name for field in fields(RunSettings)}
+        settings |= {name: value for name, value in changes.items() if name in names}
+        others = {name: value for name, value in changes.items() if name not in names}
+        return RunRecorder(
+            self.folder, RunSettings(**settings), **({"stream": self.stream, "clock": self.clock} | others)
+        )
 
     def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:
-        recorder = RunRecorder(self.folder, **self.options(**changes))
+        recorder = self.make(**changes)
         recorder.start(resumed_step)
         return recorder
 

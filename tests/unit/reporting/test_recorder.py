@@ -21,13 +21,13 @@ from posttrain.recipes.rm import RewardModelRecipe
 from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import RunRecorder
 from posttrain.reporting import recorder as recorder_module
+from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.rows import Hardware
 from posttrain.types import Score, StepReport
 
 
 def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group: Any, report: Any) -> None:
-    recorder = bench.recorder(
-        device_word="GPU", flops_per_token=1e10, peak_flops_per_device=1e13, max_steps=100, refit_remark="shared"
-    )
+    recorder = bench.recorder(device_word="GPU", hardware=Hardware(2, 1e13, 1e10), max_steps=100, refit_remark="shared")
     recorder.begin_step(5)
     with recorder.progress("generation", 512), recorder.progress("scoring", 512):
         pass
@@ -84,7 +84,7 @@ def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group
 
 
 def test_utilisation_of_a_device_without_a_known_peak_is_not_a_number(bench: Any, report: Any) -> None:
-    bench.recorder(flops_per_token=1e10).record_step(1, report(), None)
+    bench.recorder(hardware=Hardware(2, flops_per_token=1e10)).record_step(1, report(), None)
     assert "Training Model Floating Point Utilization: n/a (the peak of this device is not known)" in bench.output
 
 
@@ -131,7 +131,7 @@ def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides
     recorder.record_step(1, report(), None)
     assert "Training Results:" in bench.log
     assert bench.output == ""
-    early = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    early = bench.make(stream=io.StringIO())
     early.warn("2 rows left out")
     early.start(1)
     assert bench.log.index("Training Results:") < bench.log.index("2 rows left out"), "a resumed run appends"
@@ -255,17 +255,7 @@ def test_warnings_that_differ_in_numbers_only_are_one_warning(bench: Any) -> Non
 
 
 def test_warning_before_start_is_kept(bench: Any) -> None:
-    recorder = RunRecorder(
-        bench.folder,
-        presentation=SftRecipe.presentation,
-        max_steps=1,
-        num_devices=1,
-        peak_flops_per_device=None,
-        flops_per_token=None,
-        config_yaml="",
-        stream=bench.stream,
-        clock=bench.clock,
-    )
+    recorder = bench.make(presentation=SftRecipe.presentation, max_steps=1, config_yaml="")
     recorder.warn("data.train: 3 rows left out: too long")
     recorder.start(0)
     recorder.finish("finished")
@@ -388,12 +378,7 @@ def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report:
         for resumed_step, last in parts:
             recorder = RunRecorder(
                 tmp_path / name,
-                presentation=GrpoRecipe.presentation,
-                max_steps=6,
-                num_devices=1,
-                peak_flops_per_device=None,
-                flops_per_token=None,
-                config_yaml="",
+                RunSettings(GrpoRecipe.presentation, max_steps=6, hardware=Hardware(1), config_yaml=""),
                 stream=io.StringIO(),
             )
             recorder.start(resumed_step)
@@ -503,7 +488,7 @@ def test_a_lost_record_stays_lost_when_the_run_is_started_again(max_steps: int, 
 def test_log_of_an_attempt_begins_with_its_number_host_and_time(bench: Any) -> None:
     for number in (1, 2):
         attempt = Attempt(bench.folder)
-        recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO(), attempt=attempt))
+        recorder = bench.make(stream=io.StringIO(), attempt=attempt)
         recorder.warn(f"said before start {number}")
         recorder.start(0)
         attempt.end(85)
@@ -557,7 +542,7 @@ def test_a_crash_while_the_run_begins_leaves_the_state_of_the_attempt_before(
         raise OSError("injected")
 
     monkeypatch.setattr(recorder_module, "open_run", fail)
-    recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    recorder = bench.make(stream=io.StringIO())
     with pytest.raises(OSError, match="injected"):
         recorder.start(1)
     recorder.record_crash(OSError("injected"), "Traceback\n")
