@@ -6,15 +6,11 @@ Independent of models and sampling. The server program is `vllm_side/posttrain_v
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
 import shutil
-import signal
 import socket
-import struct
-import subprocess
 import tempfile
 import time
 import weakref
@@ -25,9 +21,9 @@ from typing import Any
 
 from posttrain.errors import HardwareError, InputError, RankLostError
 from posttrain.files.json_files import JsonObject
+from posttrain.processes import Child, ending_of, frame, take_frames
 
 SIDE = Path(__file__).parent / "vllm_side"
-_LENGTH = struct.Struct("<I")
 _NUM_LOG_LINES = 12
 START = "start"
 # Environment variables that would leak this process's packages or memory settings into the other environment.
@@ -72,23 +68,14 @@ class VllmProcess:
         self._limits = limits
         self._has_failed = False
         self._incoming = bytearray()
+        self._frames: list[JsonObject] = []  # that have arrived
         self.log = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) / "vllm.log"
         ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        inherited = (theirs.fileno(), lifeline)
+        command = [python, "-u", str(program), str(weights)]
         try:
             with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [python, "-u", str(program), *map(str, inherited), str(weights)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=inherited,
-                    start_new_session=True,  # Ctrl-C goes to posttrain only, and the whole group can be killed
-                    env=_environment(environment),
-                )
+                self._process = Child(command, [theirs.detach()], log, _environment(environment))
         except OSError as error:
-            os.close(self._lifeline)
             ours.close()
             for folder in (weights, self.log.parent):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -96,11 +83,8 @@ class VllmProcess:
                 f"policy.generation.vllm_cfg.python = {python}: cannot be started ({error.strerror}); it must be the Python of "
                 "an environment that has vLLM"
             ) from error
-        finally:
-            theirs.close()
-            os.close(lifeline)
         self._socket = ours
-        self._end = weakref.finalize(self, _end, self._process, ours, self._lifeline)
+        self._end = weakref.finalize(self, _end, self._process, ours)
         self._send(options=dict(options))
         try:
             self.version: str = self._answer(START, limits.start_s)["done"]["version"]
@@ -133,10 +117,9 @@ class VllmProcess:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _send(self, **fields: object) -> None:
-        data = json.dumps(fields).encode()
         self._socket.settimeout(self._limits.answer_s)
         try:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(frame(json.dumps(fields).encode()))
         except TimeoutError:
             raise self._failure("does not read what it is sent", VllmLostError) from None
         except OSError:
@@ -146,7 +129,7 @@ class VllmProcess:
         """The next frame."""
         kind = VllmError if operation == START else VllmLostError
         give_up_at = time.monotonic() + limit_s
-        while (frame := self._whole_frame()) is None:
+        while not (frames := self._frames):
             ready, _, _ = select.select([self._socket], [], [], max(0.0, give_up_at - time.monotonic()))
             if not ready:
                 raise self._failure(f"has given no sign of life for {limit_s:.0f} s during `{operation}`", kind)
@@ -157,29 +140,17 @@ class VllmProcess:
             if not data:
                 raise self._failure(f"ended during `{operation}`", kind)
             self._incoming += data
-        if "error" in frame:
-            raise self._failure(f"failed during `{operation}`: {frame['error']}")
-        return frame
-
-    def _whole_frame(self) -> JsonObject | None:
-        if len(self._incoming) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._incoming)
-        end = _LENGTH.size + length
-        if len(self._incoming) < end:
-            return None
-        frame: JsonObject = json.loads(self._incoming[_LENGTH.size : end])
-        del self._incoming[:end]
-        return frame
+            frames += map(json.loads, take_frames(self._incoming))
+        answer = frames.pop(0)
+        if "error" in answer:
+            raise self._failure(f"failed during `{operation}`: {answer['error']}")
+        return answer
 
     def _failure(self, what: str, kind: type[VllmError] = VllmError) -> VllmError:
         """Kill the process and return the error."""
         pid = self._process.pid
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(2.0 if "ended" in what else 0.0)
-        code = self._process.returncode
-        if code is not None:
-            what += f", exit code {code}" if code >= 0 else f", signal {-code} ({signal.Signals(-code).name})"
+        if self._process.ended_within(2.0 if "ended" in what else 0.0):
+            what += f", {ending_of(self._process.returncode)}"
         self._has_failed = True
         self.close()
         lines = self.log.read_text("utf-8", "replace").splitlines()[-_NUM_LOG_LINES:]
@@ -213,12 +184,8 @@ def _environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**usual, **kept, "PYTHONPATH": str(SIDE), **own}
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
+def _end(process: Child, connection: socket.socket) -> None:
     connection.close()
-    os.close(lifeline)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.2)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10.0)
+    process.hang_up()
+    process.ended_within(0.2)
+    process.kill_group(wait_s=10.0)

@@ -5,33 +5,32 @@ It is run as a file, in a session of its own, with nothing of posttrain imported
 limits and kills. This program only ensures that a reply is always a short JSON object, and that this process ends when
 the parent does.
 
-A frame on either pipe is a number (0 is the start, then one per completion), a length, and that many bytes.
+A request is a pickled number (0 is the start, then one per completion) and bytes; a reply is JSON with the same number.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import pickle
 import resource
-import select
+import runpy
 import signal
-import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from posttrain import processes
     from posttrain.environments.item import ScoringItem
     from posttrain.files.json_files import JsonObject
+else:
+    processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "processes.py")))
 
-HEADER = struct.Struct(">QI")
 DUMP_SIGNAL = signal.SIGUSR1  # the parent sends it before it kills: the stack shows where the time went
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 8000
@@ -41,22 +40,22 @@ def main() -> None:
     request_fd, reply_fd, lifeline_fd = (int(argument) for argument in sys.argv[1:4])
     for fd in (request_fd, reply_fd, lifeline_fd):
         os.set_inheritable(fd, False)  # programs that a reward starts must not hold our pipes
-    die_with_parent(lifeline_fd)
+    processes.die_with_parent(lifeline_fd)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
-    start = read_frame(request_fd)
+    start = processes.read_frame(request_fd)
     if start is None:
         return
-    setup = json.loads(start[1])
+    setup = json.loads(pickle.loads(start)[1])
     sys.path[:] = setup["sys_path"]
     try:
         scorer = build_scorer(setup)
     except BaseException as error:
-        write_frame(reply_fd, 0, failure(error))
+        reply(reply_fd, 0, failure(error))
         return
-    write_frame(reply_fd, 0, {})
+    reply(reply_fd, 0, {})
     serve(request_fd, reply_fd, scorer)
 
 
@@ -72,14 +71,18 @@ def build_scorer(setup: JsonObject) -> Callable[[ScoringItem], object]:
 def serve(request_fd: int, reply_fd: int, scorer: Callable[[ScoringItem], object]) -> None:
     """Judge completions until the parent closes the pipe."""
     process_id = os.getpid()
-    while (request := read_frame(request_fd)) is not None:
-        number, payload = request
+    while (request := processes.read_frame(request_fd)) is not None:
+        number, payload = pickle.loads(request)
         verdict = judge(scorer, payload)
         if os.getpid() != process_id:
             os._exit(0)  # the reward forked and this is the child: only the parent may reply
-        write_frame(reply_fd, number, verdict)
+        reply(reply_fd, number, verdict)
         if verdict.get("out_of_memory"):
             return  # the memory may still be in use; the parent starts a new process
+
+
+def reply(reply_fd: int, number: int, verdict: JsonObject) -> None:
+    processes.write_frame(reply_fd, json.dumps([number, verdict]).encode())
 
 
 def judge(scorer: Callable[[ScoringItem], object], payload: bytes) -> JsonObject:
@@ -135,60 +138,6 @@ def clean(text: str, max_characters: int) -> str:
     return (
         text if len(text) <= max_characters else text[: max_characters // 4] + " … " + text[-max_characters * 3 // 4 :]
     )
-
-
-def read_frame(fd: int) -> tuple[int, bytes] | None:
-    """The next frame, or None when the other side has closed the pipe."""
-    header = _read_exactly(fd, HEADER.size)
-    if header is None:
-        return None
-    number, length = HEADER.unpack(header)
-    payload = _read_exactly(fd, length)
-    return None if payload is None else (number, payload)
-
-
-def _read_exactly(fd: int, length: int) -> bytes | None:
-    parts = []
-    while length > 0:
-        part = os.read(fd, min(length, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
-
-
-def write_frame(fd: int, number: int, verdict: JsonObject) -> None:
-    payload = json.dumps(verdict).encode()
-    frame = memoryview(HEADER.pack(number, len(payload)) + payload)
-    while frame:
-        frame = frame[os.write(fd, frame) :]
-
-
-def die_with_parent(lifeline_fd: int) -> None:
-    """End this process and what it started when the parent is gone, even by `kill -9`.
-
-    The parent holds the other end of the pipe and never writes to it. On Linux the kernel itself kills our process group
-    when that end closes: no code of ours has to run, so a reward that hangs with signals blocked cannot prevent it.
-    Elsewhere a thread waits for it. (PR_SET_PDEATHSIG would do it when the *thread* that started us ends.)
-    """
-    try:
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    except (AttributeError, OSError):
-        threading.Thread(target=_wait_for_hangup, args=(lifeline_fd,), daemon=True).start()
-        return
-    hung_up = select.poll()
-    hung_up.register(lifeline_fd, select.POLLHUP)
-    if hung_up.poll(0):  # the parent was gone before the kernel was set up
-        os._exit(0)
-
-
-def _wait_for_hangup(lifeline_fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.read(lifeline_fd, 1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,11 +22,13 @@ import psutil  # type: ignore[import-untyped]
 from posttrain.environments import worker as worker_program
 from posttrain.environments.settings import RewardSettings
 from posttrain.files.json_files import JsonObject
+from posttrain.processes import Child, ending_of, frame, take_frames
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
 _MAX_REPLY_BYTES = 1 << 20
 _EXIT_GRACE_S = 1.0
+_KILL_GRACE_S = 5.0
 _DUMP_GRACE_S = 0.1
 
 
@@ -47,33 +49,24 @@ class WorkerProcess:
         request_fd, self.request_fd = os.pipe()
         self.reply_fd, reply_fd = os.pipe()
         self.output_fd, output_fd = os.pipe()
-        lifeline_fd, self._lifeline_fd = os.pipe()
         # -P keeps the folder of the program, full of our modules, off sys.path; -u: what it prints survives its death.
         command = [sys.executable, "-P", "-u", str(Path(worker_program.__file__).resolve())]
-        theirs = (request_fd, reply_fd, lifeline_fd)
+        # Many workers share the cores, and the order of sets must not depend on the worker.
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ}
         try:
-            self.process = subprocess.Popen(
-                [*command, *map(str, theirs)],
-                stdin=subprocess.DEVNULL,
-                stdout=output_fd,
-                stderr=output_fd,
-                pass_fds=theirs,
-                start_new_session=True,  # Ctrl-C goes to the parent only, and the whole group can be killed
-                env=_environment(),
-            )
+            self.process = Child(command, (request_fd, reply_fd), output_fd, environment)
         except BaseException:
             self._close_pipes()
             raise
         finally:
-            for fd in (*theirs, output_fd):
-                os.close(fd)
+            os.close(output_fd)
         for fd in (self.request_fd, self.reply_fd, self.output_fd):
             os.set_blocking(fd, False)
         setup = {**settings.worker_setup(), "sys_path": [str(entry) for entry in sys.path]}
         self.send(0, json.dumps(setup).encode())
 
     def send(self, number: int, payload: bytes) -> None:
-        self._outgoing += worker_program.HEADER.pack(number, len(payload)) + payload
+        self._outgoing += frame(pickle.dumps((number, payload)))
         self._flush()
 
     def exchange(self) -> list[tuple[int, JsonObject]]:
@@ -93,20 +86,15 @@ class WorkerProcess:
 
     def death(self) -> tuple[str, str | None]:
         """Why the worker died, in one line, and its last output."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_GRACE_S)
+        self.process.ended_within(_EXIT_GRACE_S)
         self._drain_output()
         code = self.process.poll()
         if code is None:
             return "the worker closed its pipe", self._last_words()
         if code >= 0:
             return f"the worker process exited with code {code}", self._last_words()
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = "unknown"
         hint = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
-        return f"the worker process was killed by signal {-code} ({name}){hint}", self._last_words()
+        return f"the worker process was killed by {ending_of(code)}{hint}", self._last_words()
 
     def stack(self) -> str | None:
         """Its current stack if available; else its last output."""
@@ -137,22 +125,21 @@ class WorkerProcess:
     def stop(self) -> None:
         """Wait briefly for it to exit, then kill it."""
         self.close_requests()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_GRACE_S)
+        self.process.ended_within(_EXIT_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
         """End it and everything it started: its process group, and children that moved to a group of their own."""
         if self._closed:
             return
-        strays = _descendants(self.process.pid) if self.process.poll() is None else []
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        strays: list[Any] = []
+        if self.process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                strays = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill_group(_KILL_GRACE_S)
         for stray in strays:
             with contextlib.suppress(Exception):
                 stray.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
         self._close_pipes()
 
     def _flush(self) -> None:
@@ -183,22 +170,13 @@ class WorkerProcess:
                     self.gone = True
                     break
                 self._incoming += data
-        replies = []
-        header = worker_program.HEADER
-        while len(self._incoming) >= header.size:
-            number, length = header.unpack_from(self._incoming)
-            if length > _MAX_REPLY_BYTES:
-                self.gone = True  # something else wrote to our pipe: nothing after this can be trusted
-                break
-            if len(self._incoming) < header.size + length:
-                break
-            text = bytes(self._incoming[header.size : header.size + length])
-            del self._incoming[: header.size + length]
-            try:
-                replies.append((number, dict(json.loads(text))))
-            except (TypeError, ValueError):
-                self.gone = True
-                break
+        replies: list[tuple[int, JsonObject]] = []
+        try:
+            for text in take_frames(self._incoming, _MAX_REPLY_BYTES):
+                number, reply = json.loads(text)
+                replies.append((int(number), dict(reply)))
+        except (TypeError, ValueError):
+            self.gone = True  # something else wrote to our pipe
         return replies
 
     def _drain_output(self) -> None:
@@ -225,7 +203,7 @@ class WorkerProcess:
 
     def _close_pipes(self) -> None:
         self._closed = self.gone = True
-        for fd in (self.request_fd, self.reply_fd, self.output_fd, self._lifeline_fd):
+        for fd in (self.request_fd, self.reply_fd, self.output_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
@@ -238,18 +216,3 @@ def wait_for(workers: Sequence[WorkerProcess], limit_s: float) -> None:
         for fd, event in worker.interests():
             poll.register(fd, event)
     poll.poll(max(0.0, limit_s) * 1000)
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # Many workers share the cores, and the order of sets must not depend on the worker.
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("PYTHONHASHSEED", "0")
-    return environment
-
-
-def _descendants(process_id: int) -> list[Any]:
-    try:
-        return list(psutil.Process(process_id).children(recursive=True))
-    except psutil.Error:
-        return []

@@ -15,7 +15,7 @@ HEAD = f"""
 import os, signal, socket, sys, time
 sys.path.insert(0, {str(SIDE)!r})
 from posttrain_vllm import Channel
-channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+channel = Channel(int(sys.argv[2]))
 options = channel.receive()["options"]
 print("a line of the log", flush=True)
 """
@@ -108,14 +108,18 @@ def test_an_environment_without_vllm_is_an_error_of_the_config(tmp_path: Path) -
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Its lifeline is a pipe: whatever vLLM is doing, a thread sees the other end close. Weights do not stay in memory."""
-    program = READY.replace("options =", "import posttrain_vllm, threading\noptions =") + (
-        "threading.Thread(target=posttrain_vllm._end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()\n"
-        "channel.send(done=None)\ntime.sleep(3600)\n"
+    program = HEAD.partition("channel =")[0] + (
+        "import posttrain_vllm\n"
+        "def serve(channel):\n"
+        "    channel.receive(), channel.send(done={'version': '0.25.0'})\n"
+        "    channel.receive(), channel.send(done=None), time.sleep(3600)\n"
+        "posttrain_vllm.serve = serve\n"
+        "posttrain_vllm.main(sys.argv[1], *map(int, sys.argv[2:4]))\n"
     )
     (tmp_path / "weights" / "adapter-1").mkdir(parents=True)
     process = start(tmp_path, program)
     process.call("x")
-    os.close(process._lifeline)
+    process._process.hang_up()
     process._process.wait(60)
     assert process._process.returncode == -9
     assert not (tmp_path / "weights").exists()

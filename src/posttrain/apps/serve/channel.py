@@ -9,30 +9,18 @@ import contextlib
 import pickle
 import select
 import socket
-import struct
 from typing import Any
 
-_LENGTH = struct.Struct("<Q")
+from posttrain import processes
 
 
 def frame(value: object) -> bytes:
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(data)) + data
+    return processes.frame(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
 def take_frames(buffer: bytearray) -> list[Any]:
     """The values of all complete frames, which are removed from the buffer."""
-    values: list[Any] = []
-    begin = 0
-    while len(buffer) >= begin + _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(buffer, begin)
-        data = begin + _LENGTH.size
-        if len(buffer) < data + length:
-            break
-        begin = data + length
-        values.append(pickle.loads(memoryview(buffer)[data:begin]))
-    del buffer[:begin]
-    return values
+    return [pickle.loads(data) for data in processes.take_frames(buffer)]
 
 
 class EngineChannel:

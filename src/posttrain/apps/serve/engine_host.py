@@ -24,6 +24,7 @@ from posttrain.apps.serve.engine_loop import EngineLoop
 from posttrain.apps.serve.sessions import ModelsToLoad, Say, load_sessions
 from posttrain.engines.native.session import SessionLimits
 from posttrain.errors import HardwareError, InputError
+from posttrain.processes import be_signalled_with_parent
 
 # The engine's thread releases the interpreter lock with every operation that it launches, some dozens in a step, and waits this
 # long to get it back while the event loop is busy. Python's default of 5 ms would be longer than a step.
@@ -127,10 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     descriptor, parent = map(int, arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the server drains, then sends `StopEngine`
-    if sys.platform == "linux":
-        from posttrain.environments.sandbox.kernel import die_with_parent
-
-        die_with_parent(signal.SIGKILL, parent)
+    be_signalled_with_parent(signal.SIGKILL, parent)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

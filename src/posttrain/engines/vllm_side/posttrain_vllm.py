@@ -1,8 +1,8 @@
 """The program of vLLM's process: owns a `vllm.LLM` and serves posttrain's requests over a socket, one at a time.
 
-    python posttrain_vllm.py SOCKET_FD LIFELINE_FD WEIGHTS_FOLDER
+    python posttrain_vllm.py WEIGHTS_FOLDER SOCKET_FD LIFELINE_FD
 
-A frame is a length of 4 bytes and JSON. The first frame has the arguments of `vllm.LLM`. Every request gets one last frame with
+Frames hold JSON. The first frame has the arguments of `vllm.LLM`. Every request gets one last frame with
 `done` or `error`; sampling sends others before it: finished answers as they arrive, and a heartbeat every second.
 
 All requests of a call are added before its first step, so without vLLM's second process calls are reproducible.
@@ -12,41 +12,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import runpy
 import shutil
-import signal
-import socket
-import struct
 import sys
-import threading
 import time
 import traceback
-from typing import Any, ClassVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-_LENGTH = struct.Struct("<I")
+if TYPE_CHECKING:
+    from posttrain import processes
+else:
+    processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "processes.py")))
+
 _SIGN_OF_LIFE_S = 1.0
 
 
 class Channel:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     def send(self, **fields: object) -> None:
-        data = json.dumps(fields).encode()
-        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+        processes.write_frame(self._descriptor, json.dumps(fields).encode())
 
     def receive(self) -> dict[str, Any]:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return dict(json.loads(self._exactly(length)))
-
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self._connection.recv(min(count - len(data), 1 << 20))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
+        data = processes.read_frame(self._descriptor)
+        if data is None:
+            raise EOFError
+        return dict(json.loads(data))
 
 
 class Lease:
@@ -216,15 +210,15 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with(lifeline: int, weights: str) -> None:
-    """Kill this process and its children when the trainer exits, and remove weights in shared memory."""
-    os.read(lifeline, 1)
-    shutil.rmtree(weights, ignore_errors=True)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+def main(weights: str, connection: int, lifeline: int) -> None:
+    def remove_weights() -> None:  # they are in shared memory
+        shutil.rmtree(weights, ignore_errors=True)
+
+    processes.die_on_hangup(lifeline, remove_weights)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer is done
+        serve(Channel(connection))
+    remove_weights()
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(int(sys.argv[2]), sys.argv[3]), daemon=True).start()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer is done
-        serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
-    shutil.rmtree(sys.argv[3], ignore_errors=True)
+    main(sys.argv[1], *map(int, sys.argv[2:4]))

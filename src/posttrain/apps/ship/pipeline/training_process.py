@@ -6,7 +6,6 @@ The child has its own process group: signals reach it once, forwarded by the pip
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import signal
@@ -16,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from posttrain.checkpointing.stopping import Interruption
+from posttrain.processes import be_signalled_with_parent
 
 _POLL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 def run_training(
@@ -67,10 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parent, lock, *rest = arguments
     if int(lock) >= 0:
         os.set_inheritable(int(lock), False)  # held by this process, not by its children
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        return 128 + signal.SIGTERM  # the parent died before prctl was called
+    be_signalled_with_parent(signal.SIGTERM, int(parent))
     # By name: the command line is built on this package.
     sys.argv[1:] = rest
     runpy.run_module("posttrain.cli.main", run_name="__main__")
