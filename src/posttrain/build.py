@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
-from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.run_folder import WriteAccess, run_folder
-from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
+from posttrain.checkpointing.save_and_resume import CheckpointSaver, CopyRule, Exporter, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat

@@ -22,7 +22,7 @@ FUNCTIONS = {
 # (file, call): why it needs none.
 BOUNDED = {
     ("checkpointing/integrity.py", "result"): "hashes of files, by threads of the process itself",
-    ("environments/combined.py", "result"): "scores, each of which has its own time limit",
+    ("environments/router.py", "result"): "scores, each of which has its own time limit",
     ("environments/sandbox/sandbox.py", "wait"): "a process that was just killed",
     ("checkpointing/save_and_resume.py", "wait"): "BackgroundWrite.wait, which has a deadline",
     ("policy/checkpoint/writer.py", "wait"): "HostCopy.wait, which has a deadline",

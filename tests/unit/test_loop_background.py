@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from loop_scene import Scene, scene
 
-from posttrain.checkpointing.copies import CopyRule
+from posttrain.checkpointing.save_and_resume import CopyRule
 from posttrain.checkpointing.state import load_training_state
 
 

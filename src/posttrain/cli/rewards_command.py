@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from posttrain.config.rewards import RewardConfig
-    from posttrain.environments.agreement import Verdict
-    from posttrain.environments.stored_samples import StoredSample
+    from posttrain.environments.agreement import StoredSample, Verdict
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
@@ -131,8 +130,7 @@ def _test(args: argparse.Namespace) -> int:
         raise InputError("--row-settings gives settings of one reward: name it with --type")
 
     from posttrain.environments import check_environments
-    from posttrain.environments.agreement import Verdict, disagreements, report, unscored
-    from posttrain.environments.stored_samples import Columns, read_samples
+    from posttrain.environments.agreement import Columns, Verdict, disagreements, read_samples, report, unscored
 
     if not row_settings:
         check_environments({name: block})

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.environments.math_numbers import divides_by_zero, equal_only_when_cut_off, has_no_value
-from posttrain.environments.multiple_choice import choice_scorer
+from posttrain.environments.text_rewards import choice_scorer, units
 from posttrain.files.json_files import JsonMapping
 
 # Limit for answers such as 9^9^9^9, whose digits would exhaust the machine.
@@ -47,6 +47,22 @@ def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
         strict=setup.get("strict", True),
         allow_set_relation_comp=setup.get("allow_set_relation_comp", False),
     )
+
+
+def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:
+    """TRL's `get_cosine_scaled_reward` (arXiv 2502.03373, appendix C) over our verifier. Correctness is a separate part of
+    the reward."""
+    verify = math_scorer(setup)
+    right = (setup["max_value_correct"], setup["min_value_correct"])
+    wrong = (setup["min_value_wrong"], setup["max_value_wrong"])
+
+    def score(item: ScoringItem) -> Mapping[str, float]:
+        progress = min(len(units(item, "tokens")) / setup["max_length"], 1.0)
+        correct = verify(item)
+        short, long = right if correct else wrong
+        return {"reward": long + 0.5 * (short - long) * (1.0 + math.cos(math.pi * progress)), "correct": correct}
+
+    return score
 
 
 @dataclass(frozen=True)
@@ -191,3 +207,67 @@ def normalised(answer: str) -> str:
     answer = answer.split("=")[-1]
     answer = re.sub(r"\s+", "", answer).rstrip(".")
     return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------------
+
+
+_DIGITS = 30  # of an exact number that are computed
+_EXACT = 1e-25  # relative difference of exact numbers that are equal
+
+
+def equal_only_when_cut_off(truth: Any, answer: Any, precision: int) -> bool:
+    """Whether two numbers that math-verify calls equal differ: exact ones in their first 25 digits, others only if both
+    round to zero at `precision` decimals.
+
+    For math-verify, two exact numbers are equal when their difference is 0 after 15 decimals, and two of which one is
+    written with a point when they are equal after `precision` decimals. So 1/2004! equals 1/2006!, and 0.0000001 equals
+    0.0000002: both round to 0.
+    """
+    from sympy import Basic, Float, UnevaluatedExpr
+
+    sides = (truth, answer)
+    if not all(isinstance(side, Basic) and getattr(side, "is_number", False) for side in sides):
+        return False
+    if any(side.has(UnevaluatedExpr) for side in sides):  # a percentage: 9 % may be stated as 9
+        return False
+    try:
+        first, second = (side.doit().evalf(_DIGITS) for side in sides)
+        size = max(abs(first), abs(second))
+        difference = abs(first - second)
+        if any(side.has(Float) for side in sides):
+            vanish = bool(0 < abs(first) < 0.5 * 10**-precision and 0 < abs(second) < 0.5 * 10**-precision)
+            return vanish and bool(difference > 10**-precision * size)
+        return bool(difference > _EXACT * size)
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return False
+
+
+def divides_by_zero(answer: object) -> bool:
+    """Whether the parsed answer contains nan, 1/0 or 0/0. Such an answer equals nothing; its comparison may not
+    terminate.
+    """
+    from sympy import Basic, Pow, nan, zoo
+
+    if not isinstance(answer, Basic):
+        return False
+    powers = answer.atoms(Pow)
+    return answer.has(nan, zoo) or any(power.base.is_zero and power.exp.is_negative for power in powers)
+
+
+def has_no_value(answer: object, truth: object) -> bool:
+    """Whether the answer evaluates to nan, or to an infinity that the reference does not have."""
+    from sympy import Basic, nan, oo, zoo
+
+    found, expected = _evaluated(answer), _evaluated(truth)
+    if not isinstance(found, Basic):
+        return False
+    is_expected = isinstance(expected, Basic) and expected.has(oo, -oo)
+    return bool(found.has(nan, zoo)) or (bool(found.has(oo, -oo)) and not is_expected)
+
+
+def _evaluated(side: Any) -> Any:
+    try:
+        return side.doit()
+    except Exception:  # the same errors that the comparison raises
+        return side

@@ -1,14 +1,24 @@
-"""Routes each task to the environment that it names."""
+"""The environments of a config: each task goes to the one that it names; its rewards are one, or a weighted sum of several.
+
+Each reward has its own pool, number of workers and time limit, and rewards score in parallel. If one of them cannot
+score a completion, that completion is unscored with the name of that reward; the values of the others are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.environments.combined import build_environment, interrupt
-from posttrain.environments.settings import read_settings
+from posttrain.data.reward_values import NEEDED, is_reward, total
+from posttrain.environments.item import ScoringItem
+from posttrain.environments.pool import ScoringPool
+from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
+from posttrain.environments.settings import EnvironmentSettings, RewardSettings, read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
@@ -69,3 +79,136 @@ class ScoringRouter:
             return next(iter(self.environments))  # the only one
         known = ", ".join(sorted(self.environments)) or "none"
         raise InputError(f"task {task.id!r} names environment {task.environment!r}; under env: there is {known}")
+
+
+def build_environment(settings: EnvironmentSettings) -> Environment:
+    """The environment for these settings. No process is started before there is something to score."""
+    built = {name: _build_reward(reward) for name, reward in settings.rewards.items()}
+    if settings.is_single:
+        return built[""]
+    weights = {name: float(reward.config.weight) for name, reward in settings.rewards.items()}
+    return WeightedRewards(built, weights)
+
+
+def _build_reward(settings: RewardSettings) -> Environment:
+    if settings.config.type in IN_PROCESS:
+        return in_process_environment(settings)
+    return PooledReward(ScoringPool(settings))
+
+
+@dataclass(frozen=True)
+class PooledReward:
+    """A reward whose scorer runs in worker processes."""
+
+    pool: ScoringPool
+
+    def score(
+        self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
+    ) -> list[Score]:
+        items = [scoring_item(task, completion) for task, completion in zip(tasks, completions, strict=True)]
+        return self.pool.score(items, progress)
+
+    def interrupt(self) -> None:
+        self.pool.interrupt()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def interrupt(environment: Environment) -> None:
+    """Cancel the scoring of an environment. One without worker processes finishes it."""
+    if isinstance(environment, PooledReward | WeightedRewards):
+        environment.interrupt()
+
+
+def scoring_item(task: Task, completion: Completion) -> ScoringItem:
+    own = tuple(token for token, mine in zip(completion.token_ids, completion.trained, strict=True) if mine)
+    return ScoringItem(
+        prompt=task.prompt,
+        response=completion.text,
+        reference=task.reference,
+        messages=[dict(message) for message in task.messages],
+        metadata=dict(task.metadata),
+        noise_key=f"{task.draw}\0{completion.text}",
+        token_ids=own if own or not completion.text else None,  # stored text has no tokens
+        finish_reason=completion.finish_reason,
+    )
+
+
+class WeightedRewards:
+    """Implements `roles.Environment` by the weighted sum of several rewards."""
+
+    def __init__(self, rewards: Mapping[str, Environment], weights: Mapping[str, float]) -> None:
+        assert set(rewards) == set(weights), "each reward has a weight"
+        self.rewards = dict(rewards)
+        self.weights = dict(weights)
+
+    def score(
+        self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
+    ) -> list[Score]:
+        advance = _progress_of_the_slowest(len(self.rewards), progress)
+        found: dict[str, list[Score]] = {}
+        waiting: dict[str, Future[list[Score]]] = {}
+        pooled = {name: reward for name, reward in self.rewards.items() if isinstance(reward, PooledReward)}
+        with ThreadPoolExecutor(max(1, len(pooled)), "scoring") as threads:
+            try:
+                for place, (name, reward) in enumerate(self.rewards.items()):
+                    if name in pooled:
+                        waiting[name] = threads.submit(reward.score, tasks, completions, advance(place))
+                for place, (name, reward) in enumerate(self.rewards.items()):
+                    if name not in pooled:  # models stay in their thread
+                        found[name] = reward.score(tasks, completions, advance(place))
+                found |= {name: future.result() for name, future in waiting.items()}
+            except BaseException:
+                for reward in pooled.values():
+                    reward.interrupt()
+                raise
+        return [self._add_up({name: found[name][row] for name in self.rewards}) for row in range(len(tasks))]
+
+    def interrupt(self) -> None:
+        for reward in self.rewards.values():
+            interrupt(reward)
+
+    def close(self) -> None:
+        for reward in self.rewards.values():
+            reward.close()
+
+    def _add_up(self, scores: Mapping[str, Score]) -> Score:
+        parts: dict[str, float] = {}
+        for name, score in scores.items():
+            if score.reward is not None:
+                parts[name] = score.reward
+            parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
+        failed = {name: score for name, score in scores.items() if not score.scored}
+        if failed:
+            error = "; ".join(f"{name}: {score.error or 'no reason given'}" for name, score in failed.items())
+            traces = [f"{name}:\n{score.traceback}" for name, score in failed.items() if score.traceback]
+            return Score(None, parts, error, "\n".join(traces) or None)
+        reward = total(self.weights[name] * parts[name] for name in scores)
+        if not is_reward(reward):
+            return Score(None, parts, f"the weighted rewards add up to {reward}: {NEEDED}")
+        return Score(reward, parts)
+
+
+def _progress_of_the_slowest(num_rewards: int, progress: Progress | None) -> Callable[[int], Progress | None]:
+    """A progress for each reward. A completion counts as finished when every reward has finished that many."""
+    finished = [0] * num_rewards
+    reported = 0
+    lock = threading.Lock()
+
+    def advance(place: int) -> Progress | None:
+        if progress is None:
+            return None
+
+        def note(count: int) -> None:
+            nonlocal reported
+            with lock:
+                finished[place] += count
+                news = min(finished) - reported
+                reported += news
+                if news:
+                    progress(news)
+
+        return note
+
+    return advance

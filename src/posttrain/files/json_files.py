@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 256 * 2**20  # of a file that describes a model, a run or a reg
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text; ValueError with the reason if it is not one."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats)
+        value = json.loads(text, object_pairs_hook=without_repeats)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError:
@@ -58,7 +58,7 @@ def is_deeper_than(limit: int, value: Any) -> bool:
     return True
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
+def without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [key for key, _ in pairs]

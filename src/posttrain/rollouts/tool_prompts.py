@@ -1,7 +1,7 @@
 """Prompts with the tools of their environment, which the dataset need not mention.
 
 A chat template that supports tools (its output changes when tools are passed) writes them in the format of its model.
-For other templates, a system message describes them and the format of a call (environments/turns/tool_calls.py).
+For other templates, a system message describes them and the format of a call (environments/turns/tools.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.checkpointing.retention import surplus_steps
+from posttrain.checkpointing.store import surplus_steps
 
 # name: (metrics by step, settings, the steps that stay)
 CASES: dict[str, tuple[dict[int, float | None], dict[str, object], set[int]]] = {

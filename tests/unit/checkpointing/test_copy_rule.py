@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.checkpointing.copies import CopyRule
+from posttrain.checkpointing.save_and_resume import CopyRule
 
 GIB = 2**30
 # Written at 1 GiB/s: the copy of a model of 2 GiB is estimated at 2 s + 6 passes of 2 s.

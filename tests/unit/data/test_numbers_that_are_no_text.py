@@ -24,7 +24,7 @@ from posttrain.data.datasets import (
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
 from posttrain.data.traces import ReadReport, iter_trace_groups
-from posttrain.environments.stored_samples import Columns, read_samples
+from posttrain.environments.agreement import Columns, read_samples
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 NOT_NUMBERS = [math.nan, math.inf, -math.inf]

@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from posttrain.config.rewards import parse_reward
 from posttrain.environments import build_environments, check_environments, judge
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
-from posttrain.environments.judge import NoVerdict, filled, judge_scorer, read_score
-from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache
+from posttrain.environments.judge import NoVerdict, Usage, UsageFile, VerdictCache, filled, judge_scorer, read_score
 from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 

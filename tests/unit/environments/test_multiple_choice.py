@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.environments.multiple_choice import choice_finder, choice_scorer
+from posttrain.environments.text_rewards import choice_finder, choice_scorer
 
 
 @pytest.mark.parametrize("multilingual", [False, True])

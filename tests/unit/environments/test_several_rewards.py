@@ -13,8 +13,8 @@ import pytest
 from posttrain.algorithms.advantages import has_signal, part_names
 from posttrain.algorithms.rollout_metrics import rollout_metrics
 from posttrain.environments import ScoringRouter, build_environments, check_environments
-from posttrain.environments.combined import WeightedRewards, build_environment, scoring_item
 from posttrain.environments.pool import ScoringInterrupted
+from posttrain.environments.router import WeightedRewards, build_environment, scoring_item
 from posttrain.environments.settings import read_settings
 from posttrain.errors import InputError
 from posttrain.reporting.rows import group_row

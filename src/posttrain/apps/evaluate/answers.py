@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from posttrain.environments.math_answers import last_boxed, normalised
-from posttrain.environments.multiple_choice import choice_finder
+from posttrain.environments.text_rewards import choice_finder
 
 _LAST_LINE = re.compile(r"^####[ \t]*([^\n]+?)\s*\Z", re.MULTILINE)
 _STATED = re.compile(r"(?i)\banswer\s*(?:is\s*:?|:|=)\s*\**\s*([^\n]+)")

@@ -4,8 +4,7 @@ Everything here runs in worker processes, one call at a time, and imports no tor
 """
 
 from posttrain.environments.turns.interface import Observation, Turn, TurnEnvironment, TurnTask
-from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall, parse_tool_calls
-from posttrain.environments.turns.tools import ToolEnvironment, ToolError
+from posttrain.environments.turns.tools import MalformedCall, ToolCall, ToolEnvironment, ToolError, parse_tool_calls
 
 __all__ = [
     "MalformedCall",

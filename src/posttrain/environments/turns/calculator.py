@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall
-from posttrain.environments.turns.tools import ToolEnvironment, ToolError
+from posttrain.environments.turns.tools import MalformedCall, ToolCall, ToolEnvironment, ToolError
 from posttrain.files.json_files import JsonMapping
 
 _MAX_CHARACTERS = 200
