@@ -95,7 +95,8 @@ def path_error(error: OSError) -> InputError | None:
 
 
 def near_path(path: Path) -> str:
-    """A hint to put behind a path that does not exist: where its first missing part is similar to what is there, or nothing."""
+    """A hint to put behind a path that does not exist: where its first missing part is similar to what is there, or
+    nothing."""
     rest = Path()
     while path != path.parent and not os.path.exists(path.parent):
         path, rest = path.parent, path.name / rest
@@ -126,8 +127,8 @@ def storage_error(error: BaseException) -> StorageError | None:
         return None
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return StorageError(
-        f"{place_and_reason(error)}{notes}. The run had begun, so this is a fault of the storage: when it is fixed, the same "
-        "command resumes from the newest checkpoint"
+        f"{place_and_reason(error)}{notes}. The run had begun, so this is a fault of the storage: when it is fixed, "
+        "the same command resumes from the newest checkpoint"
     )
 
 
@@ -151,7 +152,8 @@ class Superseded(RuntimeError):
 
 
 class StorageError(RuntimeError):
-    """A file of a run that has begun cannot be read or written. Nothing is wrong with the input; a later try may succeed."""
+    """A file of a run that has begun cannot be read or written. Nothing is wrong with the input; a later try may
+    succeed."""
 
     exit_code = ExitCode.STORAGE_FAILED
 
@@ -166,7 +168,8 @@ class Terminated(KeyboardInterrupt):
 
 
 class StopRequested(Exception):
-    """The run was asked to stop, and the step has not changed the model yet: it is left undone, and repeated on resume."""
+    """The run was asked to stop, and the step has not changed the model yet: it is left undone, and repeated on
+    resume."""
 
 
 class HardwareError(RuntimeError):

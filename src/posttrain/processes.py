@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 _PIECE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
-# -- frames --------------------------------------------------------------------------------------------------------------
+# -- frames ------------------------------------------------------------------------------------------------------------
 
 
 def frame(data: bytes) -> bytes:
@@ -31,8 +31,8 @@ def frame(data: bytes) -> bytes:
 
 
 def take_frames(buffer: bytearray, max_bytes: int | None = None) -> list[bytes]:
-    """The content of all complete frames, which are removed from the buffer. ValueError if one is longer than `max_bytes`:
-    something else wrote there, and nothing after it can be trusted."""
+    """The content of all complete frames, which are removed from the buffer. ValueError if one is longer than
+    `max_bytes`: something else wrote there, and nothing after it can be trusted."""
     found: list[bytes] = []
     begin = 0
     while len(buffer) >= begin + _LENGTH.size:
@@ -72,14 +72,14 @@ def write_frame(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-# -- the parent's side ---------------------------------------------------------------------------------------------------
+# -- the parent's side -------------------------------------------------------------------------------------------------
 
 
 class Child(subprocess.Popen[bytes]):
     """A program in a session of its own: Ctrl-C goes to the parent only, and the whole group can be killed.
 
-    Its last arguments are the descriptors that it inherits, which are closed here, and a lifeline: the end of a pipe that
-    hangs up when this process ends, for `die_with_parent`.
+    Its last arguments are the descriptors that it inherits, which are closed here, and a lifeline: the end of a pipe
+    that hangs up when this process ends, for `die_with_parent`.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ def ending_of(code: int) -> str:
     return f"signal {-code} ({known.get(-code, 'unknown')})"
 
 
-# -- the child's side ----------------------------------------------------------------------------------------------------
+# -- the child's side --------------------------------------------------------------------------------------------------
 
 
 def die_with_parent(lifeline: int) -> None:
     """End this process and what it started when the parent is gone, even by `kill -9`.
 
-    The parent holds the other end of the pipe and never writes to it. On Linux the kernel itself kills our process group
-    when that end closes: no code of ours has to run, so a reward that hangs with signals blocked cannot prevent it.
-    Elsewhere a thread waits for it. (PR_SET_PDEATHSIG would do it when the *thread* that started us ends.)
+    The parent holds the other end of the pipe and never writes to it. On Linux the kernel itself kills our process
+    group when that end closes: no code of ours has to run, so a reward that hangs with signals blocked cannot prevent
+    it. Elsewhere a thread waits for it. (PR_SET_PDEATHSIG would do it when the *thread* that started us ends.)
     """
     try:
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())

@@ -56,8 +56,8 @@ def describe_model(
 ) -> JsonObject:
     """The description of a model: JSON values only.
 
-    `model_config` is `config.to_dict()` of a `transformers` model, `lora` the adapter's settings (None, or `enabled: false`,
-    for full tuning), `vocabulary` the tokenizer's `get_vocab()`.
+    `model_config` is `config.to_dict()` of a `transformers` model, `lora` the adapter's settings (None, or `enabled:
+    false`, for full tuning), `vocabulary` the tokenizer's `get_vocab()`.
     """
     # Multimodal models keep the decoder's sizes in a separate section.
     text = model_config.get("text_config")
@@ -86,7 +86,8 @@ def check_same_model(saved: Mapping[str, object], current: Mapping[str, object])
         found = saved.get(section) if isinstance(saved, Mapping) else None
         if not isinstance(found, Mapping) or not found or not set(found) <= set(known):
             raise CheckpointError(
-                f"model.json of the checkpoint does not describe a model: {section} is {_shown(found):.80}. Put the file back"
+                f"model.json of the checkpoint does not describe a model: {section} is {_shown(found):.80}. Put the "
+                "file back"
             )
     differences = list(_differences(saved, current, ""))
     if differences:

@@ -1,11 +1,11 @@
 """`checksums.json`: the list of a checkpoint's files with their sizes and SHA-256, and the comparison against it.
 
-Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is the
-list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
+Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is
+the list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
 
-The list has a checksum of its own, `own_sha256`, and must name every file that is loaded: those below `policy/`, and the
-files of `_LOADED`. Other files are ignored: people put notes and converted models into a checkpoint's folder. Checkpoints of
-earlier versions have no `own_sha256`; everything else is checked.
+The list has a checksum of its own, `own_sha256`, and must name every file that is loaded: those below `policy/`, and
+the files of `_LOADED`. Other files are ignored: people put notes and converted models into a checkpoint's folder.
+Checkpoints of earlier versions have no `own_sha256`; everything else is checked.
 
 Checksums detect accidental damage. They are not a signature: anyone with write access can write new checksums.
 """

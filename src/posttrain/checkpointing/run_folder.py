@@ -183,8 +183,8 @@ def _set_aside(config: RunConfig) -> list[str]:
 def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tuple[str, list[str]]:
     """The folder to use, and a line with the reason if there was a choice.
 
-    A folder that was given is used as given. The default is numbered: of results/grpo, results/grpo-2, ... the newest that
-    holds a run with the same training settings, and is not in use, is used, and the next number if there is none.
+    A folder that was given is used as given. The default is numbered: of results/grpo, results/grpo-2, ... the newest
+    that holds a run with the same training settings, and is not in use, is used, and the next number if there is none.
     """
     base, log_dir = loaded.config.checkpointing.checkpoint_dir, loaded.config.logger.log_dir
     if loaded.origins.get(CHECKPOINT_DIR) != DEFAULT:
@@ -219,7 +219,8 @@ def _numbers(base: Path) -> list[int]:
 
 def _why_used(folder: str, state: FolderState) -> str:
     if state.is_finished:
-        return f"the run in {folder} is finished and has the same settings; for another run name a folder ({CHECKPOINT_DIR}=...)"
+        other = f"for another run name a folder ({CHECKPOINT_DIR}=...)"
+        return f"the run in {folder} is finished and has the same settings; {other}"
     if state.step:
         return f"resuming the run in {folder}: it is not finished and has the same settings"
     return f"starting again in {folder}: it has the same settings and no checkpoint"
@@ -243,8 +244,8 @@ def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
 def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]:
     """Lines that name the settings that differ from those of the run in the folder.
 
-    Raises InputError if the run has a checkpoint, a setting that counts as training differs, and `accept_changes` is not
-    given.
+    Raises InputError if the run has a checkpoint, a setting that counts as training differs, and `accept_changes` is
+    not given.
     """
     config = loaded.config
     state = inspect_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir)

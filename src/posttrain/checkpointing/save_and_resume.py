@@ -90,8 +90,8 @@ class CheckpointSaver:
         self.stream.load_state_dict(state.stream_state)
         if unused := sorted(set(state.stream_state) - set(self.stream.state_dict())):
             self.recorder.warn(
-                f"{folder} holds sampled groups for later steps ({', '.join(unused)}); these settings do not use them, so "
-                "they are not trained on"
+                f"{folder} holds sampled groups for later steps ({', '.join(unused)}); these settings do not use them, "
+                "so they are not trained on"
             )
         self.trainer.load(folder)
         self.trainer.num_updates = int(state.extra["num_updates"])
@@ -103,8 +103,8 @@ class CheckpointSaver:
         return state.step
 
     def with_timings(self, report: StepReport) -> StepReport:
-        """A save follows the row of its step, so its time is reported with the next one. An update that waited for the copy
-        did so in this step; a background write is reported when it is over."""
+        """A save follows the row of its step, so its time is reported with the next one. An update that waited for
+        the copy did so in this step; a background write is reported when it is over."""
         timings = dict(report.timings_s)
         if self._is_copying:
             self._add_blocked(self.trainer.take_save_wait_s())
@@ -188,7 +188,7 @@ class CheckpointSaver:
         if problem is not None:
             error.add_note(f"and the checkpoint that was being written is lost: {problem}")
 
-    # -- one checkpoint --------------------------------------------------------------------------------------------------
+    # -- one checkpoint ------------------------------------------------------------------------------------------------
 
     def _save(
         self, step: int, report: StepReport, validation: StepReport | None, moment: _Moment, *, is_last: bool
@@ -238,7 +238,7 @@ class CheckpointSaver:
         if not in_background:
             self._saved_step, self._save_s = step, time.perf_counter() - start
 
-    # -- a copy of the model for use ---------------------------------------------------------------------------------------
+    # -- a copy of the model for use -----------------------------------------------------------------------------------
 
     def _gets_copy(self, step: int, folder: Path, save_s: float, trained_s: float, *, blocks: bool) -> bool:
         if self.export is None or self._is_in_a_hurry:
@@ -286,16 +286,16 @@ class CheckpointSaver:
         if measured is not None and named_metric(name, report, validation) is None:
             known = ", ".join(sorted(measured.metrics))
             self.recorder.warn(
-                f"checkpointing.metric_name: {name} was not measured at step {step}, so checkpoints cannot be ranked by it "
-                f"and the newest are kept; measured there: {known}"
+                f"checkpointing.metric_name: {name} was not measured at step {step}, so checkpoints cannot be ranked "
+                f"by it and the newest are kept; measured there: {known}"
             )
         elif measured is None and self._has_validated and step % self.settings.period == 0:
             self.recorder.warn(
-                f"checkpointing.metric_name: step {step} is saved without a validation, so {name} is not known of it and it "
-                "ranks last; let the save_period be a multiple of the val_period"
+                f"checkpointing.metric_name: step {step} is saved without a validation, so {name} is not known of it "
+                "and it ranks last; let the save_period be a multiple of the val_period"
             )
 
-    # -- in the background -----------------------------------------------------------------------------------------------
+    # -- in the background ---------------------------------------------------------------------------------------------
 
     def _can_save_in_background(self) -> bool:
         """Whether it is configured and possible. Checked once, after a step: then the optimizer has all its state."""
@@ -315,8 +315,8 @@ class CheckpointSaver:
         Threads of other ranks may still be waiting for the one that failed, so there is no second background save.
         """
         self.recorder.warn(
-            f"a checkpoint could not be written in the background: {problem}. This step is saved instead, and training waits "
-            "for it and for every checkpoint from here on"
+            f"a checkpoint could not be written in the background: {problem}. This step is saved instead, and training "
+            "waits for it and for every checkpoint from here on"
         )
         self._may_use_background = False
 
@@ -335,8 +335,8 @@ class CheckpointSaver:
 def _all_damaged(store: CheckpointStore) -> str:
     found = "".join(f"\n  {problem}" for _, problem in sorted(store.damage.items()))
     return (
-        f"{store.folder}: none of its {len(store.damage)} checkpoints is intact:{found}\nPut the files back, or begin at "
-        f"step 1: {RESTART} moves everything there to earlier_NNN/ first. Nothing was changed"
+        f"{store.folder}: none of its {len(store.damage)} checkpoints is intact:{found}\nPut the files back, or begin "
+        f"at step 1: {RESTART} moves everything there to earlier_NNN/ first. Nothing was changed"
     )
 
 
@@ -349,7 +349,7 @@ def named_metric(name: str, report: StepReport | None, validation: StepReport | 
     return validation.metrics.get(metric) if validation is not None else None
 
 
-# -- copies --------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 _SHARE_BLOCKING, _SHARE_BESIDE = 0.02, 0.5
@@ -373,10 +373,10 @@ class Exporter(Protocol):
 class CopyRule:
     """Whether a checkpoint gets a consolidated copy of the model in `step_N/hf`: `checkpointing.save_consolidated`.
 
-    With `auto` it does if the cost is low: up to 2 % of the training time since the previous checkpoint if the run waits
-    for it; up to half of that training time in the background, so that the next save does not wait either. The cost is
-    that of the latest copy of this run. Before the first, it is estimated from the rate at which the checkpoint itself was
-    written.
+    With `auto` it does if the cost is low: up to 2 % of the training time since the previous checkpoint if the run
+    waits for it; up to half of that training time in the background, so that the next save does not wait either. The
+    cost is that of the latest copy of this run. Before the first, it is estimated from the rate at which the checkpoint
+    itself was written.
     """
 
     by_cost: bool  # False: every checkpoint gets one
@@ -395,6 +395,6 @@ class CopyRule:
         if not self.by_cost or cost_s <= share * trained_s:
             return None
         return (
-            f"it would take {cost_s:.2g} s after {trained_s:.2g} s of training, more than {100 * share:g} %. `posttrain convert` "
-            "makes one; checkpointing.save_consolidated=true makes one at every save, false none"
+            f"it would take {cost_s:.2g} s after {trained_s:.2g} s of training, more than {100 * share:g} %. "
+            "`posttrain convert` makes one; checkpointing.save_consolidated=true makes one at every save, false none"
         )

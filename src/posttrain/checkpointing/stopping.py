@@ -81,9 +81,9 @@ class StopAtOnce:
 class Interruption:
     """While it is entered, the first of `signals` is stored and answered with a line on stderr.
 
-    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing, also after it was left. A SIGHUP that is
-    ignored, as under `nohup`, stays ignored. Python delivers signals to the main thread only, so in any other thread entering
-    does nothing and `active` stays False.
+    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing, also after it was left. A SIGHUP
+    that is ignored, as under `nohup`, stays ignored. Python delivers signals to the main thread only, so in any other
+    thread entering does nothing and `active` stays False.
 
     SIGUSR1 asks for a checkpoint after the present step, and stops nothing.
     """

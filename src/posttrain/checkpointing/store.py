@@ -119,7 +119,8 @@ class CheckpointStore:
         (tmp / INFO).write_text(text + "\n", encoding="utf-8")
 
     def _tidy_up_after(self, step: int) -> None:
-        """Cleanup after a complete checkpoint. It must not fail a run whose state is saved, so errors become messages."""
+        """Cleanup after a complete checkpoint. It must not fail a run whose state is saved, so errors become
+        messages."""
         status = {
             "last_checkpoint_step": step,
             "last_successful_ckpt_save_completion": time.time(),
@@ -325,7 +326,7 @@ def _plain(value: object) -> object:
     return value
 
 
-# -- retention -----------------------------------------------------------------------------------------------------------
+# -- retention ---------------------------------------------------------------------------------------------------------
 
 
 def surplus_steps(
@@ -339,10 +340,10 @@ def surplus_steps(
 ) -> list[int]:
     """The steps to remove, oldest first, by NeMo RL's rule.
 
-    - Steps that are multiples of `save_period` compete for `keep_top_k` places: the best metric first, the newer on a tie,
-      a checkpoint without the metric last. With no metric the newest win.
-    - Steps in between (saved because the run was interrupted, or ended) are there to resume from; they are surplus as soon
-      as a newer one exists.
+    - Steps that are multiples of `save_period` compete for `keep_top_k` places: the best metric first, the newer on a
+      tie, a checkpoint without the metric last. With no metric the newest win.
+    - Steps in between (saved because the run was interrupted, or ended) are there to resume from; they are surplus as
+      soon as a newer one exists.
     - The newest is always kept, whatever its metric, so there can be `keep_top_k` + 1.
     """
     if keep_top_k is None or not metrics:

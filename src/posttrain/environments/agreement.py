@@ -1,4 +1,5 @@
-"""Stored answers, and how their rewards agree with recorded ones: any rows with a response, a run's rollouts, labelled traces.
+"""Stored answers, and how their rewards agree with recorded ones: any rows with a response, a run's rollouts, labelled
+traces.
 
 Columns can be named; those that are not named are looked for under the usual names. Independent of how rewards are
 computed.
@@ -160,7 +161,7 @@ def _described(verdict: Verdict) -> list[str]:
     return [*lines, f"    response:  {response}"]
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 USUAL_NAMES = {

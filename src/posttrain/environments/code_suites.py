@@ -1,6 +1,7 @@
 """Parses the tests of a task from dataset formats into one of three kinds. Independent of how tests are run.
 
-- `ProgramSuite`: the solution is a program; each case is what it reads and what it must print (APPS, CodeContests, TACO).
+- `ProgramSuite`: the solution is a program; each case is what it reads and what it must print (APPS, CodeContests,
+  TACO).
 - `CallSuite`: the solution defines a function; each case is its arguments and what it must return (`fn_name` of APPS).
 - `StepSuite`: Python code that fails when the solution is wrong: assert lines (MBPP), `test_…()` functions without
   arguments, `check(candidate)` (HumanEval).

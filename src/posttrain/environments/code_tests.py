@@ -32,15 +32,16 @@ ATTEMPTS = 2  # processes or memory may be available again
 
 
 def code_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
-    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox of the required strictness."""
+    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox of the required
+    strictness."""
     wall_s = float(setup["wall_time_limit_s"] or 3 * setup["time_limit_s"])
     timeout_s = float(setup["timeout_s"] or CodeRewardConfig.default_timeout_s)
     # Must be shorter than the pool's limit: running out of time is a verdict on the code, a killed worker is not.
     budget_s = timeout_s - max(1.0, 0.1 * timeout_s)
     if budget_s < wall_s:
         raise BadSetup(
-            f"timeout_s is {timeout_s:g}, for all tests of one answer: with {wall_s:g} s for one program (3 x time_limit_s, "
-            f"or wall_time_limit_s) at least {math.ceil(max(wall_s + 1, wall_s / 0.9))} is needed"
+            f"timeout_s is {timeout_s:g}, for all tests of one answer: with {wall_s:g} s for one program (3 x "
+            f"time_limit_s, or wall_time_limit_s) at least {math.ceil(max(wall_s + 1, wall_s / 0.9))} is needed"
         )
     limits = Limits(
         cpu_s=math.ceil(setup["time_limit_s"]),

@@ -312,7 +312,7 @@ def _shown(text: str) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + " …"
 
 
-# -- records -------------------------------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 _WAIT_FOR_LOCK_S = 30.0
@@ -321,7 +321,8 @@ _WAIT_FOR_LOCK_S = 30.0
 class VerdictCache:
     """An SQLite file that maps the hash of a request to the judge's text, shared by processes.
 
-    It may not fail a verdict: if the disk is full or the file is damaged, judging continues without it, with one warning.
+    It may not fail a verdict: if the disk is full or the file is damaged, judging continues without it, with one
+    warning.
     """
 
     def __init__(self, path: Path) -> None:

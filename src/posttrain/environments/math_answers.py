@@ -1,10 +1,10 @@
 """Reward 1.0 if the final answer of a completion equals the reference answer, else 0.0. Runs in a worker process.
 
-Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and asks
-whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
-Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer, and after it a last line `#### …`;
-a verifier that fails leaves the completion unscored instead of scoring 0; numbers that differ are not equal because both are
-cut off (`as_math_verify` turns that off); the DAPO verifier also reads `\\boxed{}`.
+Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and
+asks whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
+Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer, and after it a last line `####
+…`; a verifier that fails leaves the completion unscored instead of scoring 0; numbers that differ are not equal because
+both are cut off (`as_math_verify` turns that off); the DAPO verifier also reads `\\boxed{}`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 
 
 def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """The scorer for a reward of type math. Importing sympy, about a second, happens here and not at the first completion."""
+    """The scorer for a reward of type math. Importing sympy, about a second, happens here and not at the first
+    completion."""
     verifier_type = setup.get("verifier_type") or "math"
     if verifier_type != "math":
         return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
@@ -50,8 +51,8 @@ def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 
 
 def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:
-    """TRL's `get_cosine_scaled_reward` (arXiv 2502.03373, appendix C) over our verifier. Correctness is a separate part of
-    the reward."""
+    """TRL's `get_cosine_scaled_reward` (arXiv 2502.03373, appendix C) over our verifier. Correctness is a separate
+    part of the reward."""
     verify = math_scorer(setup)
     right = (setup["max_value_correct"], setup["min_value_correct"])
     wrong = (setup["min_value_wrong"], setup["max_value_wrong"])
@@ -129,7 +130,8 @@ def _math_verify_scorer(
         expected = read_reference(reference)
         if not expected:
             raise Unscored(f"the reference answer {reference[:80]!r} cannot be read as mathematics")
-        # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other agrees.
+        # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other
+        # agrees.
         first_error: Exception | None = None
         for answer in read_response(item.response):
             if divides_by_zero(answer):
@@ -209,7 +211,7 @@ def normalised(answer: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------------
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 _DIGITS = 30  # of an exact number that are computed

@@ -106,7 +106,8 @@ class ScoringPool:
             worker.send(number, batch.payloads[number])
 
     def _collect(self, batch: _Batch) -> None:
-        """Wait until something happens; then replies first, deaths second, limits last: a reply in time always counts."""
+        """Wait until something happens; then replies first, deaths second, limits last: a reply in time always
+        counts."""
         if not self._workers:
             return
         wait_for(self._workers, self._time_left_s(batch))

@@ -1,8 +1,9 @@
 """A user's reward function: lookup, and calls with the parameters it declares. Runs in a worker process.
 
-It may be written with any of the names in `_ARGUMENTS`, in any order, or with three arguments of other names, which then
-are prompt, response, reference in that order. It may be `async def`. A function with a parameter `completions` has TRL's
-signature: lists in, a list out, and the columns of the data under their names. It is called with one completion at a time.
+It may be written with any of the names in `_ARGUMENTS`, in any order, or with three arguments of other names, which
+then are prompt, response, reference in that order. It may be `async def`. A function with a parameter `completions` has
+TRL's signature: lists in, a list out, and the columns of the data under their names. It is called with one completion
+at a time.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Call
         )
     if not callable(found):
         raise FunctionLoadError(
-            f"{module_name}:{attribute} is {found!r:.80} ({type(found).__name__}), not a function; {_callables_of(module)}"
+            f"{module_name}:{attribute} is {found!r:.80} ({type(found).__name__}), not a function; "
+            f"{_callables_of(module)}"
         )
     result: Callable[..., object] = found
     return result
@@ -195,7 +197,8 @@ def _arguments_for(
         return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
     raise FunctionLoadError(
         f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} "
-        "(in any order, others need a default), or exactly three: prompt, response, reference; or TRL's, with completions"
+        "(in any order, others need a default), or exactly three: prompt, response, reference; or TRL's, with "
+        "completions"
     )
 
 

@@ -177,7 +177,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.encode(errors="replace").decode().split())
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def _model_folder(name: str, base_folder: Path) -> str:
@@ -197,7 +197,8 @@ def _device(setting: str, path: str) -> torch.device:
 
 
 def _load(name: str, dtype: torch.dtype | None, device: torch.device, field: str) -> nn.Module:
-    """The reward model, in the precision of its saved weights if `dtype` is None: rounding would undo a part of training."""
+    """The reward model, in the precision of its saved weights if `dtype` is None: rounding would undo a part of
+    training."""
     adapters = Path(name) / "adapter_config.json"
     if not adapters.is_file():
         model = load_reward_model(name, dtype or "auto", device, seed=None, pad_token_id=None, field=field)

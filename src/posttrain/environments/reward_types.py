@@ -1,9 +1,10 @@
 """Which code scores which type of reward. The keys of each type are a section of `posttrain.config.rewards`.
 
-Most rewards are scored in worker processes: `WORKER_SCORERS` names, as `module:function`, a function that gets the setup of
-a worker (the type's section as plain JSON values under their own keys, and `base_folder`, which paths are relative to) and
-returns a function from a `ScoringItem` to a number or a dict of named numbers. It raises `BadSetup` when the setup cannot
-work, which ends a run before a model is loaded; for one completion, `Unscored`. It may not import torch.
+Most rewards are scored in worker processes: `WORKER_SCORERS` names, as `module:function`, a function that gets the
+setup of a worker (the type's section as plain JSON values under their own keys, and `base_folder`, which paths are
+relative to) and returns a function from a `ScoringItem` to a number or a dict of named numbers. It raises `BadSetup`
+when the setup cannot work, which ends a run before a model is loaded; for one completion, `Unscored`. It may not import
+torch.
 
 A reward that must run in the models' process is `IN_PROCESS`: a function from `RewardSettings` to a
 `roles.Environment`.

@@ -112,8 +112,9 @@ def _rewards_of(name: str, config: EnvironmentConfig, base_folder: Path) -> Envi
         raise InputError("\n".join(explain_errors(error, path))) from error
     if not rewards and config.turns is None:
         raise InputError(
-            f"{path} does not say how to judge a completion: set {path}.type to a type of reward (`posttrain rewards list` "
-            f"shows them), {path}.function to a Python function ('rewards.py:my_reward'), or {path}.rewards to several"
+            f"{path} does not say how to judge a completion: set {path}.type to a type of reward (`posttrain rewards "
+            f"list` shows them), {path}.function to a Python function ('rewards.py:my_reward'), or {path}.rewards to "
+            "several"
         )
     settings = {}
     for part, reward in rewards.items():

@@ -1,4 +1,5 @@
-"""Rewards by the text of a completion: equal to the reference, matched by a pattern, a choice, JSON, length, repetition.
+"""Rewards by the text of a completion: equal to the reference, matched by a pattern, a choice, JSON, length,
+repetition.
 
 All run in worker processes, whose time limit stops catastrophic backtracking of regular expressions.
 """
@@ -17,7 +18,7 @@ from typing import NoReturn
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.files.json_files import JsonMapping, without_repeats
 
-# -- equal to the reference, or matched by a regular expression ----------------------------------------------------------
+# -- equal to the reference, or matched by a regular expression --------------------------------------------------------
 
 
 _ASCII_PUNCTUATION = frozenset(string.punctuation)
@@ -96,7 +97,7 @@ def regex_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     return score
 
 
-# -- multiple choice -----------------------------------------------------------------------------------------------------
+# -- multiple choice ---------------------------------------------------------------------------------------------------
 
 
 _ENGLISH_WORDS = ("answer", "correct option", "correct choice")
@@ -173,14 +174,15 @@ def _undecorated(text: str, *, multilingual: bool) -> str:
     return text
 
 
-# -- JSON that matches a schema ------------------------------------------------------------------------------------------
+# -- JSON that matches a schema ----------------------------------------------------------------------------------------
 
 
 _FENCED = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def json_schema_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """1.0 if the completion is JSON as in RFC 8259 (`NaN` and duplicate keys are invalid) that matches the schema, else 0.0.
+    """1.0 if the completion is JSON as in RFC 8259 (`NaN` and duplicate keys are invalid) that matches the schema, else
+    0.0.
 
     The schema is checked against its own dialect when the worker starts. A `$ref` to another document is not followed:
     nothing is ever fetched.
@@ -252,11 +254,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# -- length and repetition -----------------------------------------------------------------------------------------------
+# -- length and repetition ---------------------------------------------------------------------------------------------
 
 
 def length_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """1.0 up to the limit or at the target, falling to 0.0 over the tolerance (or, as a cosine, from 0 to the limit)."""
+    """1.0 up to the limit or at the target, falling to 0.0 over the tolerance (or, as a cosine, from 0 to the
+    limit)."""
     unit, tolerance = setup["unit"], setup["tolerance"]
 
     def score(item: ScoringItem) -> float:
@@ -274,8 +277,9 @@ def length_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 def repetition_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """The number of different n-grams over the number of n-grams; 1.0 for a completion too short to have any.
 
-    The measure of arXiv 2502.03373, appendix C, as TRL has it. Deviation: it is 1 minus the repeated share, not a negative
-    penalty, so that it is between 0 and 1 like every other rule; with a suitable weight both give the same advantages.
+    The measure of arXiv 2502.03373, appendix C, as TRL has it. Deviation: it is 1 minus the repeated share, not a
+    negative penalty, so that it is between 0 and 1 like every other rule; with a suitable weight both give the same
+    advantages.
     """
     size, unit = setup["ngram_size"], setup["unit"]
 

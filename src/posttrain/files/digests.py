@@ -1,8 +1,8 @@
-"""SHA-256 of texts, values and files. `FileHashes` keeps those of files, so that hashing a large, unchanged one again costs
-nothing.
+"""SHA-256 of texts, values and files. `FileHashes` keeps those of files, so that hashing a large, unchanged one again
+costs nothing.
 
-A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change once
-more within the same tick of the clock.
+A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change
+once more within the same tick of the clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Durable writes: files and folders that are whole or not there, and survive a power failure.
 
-Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that holds
-its name.
+Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that
+holds its name.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path` on leaving, and is removed on an error. Readers, also after a crash, find either
-    the complete old or the complete new content."""
+    """A file to write that becomes `path` on leaving, and is removed on an error. Readers, also after a crash, find
+    either the complete old or the complete new content."""
     partial = path.with_name(f".{path.name}{PARTIAL}")
     try:
         yield partial
@@ -75,7 +75,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:
-    """Replace `path` by `text`. Credentials are left out: by `redact`, or `redact_values` for text of models and data."""
+    """Replace `path` by `text`. Credentials are left out: by `redact`, or `redact_values` for text of models and
+    data."""
     with replacing(path) as partial:
         partial.write_text(redacted(text), encoding="utf-8")
 
@@ -106,7 +107,7 @@ def write_for_user(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-# -- folders -------------------------------------------------------------------------------------------------------------
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def put_folder(new: Path, target: Path, old: Path) -> None:
@@ -150,8 +151,8 @@ def new_folder(target: Path, check: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what a killed process left beside `target`. The folder that it was about to replace is restored, unless there
-    is another one already."""
+    """Remove what a killed process left beside `target`. The folder that it was about to replace is restored, unless
+    there is another one already."""
     import psutil  # type: ignore[import-untyped]
 
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(replaced-)?unfinished-{re.escape(socket.gethostname())}-(\d+)")

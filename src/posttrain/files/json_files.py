@@ -1,7 +1,7 @@
 """JSON: the type of an object, and reading text and files strictly, with an error that names the place.
 
-A text that is nested without end, has a number of thousands of digits or sets a key twice is refused like one that is not
-JSON. `NaN` and `Infinity`, which Python writes, are read as the floats; who expects text or a count refuses them.
+A text that is nested without end, has a number of thousands of digits or sets a key twice is refused like one that is
+not JSON. `NaN` and `Infinity`, which Python writes, are read as the floats; who expects text or a count refuses them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def read_at_most(path: Path, max_bytes: int) -> bytes:
 
 
 def refuse_pipe(path: str | Path) -> None:
-    """OSError for a named pipe: to open one waits for a writer that may never come. Those of the shell, `<(…)`, are fine."""
+    """OSError for a named pipe: to open one waits for a writer that may never come. Those of the shell, `<(…)`, are
+    fine."""
     if stat.S_ISFIFO(os.stat(path).st_mode) and not str(path).startswith(("/dev/", "/proc/")):
         raise OSError(errno.EINVAL, "a named pipe, not a file", str(path))

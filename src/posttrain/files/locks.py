@@ -1,7 +1,8 @@
-"""Locks between processes: `flock` on a file that names its holder, and what is known of a process that holds something.
+"""Locks between processes: `flock` on a file that names its holder, and what is known of a process that holds
+something.
 
-The operating system releases the locks of a process that ends, however it ends. On a network file system a lock is only as
-good as its `flock`; for run folders, which are shared between machines, `files/run_folder_lock.py` has more.
+The operating system releases the locks of a process that ends, however it ends. On a network file system a lock is only
+as good as its `flock`; for run folders, which are shared between machines, `files/run_folder_lock.py` has more.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _machine() -> str:
 
 
 def _created(pid: int) -> float | None:
-    """When a process began: on Linux in ticks since the boot, which setting the clock does not change. None: it has ended.
-    PermissionError if it is there and may not be looked at."""
+    """When a process began: on Linux in ticks since the boot, which setting the clock does not change. None: it has
+    ended. PermissionError if it is there and may not be looked at."""
     try:
         if sys.platform == "linux":
             values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -113,8 +114,8 @@ class NoLocks(OSError):
     def __init__(self, error: OSError) -> None:
         super().__init__(
             error.errno,
-            f"its file system has no flock: {error.strerror}; mount it with locks (NFS: without `nolock`; Lustre: `-o flock`), "
-            "or choose a folder on another one",
+            f"its file system has no flock: {error.strerror}; mount it with locks (NFS: without `nolock`; Lustre: `-o "
+            "flock`), or choose a folder on another one",
         )
 
 
@@ -141,8 +142,8 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: Path, *, wait_s: float | None = None) -> Iterator[int]:
-    """Hold the lock on `path`, which names the holder meanwhile. Yields its descriptor: a child that inherits it holds the
-    lock, too. LockHeld if it is not free within `wait_s`; None waits as long as it takes."""
+    """Hold the lock on `path`, which names the holder meanwhile. Yields its descriptor: a child that inherits it
+    holds the lock, too. LockHeld if it is not free within `wait_s`; None waits as long as it takes."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         deadline = None if wait_s is None else time.monotonic() + wait_s

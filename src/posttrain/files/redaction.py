@@ -107,7 +107,7 @@ def hide(secret: str) -> str:
     return HIDDEN
 
 
-# -- text ----------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def redact(text: str, replace: Replace = hide) -> str:
@@ -157,8 +157,8 @@ def _is_path(value: str) -> bool:
 
 @lru_cache(maxsize=16)
 def _spellings_of(values: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-    """For each secret: its longest run of letters and digits, which every spelling keeps, and the spellings. The longest
-    first: one secret may be a part of another."""
+    """For each secret: its longest run of letters and digits, which every spelling keeps, and the spellings. The
+    longest first: one secret may be a part of another."""
     wanted = {part for value in values for part in (value, " ".join(value.split()), *_lines_of(value))}
     ordered = sorted(wanted, key=lambda value: (-len(value), value))
     return [(max(re.findall(r"[A-Za-z0-9]*", value), key=len), _spelled(value)) for value in ordered]
@@ -179,14 +179,15 @@ def _lines_of(value: str) -> list[str]:
 
 
 def _spelled(value: str) -> list[str]:
-    """A secret as it is, under each escape of JSON, Python, HTML and URLs, and under each pair of them; the longest first."""
+    """A secret as it is, under each escape of JSON, Python, HTML and URLs, and under each pair of them; the longest
+    first."""
     found = {value}
     for _ in range(2):
         found |= {spell(text) for spell in _SPELLINGS for text in found}
     return sorted(found, key=lambda text: (-len(text), text))
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def is_secret_key(name: str) -> bool:
@@ -195,7 +196,8 @@ def is_secret_key(name: str) -> bool:
 
 
 def without_credentials(value: object, key: str = "", replace: Replace = hide) -> Any:
-    """Settings, of any depth, without credentials: those in a text, and the whole text under a key such as `password`."""
+    """Settings, of any depth, without credentials: those in a text, and the whole text under a key such as
+    `password`."""
     if isinstance(value, dict):
         return {name: without_credentials(inner, str(name), replace) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -255,7 +257,7 @@ def shown_setting(key: str, value: object) -> str:
     return redact(re.sub(userinfo, f"{HIDDEN}@", repr(without_credentials(value, key))))
 
 
-# -- URLs ----------------------------------------------------------------------------------------------------------------
+# -- URLs --------------------------------------------------------------------------------------------------------------
 
 
 def split_userinfo(url: str) -> tuple[str, str | None]:

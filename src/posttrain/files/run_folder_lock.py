@@ -4,16 +4,17 @@
 
 The files are lease, fence and record at once.
 
-- Lease. An attempt holds the folder while its process lives. On the same machine that is looked up; a process on another
-  machine, or in another container, lives as long as its heartbeat is younger than `STALE_S`. An older one is watched for
-  `WATCH_S` first: if it changes, the process lives and one of the clocks is wrong. A number can be taken only once, because
-  the file is created exclusively, which works on network file systems, too.
-- Takeover. A run that `posttrain node` starts has a name in its cluster. When the scheduler starts it again, what is left of the
-  attempt before must stop, alive or not: the new one takes the next number at once, and the fence stops the old one.
+- Lease. An attempt holds the folder while its process lives. On the same machine that is looked up; a process on
+  another machine, or in another container, lives as long as its heartbeat is younger than `STALE_S`. An older one is
+  watched for `WATCH_S` first: if it changes, the process lives and one of the clocks is wrong. A number can be taken
+  only once, because the file is created exclusively, which works on network file systems, too.
+- Takeover. A run that `posttrain node` starts has a name in its cluster. When the scheduler starts it again, what is
+  left of the attempt before must stop, alive or not: the new one takes the next number at once, and the fence stops the
+  old one.
 - Fence. An attempt that finds a newer number raises Superseded before it writes. It is one whose heartbeat stopped (a
   machine that hung, a network that was cut) and that goes on after another one took its place.
-- Record. `read_attempts` is the history: how often a run was started, which attempts got to a new checkpoint, and why they
-  ended. The first and the last `KEPT` are kept.
+- Record. `read_attempts` is the history: how often a run was started, which attempts got to a new checkpoint, and why
+  they ended. The first and the last `KEPT` are kept.
 
 Only the driver of a run has an attempt; ranks write where it tells them to.
 """
@@ -92,8 +93,8 @@ class _Unreadable(Exception):
 
 
 def read_attempts(folder: Path) -> list[AttemptRecord]:
-    """The attempts of the run in `folder`, the oldest first. Files that cannot be read are left out, except for the newest:
-    its process may live, and the file's time stands for its heartbeat."""
+    """The attempts of the run in `folder`, the oldest first. Files that cannot be read are left out, except for the
+    newest: its process may live, and the file's time stands for its heartbeat."""
     numbers = _numbers(folder)
     records = []
     for number in numbers:
@@ -149,7 +150,8 @@ class Attempt:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _kind_of(self, error: OSError | ValueError) -> type[StorageError | InputError]:
-        """A storage that wrote for earlier attempts, and is read-only now, has a fault. Other paths are wrong in the config."""
+        """A storage that wrote for earlier attempts, and is read-only now, has a fault. Other paths are wrong in the
+        config."""
         number = getattr(error, "errno", None)
         has_written = number == errno.EROFS and bool(_numbers(self.folder))
         is_fault = number in STORAGE_FAULTS | {errno.ENOTCONN, errno.ETIMEDOUT}
@@ -225,7 +227,8 @@ class Attempt:
             aside.unlink(missing_ok=True)
 
     def end(self, exit_code: int | None = None, error: str | None = None) -> None:
-        """Give the folder back, once. An attempt that has not begun leaves nothing behind if it ended without a crash."""
+        """Give the folder back, once. An attempt that has not begun leaves nothing behind if it ended without a
+        crash."""
         if self._over.is_set():
             return
         self._over.set()
@@ -247,8 +250,9 @@ class Attempt:
     # -- while it runs -------------------------------------------------------------------------------------------------
 
     def confirm(self) -> None:
-        """Call before writing. Superseded if a newer attempt has begun. A record that was deleted is created again; if the
-        folder was deleted or replaced with it, that is counted in `num_losses`. OSError if the record stays unreadable."""
+        """Call before writing. Superseded if a newer attempt has begun. A record that was deleted is created again;
+        if the folder was deleted or replaced with it, that is counted in `num_losses`. OSError if the record stays
+        unreadable."""
         with self._changing:
             newest = max(_numbers(self.folder), default=0)
             if newest > self.number:
@@ -272,8 +276,8 @@ class Attempt:
         self._change(first_checkpoint=step if first is None else first, last_checkpoint=step)
 
     def beat(self) -> None:
-        """Show that this process lives. The rename also refreshes what a network file system remembers of the folder, so
-        that `confirm` sees a newer attempt."""
+        """Show that this process lives. The rename also refreshes what a network file system remembers of the
+        folder, so that `confirm` sees a newer attempt."""
         self._change(heartbeat=self._clock())
 
     def _beat(self) -> None:
@@ -378,19 +382,20 @@ def _refusal(folder: Path, held: AttemptRecord, now: float, *, is_beating: bool 
         remedy = "wait for it or stop it (SIGTERM: it saves first)"
     elif is_beating:
         remedy = (
-            f"its heartbeat moves on, and is {age:.0f} s old by the clock of this machine: it is alive, and the two clocks "
-            "differ by about that; set them"
+            f"its heartbeat moves on, and is {age:.0f} s old by the clock of this machine: it is alive, and the two "
+            "clocks differ by about that; set them"
         )
     elif age < -_SKEW_S:
         remedy = (
-            f"its heartbeat is {-age:.0f} s in the future, so its clock is ahead of this machine's by at least that; set the "
-            f"clocks. If it is dead, the folder is free in {STALE_S - age:.0f} s"
+            f"its heartbeat is {-age:.0f} s in the future, so its clock is ahead of this machine's by at least that; "
+            f"set the clocks. If it is dead, the folder is free in {STALE_S - age:.0f} s"
         )
     else:
-        remedy = f"its heartbeat is {max(0.0, age):.0f} s old; if it is dead, the folder is free when that is {STALE_S:.0f} s"
+        free = f"if it is dead, the folder is free when that is {STALE_S:.0f} s"
+        remedy = f"its heartbeat is {max(0.0, age):.0f} s old; {free}"
     return (
-        f"{folder} is in use by {held.holder}, attempt {held.number} of this run: {remedy}. For another run name another "
-        "folder (checkpointing.checkpoint_dir=...). Nothing was written"
+        f"{folder} is in use by {held.holder}, attempt {held.number} of this run: {remedy}. For another run name "
+        "another folder (checkpointing.checkpoint_dir=...). Nothing was written"
     )
 
 
@@ -401,7 +406,7 @@ def _superseded(folder: Path, mine: AttemptRecord, number: int) -> str:
         newer = None
     by = f"attempt {newer.number}: {newer.holder}" if newer is not None else "a newer attempt"
     return (
-        f"{folder} was taken over by {by}. This attempt, number {mine.number}, stops and writes nothing more: the run was "
-        f"started again in its cluster, its heartbeat had stopped for over {STALE_S:.0f} s, or the folder was replaced. What it "
-        "saved before is kept"
+        f"{folder} was taken over by {by}. This attempt, number {mine.number}, stops and writes nothing more: the run "
+        f"was started again in its cluster, its heartbeat had stopped for over {STALE_S:.0f} s, or the folder was "
+        "replaced. What it saved before is kept"
     )

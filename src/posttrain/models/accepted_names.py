@@ -2,16 +2,16 @@
 
     models/smollm2-135m-instruct      a Hugging Face folder
     results/adapter                   a peft adapter; its own config names the base model
-    results/grpo/step_60              a checkpoint, full or LoRA (a folder below it, such as policy/weights, means the same)
-    results/grpo                      a run: its newest complete checkpoint
-    Qwen/Qwen3-0.6B                   a name on the model hub
-    registry:NAME@production          a version in the model registry (`resolve_registered_model` only)
+    results/grpo/step_60              a checkpoint, full or LoRA (a folder below it, such as policy/weights, means the
+    same) results/grpo                      a run: its newest complete checkpoint Qwen/Qwen3-0.6B                   a
+    name on the model hub registry:NAME@production          a version in the model registry (`resolve_registered_model`
+    only)
 
 `resolve_model` reads names and small files only. It fetches nothing and does not import torch. URLs of servers are
 handled by the callers.
 
-The registry is built on this package, so its names are looked up by a function that `posttrain.apps.ship.registry` passes to
-`connect_registry` when it is imported.
+The registry is built on this package, so its names are looked up by a function that `posttrain.apps.ship.registry`
+passes to `connect_registry` when it is imported.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class ResolvedModel:
 def resolve_model(
     reference: str | Path, *, base: str | None = None, say: Callable[[str], None] | None = None
 ) -> ResolvedModel:
-    """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. after it was moved."""
+    """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. after it was
+    moved."""
     text = str(reference)
     if not text.strip():
         raise ModelReferenceError(f"the name of the model is empty; accepted: {ACCEPTED}")
@@ -114,7 +115,8 @@ def connect_registry(lookup: RegistryLookup) -> None:
 
 
 def resolve_registered_model(text: str, *, registry: str | None = None, base: str | None = None) -> ResolvedModel:
-    """Like `resolve_model`, and also `registry:` names: the version they currently resolve to, with verified checksums."""
+    """Like `resolve_model`, and also `registry:` names: the version they currently resolve to, with verified
+    checksums."""
     if not text.startswith(REGISTRY_PREFIX):
         return resolve_model(text, base=base)
     if _registry_lookup is None:
@@ -241,7 +243,8 @@ def adapter_base(adapter: Path) -> str:
     if looks_like_hub_name(name):
         return name
     raise ModelReferenceError(
-        f"{path}: base_model_name_or_path {name!r} does not exist; put the base model there, or write its new path into the file"
+        f"{path}: base_model_name_or_path {name!r} does not exist; put the base model there, or write its new path "
+        "into the file"
     )
 
 
@@ -277,8 +280,8 @@ def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
         raise InputError(f"{_MODEL_KEY} = {policy.model_name}: {error}") from error
     if found.adapter is not None:
         raise InputError(
-            f"{_MODEL_KEY} = {policy.model_name}: the checkpoint holds LoRA adapters, and a run starts from a whole model. "
-            f"Merge them: posttrain convert {policy.model_name} --to FOLDER, then {_MODEL_KEY}=FOLDER"
+            f"{_MODEL_KEY} = {policy.model_name}: the checkpoint holds LoRA adapters, and a run starts from a whole "
+            f"model. Merge them: posttrain convert {policy.model_name} --to FOLDER, then {_MODEL_KEY}=FOLDER"
         )
     own_tokenizer = (
         loaded.origins.get(_TOKENIZER_KEY, DEFAULT) != DEFAULT and policy.tokenizer.name != policy.model_name

@@ -51,7 +51,8 @@ _active: AttentionContext | None = None
 
 @contextmanager
 def attention_context(context: AttentionContext) -> Iterator[None]:
-    """Use `context` for every attention layer that runs inside. Backward passes with recomputation must run inside too."""
+    """Use `context` for every attention layer that runs inside. Backward passes with recomputation must run inside
+    too."""
     global _active
     previous, _active = _active, context
     try:
@@ -70,8 +71,8 @@ def refuse_dropout(config: object) -> None:
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if share := getattr(config, name, None):
             raise InputError(
-                f"the model's config has {name} = {share:g}, and posttrain's attention drops nothing in training; say so with "
-                f"policy.hf_config_overrides.{name}=0.0"
+                f"the model's config has {name} = {share:g}, and posttrain's attention drops nothing in training; say "
+                f"so with policy.hf_config_overrides.{name}=0.0"
             )
 
 

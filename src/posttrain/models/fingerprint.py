@@ -1,4 +1,5 @@
-"""The identity of a model: a hash of its files. Evaluations, verdicts, the registry and the pipeline compare models by it."""
+"""The identity of a model: a hash of its files. Evaluations, verdicts, the registry and the pipeline compare models
+by it."""
 
 from __future__ import annotations
 

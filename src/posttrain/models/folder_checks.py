@@ -55,7 +55,8 @@ def refuse_links_outside(folder: Path) -> None:
             path = Path(root, name)
             if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
                 raise InputError(
-                    f"{path}: a link to {path.resolve()}, outside of {folder}; put the file itself there if it is the model's"
+                    f"{path}: a link to {path.resolve()}, outside of {folder}; put the file itself there if it is the "
+                    "model's"
                 )
 
 

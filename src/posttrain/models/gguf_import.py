@@ -1,7 +1,7 @@
 """Converts a GGUF file to a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template.
 
-GGUF weights are often quantised. Their dequantised values are written, so the model can be trained but is not bit-equal to
-the weights it was quantised from. Where GGUF files come from is in `catalogue.py`.
+GGUF weights are often quantised. Their dequantised values are written, so the model can be trained but is not bit-equal
+to the weights it was quantised from. Where GGUF files come from is in `catalogue.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def looks_like_hub_name(text: str) -> bool:
-    """`owner/name`, unless a folder `owner` exists and the hub's cache has no such model: then it is a mistyped path."""
+    """`owner/name`, unless a folder `owner` exists and the hub's cache has no such model: then it is a mistyped
+    path."""
     return _HUB_NAME.fullmatch(text) is not None and (not Path(text).parent.exists() or _is_cached(text))
 
 
@@ -43,8 +44,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
         return None
     if "/" in name and Path(name).parent.exists():
         return (
-            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems to be "
-            f"meant. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
+            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems "
+            f"to be meant. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
         )
     problem = _ask_hub(name, folder)
     return None if problem is None else f"no folder {name!r}, and {problem}"
@@ -71,7 +72,7 @@ def _ask_hub(name: str, folder: str) -> str | None:
         return f"{hub} {answer.unreachable}. {elsewhere}"
     if answer.has_none:
         return (
-            f"{hub} has no such model, or hides it from you. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B; for a "
-            "private one: hf auth login"
+            f"{hub} has no such model, or hides it from you. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B; for "
+            "a private one: hf auth login"
         )
     return None

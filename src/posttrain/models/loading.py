@@ -100,8 +100,8 @@ def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
         raise SettingsError(f"{field}: {name!r} is of the family {config.model_type}, which is not supported: {reason}")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise SettingsError(
-            f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal language "
-            "model; models that need images, sound or an encoder are not supported"
+            f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal "
+            "language model; models that need images, sound or an encoder are not supported"
         )
 
 
@@ -113,8 +113,8 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         raise explain_missing(name, field, error) from error
     except Exception as error:  # valid JSON that is no tokenizer; the library in Rust raises plain Exceptions
         raise SettingsError(
-            f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
-            "tokenizer_config.json there"
+            f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json "
+            "and tokenizer_config.json there"
         ) from error
     if tokenizer.eos_token_id is None:
         raise SettingsError(f"{field}: the tokenizer of {name!r} has no end-of-sequence token")
@@ -165,15 +165,16 @@ def load_model(
         ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
-            f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
+            f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters "
+            f"({', '.join(lacking[:3])}, …), "
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
         )
     if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):
         unexpected = sorted(report["unexpected_keys"])
         print(
             f"warning: {name!r} holds {len(unexpected)} weights that its config.json does not describe "
-            f"({', '.join(unexpected[:3])}{', …' * (len(unexpected) > 3)}), and the model is used without them. Is it the "
-            "config of another model?",
+            f"({', '.join(unexpected[:3])}{', …' * (len(unexpected) > 3)}), and the model is used without them. Is it "
+            "the config of another model?",
             file=sys.stderr,
         )
     model.config.use_cache = False
@@ -233,8 +234,8 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token does not
-    go to neither."""
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token
+    does not go to neither."""
     text = {**model_config, **(model_config.get("text_config") or {})}
     embedding = int(text.get("vocab_size", 0)) * int(text.get("hidden_size", 0))
     tied = bool(text.get("tie_word_embeddings", False))

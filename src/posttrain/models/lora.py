@@ -60,7 +60,8 @@ def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def _without_remark_on_experts() -> Iterator[None]:
-    """peft sets patterns of its own for the stacked tensors of experts, applies them, and warns that no module has them."""
+    """peft sets patterns of its own for the stacked tensors of experts, applies them, and warns that no module has
+    them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following (alpha|rank)_pattern keys did not match")
         yield

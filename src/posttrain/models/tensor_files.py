@@ -1,8 +1,8 @@
 """Safetensors files, read and written one tensor at a time, so that a model larger than the memory can be processed.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with type, shape and
-place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then holds
-the offsets of the part in the whole tensor (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with type, shape
+and place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header
+then holds the offsets of the part in the whole tensor (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def test_peft_and_nemo_rl_names_of_lora_settings_are_equivalent() -> None:
 @pytest.mark.parametrize(
     ("config", "lora", "vocabulary", "lines"),
     [
-        (llama(hidden_size=128, num_hidden_layers=3), LORA, VOCABULARY, ["sizes.hidden_size: saved 64 != this run's 128",
-            "sizes.num_hidden_layers: saved 2 != this run's 3"]),
+        (llama(hidden_size=128, num_hidden_layers=3), LORA, VOCABULARY,
+            ["sizes.hidden_size: saved 64 != this run's 128", "sizes.num_hidden_layers: saved 2 != this run's 3"]),
         (llama(vocab_size=101), LORA, VOCABULARY, ["sizes.vocab_size: saved 100 != this run's 101"]),
         (GPT2Config().to_dict(), LORA, VOCABULARY, ['architecture.model_type: saved "llama" != this run\'s "gpt2"']),
         (llama(), {**LORA, "dim": 16}, VOCABULARY, ["lora.rank: saved 8 != this run's 16"]),

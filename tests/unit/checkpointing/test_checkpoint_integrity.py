@@ -144,7 +144,7 @@ def test_syncing_leaves_no_descriptor_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# -- the list itself -----------------------------------------------------------------------------------------------------
+# -- the list itself ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""A checkpoint folder after `kill -9`: at random instants of a saving loop, and at every single filesystem operation."""
+"""A checkpoint folder after `kill -9`: at random instants of a saving loop, and at every single filesystem
+operation."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ import pytest
 
 from posttrain.checkpointing import CheckpointStore
 
-# Goes on from the newest checkpoint; saves every step twice, so that swaps happen as often as new folders. `save` counts
-# the saves, and every file holds that number.
+# Goes on from the newest checkpoint; saves every step twice, so that swaps happen as often as new folders. `save`
+# counts the saves, and every file holds that number.
 SAVING_LOOP = """
 import sys
 from pathlib import Path

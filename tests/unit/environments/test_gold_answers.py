@@ -1,4 +1,5 @@
-"""The gold answer scores 1: each built-in reward on the references of real datasets, or on an answer made to please it."""
+"""The gold answer scores 1: each built-in reward on the references of real datasets, or on an answer made to please
+it."""
 
 from __future__ import annotations
 

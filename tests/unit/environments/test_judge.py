@@ -1,4 +1,5 @@
-"""A judge is asked until it gives a verdict that can be read, within its time; else the answer is unscored, never bad."""
+"""A judge is asked until it gives a verdict that can be read, within its time; else the answer is unscored, never
+bad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rewards by rule: text, format, length, repetition. What each key changes, and against TRL where it has the same thing."""
+"""Rewards by rule: text, format, length, repetition. What each key changes, and against TRL where it has the same
+thing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def reward(kind: str, response: str, reference: Any = None, *, tokens: list[int]
     return worker_scorer(setup_of(kind, **keys))(ScoringItem("", response, reference, token_ids=token_ids))
 
 
-# -- exact ---------------------------------------------------------------------------------------------------------------
+# -- exact -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_exact_takes_the_first_group_that_took_part() -> None:
     assert reward("exact", "answer is 7", "7", extract=r"box (\d+)|answer is (\d+)") == 1.0
 
 
-# -- regex ---------------------------------------------------------------------------------------------------------------
+# -- regex -------------------------------------------------------------------------------------------------------------
 
 THINK = r"<think>(?!.*<think>).*?</think>.*"
 
@@ -98,7 +99,7 @@ def test_regex(response: str, keys: dict[str, Any], expected: float) -> None:
     assert reward("regex", response, **keys) == expected
 
 
-# -- JSON ----------------------------------------------------------------------------------------------------------------
+# -- JSON --------------------------------------------------------------------------------------------------------------
 
 PERSON = {
     "type": "object",
@@ -173,7 +174,7 @@ def test_a_reference_to_another_document_is_not_fetched_and_leaves_the_answer_un
         reward("json_schema", "{}", schema={"$ref": "https://example.invalid/person.json"})
 
 
-# -- length --------------------------------------------------------------------------------------------------------------
+# -- length ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_length_in_tokens_of_a_sample_without_tokens_is_unscored() -> None:
         reward("length", "x", limit=3)
 
 
-# -- repetition ----------------------------------------------------------------------------------------------------------
+# -- repetition --------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
@@ -228,7 +229,7 @@ def test_repetition_in_words_and_characters() -> None:
     assert reward("repetition", "aaa", unit="characters", ngram_size=1) == pytest.approx(1 / 3)
 
 
-# -- the cosine of mathematics -------------------------------------------------------------------------------------------
+# -- the cosine of mathematics -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, 50, 100, 250])

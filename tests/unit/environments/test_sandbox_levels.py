@@ -1,4 +1,5 @@
-"""What a machine can do is found out by trying; what it cannot is named, with what would help; and root is not needed."""
+"""What a machine can do is found out by trying; what it cannot is named, with what would help; and root is not
+needed."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_an_ordinary_user_gets_the_full_sandbox() -> None:
     programs = {
         "files": "import os; print(sorted(os.listdir('/')), os.getuid())",
         "network": "import socket; socket.socket()",
-        "forks": "import os\ntry:\n    while True: os.fork() or __import__('time').sleep(60)\nexcept OSError: print('refused')",
+        "forks": "import os, time\ntry:\n    while True: os.fork() or time.sleep(60)\nexcept OSError: print('refused')",
         "writes": "open('/usr/lib/x', 'w')",
     }
     command = [sys.executable, "-B", "-c", UNPRIVILEGED, str(SOURCES), json.dumps(programs)]

@@ -178,7 +178,7 @@ def _add_rule(ruleset: int, path: str, access: int) -> None:
         os.close(place)
 
 
-# -- landlock(7): which files a process may touch where it has no root of its own ----------------------------------------
+# -- landlock(7): which files a process may touch where it has no root of its own --------------------------------------
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _READ = _EXECUTE | _READ_FILE | _READ_DIR

@@ -61,7 +61,8 @@ def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
     with os.fdopen(spec_fd) as file:
         spec: LaunchSpec = json.load(file)
     kernel.die_with_parent(signal.SIGTERM, spec["parent"])
-    # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our own.
+    # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our
+    # own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # preferred victim of the OOM killer
@@ -120,7 +121,8 @@ def _first_process(
     """Process 1 of the new namespaces: sets them up, starts the program, and exits with it, which ends all processes in
     them.
 
-    `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user namespace.
+    `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user
+    namespace.
     """
     os.setsid()
     read_only = [path for path in spec["read_only"] if os.path.exists(path)]

@@ -34,12 +34,12 @@ _PROBE_LIMITS = Limits(wall_s=30.0, cpu_s=30)
 NOT_PROTECTED: dict[Level, str] = {
     "namespaces": "",
     "landlock": (
-        "the program shares the process numbers of this machine and, unless posttrain runs as root, its user: with a kernel "
-        "before 6.12 it can end other processes of that user, and its limit of processes counts all of theirs"
+        "the program shares the process numbers of this machine and, unless posttrain runs as root, its user: with a "
+        "kernel before 6.12 it can end other processes of that user, and its limit of processes counts all of theirs"
     ),
     "limits": (
-        "the program runs with your rights: it can read and change your files, use the network and see your processes; only "
-        "time, memory, output and the number of processes are limited"
+        "the program runs with your rights: it can read and change your files, use the network and see your processes; "
+        "only time, memory, output and the number of processes are limited"
     ),
 }
 
@@ -110,7 +110,8 @@ def open_sandbox(mode: Mode, interpreter: Interpreter, read_only_paths: Sequence
         ""
         if mode != "strict"
         else (
-            "\nWith `sandbox: best_effort` the next best protection is used, and a warning names what it does not protect."
+            "\nWith `sandbox: best_effort` the next best protection is used, and a warning names what it does not "
+            "protect."
         )
     )
     raise SandboxUnavailable("\n".join(reasons) + advice)
@@ -134,8 +135,8 @@ def remedies(level: Level, error: str, interpreter: Interpreter) -> list[str]:
     """What the user can do about an error, if the cause can be detected."""
     if "did not start" in error or "execve" in error or "No such file" in error or "Permission denied: '/" in error:
         return [
-            f"the interpreter {interpreter.executable} needs something that the sandbox does not show it, or may not be "
-            "read by other users: name folders in `read_only_paths`, or another Python in `python`"
+            f"the interpreter {interpreter.executable} needs something that the sandbox does not show it, or may not "
+            "be read by other users: name folders in `read_only_paths`, or another Python in `python`"
         ]
     if level == "landlock":
         return ["Landlock needs Linux 5.13 or later with `landlock` among the active security modules (lsm= at boot)"]

@@ -47,7 +47,8 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def memory_bytes(process_ids: list[int], enough: int) -> int:
-    """Memory that the processes hold together. Shared pages count once, which is slow to find out: only beyond `enough`."""
+    """Memory that the processes hold together. Shared pages count once, which is slow to find out: only beyond
+    `enough`."""
     resident = sum(_resident_bytes(process_id) for process_id in process_ids)
     if resident <= enough:
         return resident

@@ -1,8 +1,8 @@
 """Runs untrusted programs: the side of the caller.
 
-It starts `launch.py`, feeds it, reads every pipe without ever blocking, keeps the limits that the kernel does not keep by
-itself (time, output, the memory and the number of all processes together), and tells apart what is the program's fault, an
-`Outcome`, from what is the sandbox's, a `SandboxFailure`. Independent of the program's purpose.
+It starts `launch.py`, feeds it, reads every pipe without ever blocking, keeps the limits that the kernel does not keep
+by itself (time, output, the memory and the number of all processes together), and tells apart what is the program's
+fault, an `Outcome`, from what is the sandbox's, a `SandboxFailure`. Independent of the program's purpose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _OWN_PROCESSES = 2  # the launcher's child in front of the program, and one that
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs at one level of protection. `read_only` is what they see of the machine, besides their own folder."""
+    """Runs programs at one level of protection. `read_only` is what they see of the machine, besides their own
+    folder."""
 
     level: Level
     read_only: tuple[str, ...] = ()
@@ -239,7 +240,8 @@ def _environment(home: str) -> dict[str, str]:
 
 
 def _memory_file(name: str, content: bytes) -> int:
-    """A file in memory, at its beginning, that cannot be changed: it cannot block, and it leaves nothing on the disk."""
+    """A file in memory, at its beginning, that cannot be changed: it cannot block, and it leaves nothing on the
+    disk."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(content)

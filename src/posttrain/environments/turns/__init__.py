@@ -1,6 +1,7 @@
 """Multi-turn environments: the interface, and two built-in implementations.
 
-Everything here runs in worker processes, one call at a time, and imports no torch. `pool.py` is the driver's side of it.
+Everything here runs in worker processes, one call at a time, and imports no torch. `pool.py` is the driver's side of
+it.
 """
 
 from posttrain.environments.turns.interface import Observation, Turn, TurnEnvironment, TurnTask

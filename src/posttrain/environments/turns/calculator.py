@@ -1,4 +1,5 @@
-"""A calculator for the model: `env.<name>.turns: calculator`. Exact arithmetic on rational numbers, and nothing else."""
+"""A calculator for the model: `env.<name>.turns: calculator`. Exact arithmetic on rational numbers, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ _INLINE = re.compile(r"<calc>(.*?)(?:</calc>|\Z)", re.DOTALL)
 
 
 class Calculator(ToolEnvironment):
-    """`syntax: json` takes tool calls in the documented format; `inline` takes `<calc>17 * 23</calc>`, which is easier to
-    learn for a very small model. `describe: false` keeps the tool out of the prompt, for models that know it already."""
+    """`syntax: json` takes tool calls in the documented format; `inline` takes `<calc>17 * 23</calc>`, which is
+    easier to learn for a very small model. `describe: false` keeps the tool out of the prompt, for models that know
+    it already."""
 
     def __init__(self, syntax: Literal["json", "inline"] = "json", describe: bool = True) -> None:
         if syntax not in ("json", "inline"):

@@ -1,7 +1,7 @@
 """The driver's side of multi-turn environments: their worker processes and results.
 
-The workers are those of `environments/pool.py`: a call that fails, hangs or kills its worker comes back as a `Score` with
-the reason. Workers hold no conversation state, so any worker can serve any turn.
+The workers are those of `environments/pool.py`: a call that fails, hangs or kills its worker comes back as a `Score`
+with the reason. Workers hold no conversation state, so any worker can serve any turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A search tool over a file of documents: `env.<name>.turns: search`, `turns_kwargs: {documents: facts.jsonl}`.
 
-The ranking is BM25 (Robertson and Zaragoza, 2009) over lower-case words, with k1 1.5 and b 0.75. Everything is in memory,
-in every worker: this is for thousands of documents, not for millions.
+The ranking is BM25 (Robertson and Zaragoza, 2009) over lower-case words, with k1 1.5 and b 0.75. Everything is in
+memory, in every worker: this is for thousands of documents, not for millions.
 """
 
 from __future__ import annotations

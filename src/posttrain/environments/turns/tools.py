@@ -5,9 +5,9 @@ an error message and is counted; so does a call that the tool rejects. Neither e
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
 
-is the documented format, that of Hermes and Qwen templates; several in one turn are fine. A turn that is nothing but such
-an object, or a list of them, is taken as a call too: Llama 3.1 and Mistral write them so. `parameters` is another word for
-`arguments`, and arguments may be a JSON text, as in OpenAI's API.
+is the documented format, that of Hermes and Qwen templates; several in one turn are fine. A turn that is nothing but
+such an object, or a list of them, is taken as a call too: Llama 3.1 and Mistral write them so. `parameters` is another
+word for `arguments`, and arguments may be a JSON text, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
