@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.environments.check import check_environments
     from posttrain.environments.router import ScoringRouter, build_environments
+    from posttrain.environments.worker_process import check_environments
 
 __all__ = ["ScoringRouter", "build_environments", "check_environments"]
 
 _HOME = {
     "ScoringRouter": "router",
     "build_environments": "router",
-    "check_environments": "check",
+    "check_environments": "worker_process",
 }
 
 

@@ -126,11 +126,7 @@ def _python_suite(source: str, around: JsonMapping) -> StepSuite:
     tree = _parsed(source, "the test code")
     setup = _setup(around)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    called = {
-        node.value.func.id
-        for node in tree.body
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
-    }
+    called = {_called_function(node) for node in tree.body}
     if "check" in functions and "check" not in called:
         name = _entry_point(around)
         if name is None:
@@ -141,16 +137,18 @@ def _python_suite(source: str, around: JsonMapping) -> StepSuite:
     tests = [name for name, node in functions.items() if name.startswith("test") and not node.args.args]
     if tests and not set(tests) & called:
         return StepSuite(((source, False), *((f"{name}()", True) for name in tests)), setup)
-    checks = set(functions) & called
-    steps = tuple((ast.unparse(node), isinstance(node, ast.Assert) or _calls(node, checks)) for node in tree.body)
+    steps = tuple(
+        (ast.unparse(node), isinstance(node, ast.Assert) or _called_function(node) in functions) for node in tree.body
+    )
     if not any(counts for _, counts in steps):
         raise Unscored("the test code has no assert line, no check(candidate) and no test function")
     return StepSuite(steps, setup)
 
 
-def _calls(node: ast.stmt, names: set[str]) -> bool:
+def _called_function(node: ast.stmt) -> str | None:
+    """The name of the function that a statement does nothing else but call."""
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names
+    return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
 
 
 def _parsed(source: str, what: str) -> ast.Module:

@@ -222,8 +222,9 @@ def _count(value: object) -> int:
 
 def filled(template: str, item: ScoringItem) -> str:
     """The template with its placeholders filled in, in one pass: braces in an answer are not expanded."""
+    asked = [str(message.get("content", "")) for message in item.messages if message.get("role") == "user"]
     values = {
-        "question": _question(item),
+        "question": asked[-1] if asked else item.prompt,
         "response": item.response,
         "reference": "" if item.reference is None else _as_text(item.reference),
         "prompt": item.prompt,
@@ -248,11 +249,6 @@ def filled(template: str, item: ScoringItem) -> str:
 def _whole_characters(text: str) -> str:
     """Sampled text may contain lone surrogates, which cannot be encoded in files and requests."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _question(item: ScoringItem) -> str:
-    asked = [str(message.get("content", "")) for message in item.messages if message.get("role") == "user"]
-    return asked[-1] if asked else item.prompt
 
 
 def _as_text(value: object) -> str:

@@ -110,7 +110,8 @@ class ScoringPool:
         counts."""
         if not self._workers:
             return
-        wait_for(self._workers, self._time_left_s(batch))
+        now = time.monotonic()
+        wait_for(self._workers, min([_LONGEST_WAIT_S, *(limit - now + 0.001 for _, limit in batch.running.values())]))
         now = time.monotonic()
         for worker in list(self._workers):
             for number, reply in worker.exchange():
@@ -127,10 +128,6 @@ class ScoringPool:
             elif not worker.ready and worker.started_at + START_LIMIT_S < now:
                 self._note_failed_start(f"it was not ready after {START_LIMIT_S:g} s", worker.stack())
                 self._discard(worker)
-
-    def _time_left_s(self, batch: _Batch) -> float:
-        deadlines = [deadline for _, deadline in batch.running.values()]
-        return min([_LONGEST_WAIT_S, *(deadline - time.monotonic() + 0.001 for deadline in deadlines)])
 
     def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: JsonObject) -> None:
         expected, _ = batch.running.get(worker, (None, 0.0))

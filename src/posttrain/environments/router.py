@@ -19,7 +19,7 @@ from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool
 from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
-from posttrain.environments.settings import EnvironmentSettings, RewardSettings, read_settings
+from posttrain.environments.settings import EnvironmentSettings, read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
@@ -84,17 +84,14 @@ class ScoringRouter:
 
 def build_environment(settings: EnvironmentSettings) -> Environment:
     """The environment for these settings. No process is started before there is something to score."""
-    built = {name: _build_reward(reward) for name, reward in settings.rewards.items()}
+    built = {
+        name: in_process_environment(reward) if reward.config.type in IN_PROCESS else PooledReward(ScoringPool(reward))
+        for name, reward in settings.rewards.items()
+    }
     if settings.is_single:
         return built[""]
     weights = {name: float(reward.config.weight) for name, reward in settings.rewards.items()}
     return WeightedRewards(built, weights)
-
-
-def _build_reward(settings: RewardSettings) -> Environment:
-    if settings.config.type in IN_PROCESS:
-        return in_process_environment(settings)
-    return PooledReward(ScoringPool(settings))
 
 
 @dataclass(frozen=True)

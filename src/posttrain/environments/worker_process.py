@@ -19,8 +19,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from posttrain.config.rewards import PythonRewardConfig
 from posttrain.environments import worker as worker_program
-from posttrain.environments.settings import RewardSettings
+from posttrain.environments.reward_types import WORKER_SCORERS
+from posttrain.environments.settings import RewardSettings, read_settings, read_turns
+from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.processes import Child, ending_of, frame, take_frames
 
@@ -217,3 +220,48 @@ def wait_for(workers: Sequence[WorkerProcess], limit_s: float) -> None:
         for fd, event in worker.interests():
             poll.register(fd, event)
     poll.poll(max(0.0, limit_s) * 1000)
+
+
+# -- checks before a run -------------------------------------------------------------------------------------------------
+
+
+def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
+    """Raise `InputError` if a block under `env:` is wrong, or what it names cannot be used, before a model is loaded.
+
+    Each reward is started once, in a worker, as it will be for the run. A reward function that hangs, exits or crashes
+    while it is imported is reported like one that raises, and does not affect this process.
+    """
+    for environment in read_settings(mapping, base_folder).values():
+        for settings in environment.rewards.values():
+            # In-process rewards are checked when they are built; workers cannot start them.
+            if settings.config.type in WORKER_SCORERS:
+                _check(settings)
+    for settings in read_turns(mapping, base_folder).values():
+        _check(settings)
+
+
+def _check(settings: RewardSettings) -> None:
+    reason = _reason_not_to_start(settings)
+    if reason is not None and isinstance(settings.config, PythonRewardConfig):
+        raise InputError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
+    if reason is not None:
+        raise InputError(f"{settings.path} cannot start: {reason}")
+
+
+def _reason_not_to_start(settings: RewardSettings) -> str | None:
+    worker = WorkerProcess(settings)
+    try:
+        while not worker.ready:
+            left_s = worker.started_at + START_LIMIT_S - time.monotonic()
+            if left_s <= 0:
+                return f"it has not finished importing after {START_LIMIT_S:g} s\n{worker.stack() or ''}".rstrip()
+            wait_for([worker], min(left_s, 0.5))
+            worker.exchange()
+            if worker.failed_start is not None:
+                return str(worker.failed_start["error"])
+            if worker.gone and not worker.ready:
+                reason, last_words = worker.death()
+                return f"{reason} while importing it\n{last_words or ''}".rstrip()
+        return None
+    finally:
+        worker.kill()

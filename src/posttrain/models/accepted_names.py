@@ -2,10 +2,10 @@
 
     models/smollm2-135m-instruct      a Hugging Face folder
     results/adapter                   a peft adapter; its own config names the base model
-    results/grpo/step_60              a checkpoint, full or LoRA (a folder below it, such as policy/weights, means the
-    same) results/grpo                      a run: its newest complete checkpoint Qwen/Qwen3-0.6B                   a
-    name on the model hub registry:NAME@production          a version in the model registry (`resolve_registered_model`
-    only)
+    results/grpo/step_60              a checkpoint, full or LoRA; a folder below it, such as policy/weights, means it
+    results/grpo                      a run: its newest complete checkpoint
+    Qwen/Qwen3-0.6B                   a name on the model hub
+    registry:NAME@production          a version in the model registry (`resolve_registered_model` only)
 
 `resolve_model` reads names and small files only. It fetches nothing and does not import torch. URLs of servers are
 handled by the callers.
@@ -20,18 +20,21 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
+from posttrain.files.digests import digest, hash_files
 from posttrain.files.json_files import read_json
 from posttrain.models.folder_checks import refuse_pipes, why_unusable
 from posttrain.models.hub import looks_like_hub_name
 
 if TYPE_CHECKING:
     from posttrain.config import LoadedConfig, RunConfig
+
 
 WEIGHTS = Path("policy/weights/model")
 TOKENIZER = Path("policy/tokenizer")
@@ -84,7 +87,7 @@ def resolve_model(
         raise ModelReferenceError(f"{text!r} is no model that can be loaded here; accepted: {ACCEPTED}")
     path = Path(text).expanduser()
     if path.is_dir():
-        return _resolve_folder(text, path, base, say or _to_stderr)
+        return _resolve_folder(text, path, base, say or partial(print, file=sys.stderr))
     if path.is_file():
         hint = "; `posttrain models` and `transformers` import GGUF files" if path.suffix == ".gguf" else ""
         raise ModelReferenceError(f"{text!r} is a file; accepted: {ACCEPTED}{hint}")
@@ -248,10 +251,6 @@ def adapter_base(adapter: Path) -> str:
     )
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 _MODEL_KEY, _TOKENIZER_KEY = "policy.model_name", "policy.tokenizer.name"
 Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
 
@@ -287,3 +286,30 @@ def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
         loaded.origins.get(_TOKENIZER_KEY, DEFAULT) != DEFAULT and policy.tokenizer.name != policy.model_name
     )
     return [f"{_MODEL_KEY}={found.model}", *([] if own_tokenizer else [f"{_TOKENIZER_KEY}={found.tokenizer}"])]
+
+
+# -- identity ------------------------------------------------------------------------------------------------------------
+
+
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+
+
+def model_fingerprint(model: ResolvedModel, say: Callable[[str], None] | None = None) -> str | None:
+    """Hashes of the weights, of the base model under an adapter, and of the tokenizer; None for a model on the hub."""
+    if model.files is None:
+        return None
+    folders = dict.fromkeys([model.files, Path(model.model), Path(model.tokenizer)])
+    return folder_fingerprint(*(folder for folder in folders if folder.is_dir()), say=say)
+
+
+def folder_fingerprint(*folders: Path, say: Callable[[str], None] | None = None) -> str:
+    """Hash of the names and all bytes of a model's files, independent of the location.
+
+    All bytes are hashed: training that changes a few layers may leave any sample of the bytes unchanged.
+    """
+    files = [
+        file
+        for folder in folders
+        for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    ]
+    return digest([[file.name, found] for file, found in zip(files, hash_files(files, say), strict=True)])

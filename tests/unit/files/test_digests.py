@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.files.digests import FileHashes, digest, hash_files
-from posttrain.models.fingerprint import folder_fingerprint
+from posttrain.models.accepted_names import folder_fingerprint
 
 
 def age(file: Path, seconds: float = 10.0) -> os.stat_result:

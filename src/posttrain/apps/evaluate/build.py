@@ -33,9 +33,9 @@ from posttrain.files.redaction import redact, without_credentials
 from posttrain.models.accepted_names import (
     ModelReferenceError,
     ResolvedModel,
+    model_fingerprint,
     resolve_registered_model,
 )
-from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.hub import why_unavailable
 from posttrain.orchestration.sharded import ShardedEngine
 from posttrain.roles import Engine, Progress, ShowProgress

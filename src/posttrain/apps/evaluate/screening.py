@@ -36,8 +36,7 @@ from posttrain.data.sources import Row
 from posttrain.errors import ExitCode, InputError, StopRequested
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import without_credentials
-from posttrain.models.accepted_names import resolve_model
-from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.accepted_names import model_fingerprint, resolve_model
 from posttrain.models.loading import check_model_exists, load_tokenizer
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedEngine

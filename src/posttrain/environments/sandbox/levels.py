@@ -165,7 +165,7 @@ def remedies(level: Level, error: str, interpreter: Interpreter) -> list[str]:
             "`--security-opt seccomp=unconfined --cap-add SYS_ADMIN` (Kubernetes: seccompProfile Unconfined and "
             "capabilities add SYS_ADMIN), or use a machine without a container"
         )
-    if os.geteuid() == 0 and not _has_sys_admin():
+    if os.geteuid() == 0 and not int(_setting_in_status("CapEff") or "0", 16) >> 21 & 1:  # CAP_SYS_ADMIN
         found.append(
             "this is root without CAP_SYS_ADMIN: give the container that capability, or run as an ordinary user"
         )
@@ -186,7 +186,3 @@ def _setting_in_status(name: str) -> str:
             return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
     except OSError:
         return ""
-
-
-def _has_sys_admin() -> bool:
-    return bool(int(_setting_in_status("CapEff") or "0", 16) >> 21 & 1)

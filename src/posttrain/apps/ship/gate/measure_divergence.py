@@ -28,10 +28,10 @@ from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import (
     ResolvedModel,
+    model_fingerprint,
     resolve_registered_model,
 )
 from posttrain.models.attention_interface import attention_context
-from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
 from posttrain.policy.head import OutputHead

@@ -85,8 +85,7 @@ def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, 
 
 def model_identity(reference: str) -> str:
     """The fingerprint of a local model's files; for a hub name, the name."""
-    from posttrain.models.accepted_names import resolve_model
-    from posttrain.models.fingerprint import model_fingerprint
+    from posttrain.models.accepted_names import model_fingerprint, resolve_model
 
     found = resolve_model(reference)
     return model_fingerprint(found) or found.model

@@ -283,8 +283,7 @@ def _compare_with_judged(own: str | None, judged: Mapping[str, JsonMapping]) -> 
 
 def _fingerprint(folder: Path) -> str | None:
     """Of the model in `folder`; None if there are no local files of a model."""
-    from posttrain.models.accepted_names import ModelReferenceError, resolve_model
-    from posttrain.models.fingerprint import model_fingerprint
+    from posttrain.models.accepted_names import ModelReferenceError, model_fingerprint, resolve_model
 
     try:
         return model_fingerprint(resolve_model(folder))

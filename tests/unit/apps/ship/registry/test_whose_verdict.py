@@ -41,7 +41,7 @@ def test_verdict_on_an_unknown_model_does_not_pass(
 
 
 def test_one_unknown_model_among_those_judged_is_enough(model: Path, tmp_path: Path) -> None:
-    from posttrain.models.fingerprint import folder_fingerprint
+    from posttrain.models.accepted_names import folder_fingerprint
 
     ours = {"model": str(model), "model_fingerprint": folder_fingerprint(model)}
     known = write_verdict(tmp_path / "known.json", main=ours, safety=ours)

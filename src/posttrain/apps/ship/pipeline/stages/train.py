@@ -215,8 +215,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[RunConfig], which: str) ->
 
 
 def _weights_digest(checkpoint: Path) -> str:
-    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS
-    from posttrain.models.fingerprint import folder_fingerprint
+    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS, folder_fingerprint
 
     return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 
