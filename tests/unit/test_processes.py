@@ -44,13 +44,12 @@ def test_a_child_is_killed_with_what_it_started_and_its_end_is_described() -> No
     program = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
     child = Child([sys.executable, "-c", program], [writing], theirs, os.environ)
     os.close(theirs)
-    assert os.read(output, 100) == b"up\n"
-    child.kill_group(wait_s=60)
-    assert ending_of(child.returncode) == "signal 9 (SIGKILL)"
-    assert os.read(output, 1) == b"", "what it started held the pipe, too"
-    assert os.read(reading, 1) == b""
-    os.close(output)
-    os.close(reading)
+    with os.fdopen(output, "rb") as lines, os.fdopen(reading, "rb") as inherited:
+        assert lines.readline() == b"up\n"
+        child.kill_group(wait_s=60)
+        assert ending_of(child.returncode) == "signal 9 (SIGKILL)"
+        assert lines.read() == b"", "what it started held the pipe, too"
+        assert inherited.read() == b""
 
 
 @pytest.mark.parametrize("how", ["die_with_parent", "die_on_hangup"])

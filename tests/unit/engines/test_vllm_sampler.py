@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,7 +177,7 @@ def test_weights_in_shared_memory_go_when_the_trainer_is_killed(model: nn.Module
     process = sampler.process
     process._end.detach()
     process._socket.close()
-    os.close(process._lifeline)
+    process._process.hang_up()
     process._process.wait(60)
     assert not sampler._folder.exists()
 

@@ -1,4 +1,4 @@
-"""Signals as requests to save and stop."""
+"""Signals as requests to save and stop, and `checkpoint_must_save_by`: when it is time to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from posttrain.checkpointing import Interruption, StopAtOnce
+from posttrain.checkpointing import Interruption, SaveDeadline, StopAtOnce
 from posttrain.errors import Terminated
 
 
@@ -184,3 +184,31 @@ def test_the_handler_comes_back_after_a_library_replaced_it() -> None:
             send(signal.SIGTERM)
     StopAtOnce.install_again()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+# -- checkpoint_must_save_by -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "steps"),
+    [
+        # (duration, whether a step ends then, whether it is time to save): elapsed time plus the mean of a step counts
+        (100, [(20, True, False), (40, True, False), (10, True, False), (5, True, False), (9, True, True)]),
+        (100, [(20, True, False), (20, True, False), (20, True, False), (20, True, True)]),  # exactly the limit
+        (100, [(20, True, False), (59, False, False), (1, False, True)]),  # time since the last step
+        (10, [(9.9, False, False), (0.1, False, True)]),  # before any step has ended
+        (None, [(0, False, False), (1e9, True, False)]),
+    ],
+)
+def test_the_deadline_is_reached_when_one_more_mean_step_would_not_fit(
+    limit_s: float | None, steps: list[tuple[float, bool, bool]]
+) -> None:
+    now = 1000.0
+    deadline = SaveDeadline(limit_s, lambda: now)
+    now += 500  # loading a model before the loop does not count
+    deadline.start()
+    for duration, ends, expected in steps:
+        now += duration
+        if ends:
+            deadline.mark_step()
+        assert deadline.must_save_now() is expected
