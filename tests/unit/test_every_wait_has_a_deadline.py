@@ -27,7 +27,6 @@ BOUNDED = {
     ("checkpointing/save_and_resume.py", "wait"): "BackgroundWrite.wait, which has a deadline",
     ("policy/checkpoint/writer.py", "wait"): "HostCopy.wait, which has a deadline",
     ("checkpointing/stopping.py", "get"): "a thread that waits for a signal, and for which nothing waits",
-    ("errors.py", "get"): "of a context variable",
     ("orchestration/ray_actor.py", "exception"): "of a future that is done",
     ("orchestration/workers.py", "exception"): "of futures that are done",
 }
