@@ -4,7 +4,8 @@
 
     run = posttrain.grpo("Qwen/Qwen3-0.6B", "prompts.jsonl", reward=right, lora=16, lr=1e-5, steps=200)
 
-The interface is in `posttrain.apps.api`; it is loaded when one of its names is used, so that `import posttrain` is instant.
+The interface is in `posttrain.apps.api`; it is loaded when one of its names is used, so that `import posttrain` is
+instant.
 """
 
 from importlib import import_module

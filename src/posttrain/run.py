@@ -43,8 +43,8 @@ def start_run(
 ) -> tuple[int, LoadedConfig[RunConfig]]:
     """Train until the end, or until there is a reason to stop. Returns the exit code and the config in force.
 
-    `load` loads the config with additional overrides. `prepare` is called once the folder is chosen and this process may
-    write to it, before anything else is read.
+    `load` loads the config with additional overrides. `prepare` is called once the folder is chosen and this process
+    may write to it, before anything else is read.
     """
     num_restarts = 0
     while True:
@@ -111,7 +111,7 @@ def _train(
 
 
 def _refuse_missing(config: RunConfig) -> None:
-    """A model or a file of data that is not there is refused before torch and transformers are imported, which takes seconds."""
+    """A model or a file of data that is not there, before torch and transformers are imported: it takes seconds."""
     from posttrain.data.dataset_names import check_dataset_names, named_path
     from posttrain.data.errors import DataError
     from posttrain.data.sources import not_found

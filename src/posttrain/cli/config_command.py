@@ -22,8 +22,8 @@ defaults. The output is itself a valid config file.
 """
 
 CHECK_EPILOG = """\
-Reads the file, applies the overrides and checks every key and value and the names of datasets, without loading a model or
-data. Prints "ok" and warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
+Reads the file, applies the overrides and checks every key and value and the names of datasets, without loading a model
+or data. Prints "ok" and warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
 reward functions exist is checked by the run itself, before it loads the model.
 """
 

@@ -1,12 +1,12 @@
 """stdout and stderr of the command line: a console that is full, closed or gone does not end a command.
 
-A write that fails is noted, and the command goes on. A reader that has gone does not come back, so nothing more is written
-to it; a full disk may have room again, so later writes are tried. Commands whose output is their result ask `unwritten`
-at the end whether all of it arrived.
+A write that fails is noted, and the command goes on. A reader that has gone does not come back, so nothing more is
+written to it; a full disk may have room again, so later writes are tried. Commands whose output is their result ask
+`unwritten` at the end whether all of it arrived.
 
-Credentials are left out of everything that is printed, from any source: tracebacks and the logs of libraries come this way too.
-Control characters are shown as `\\x1b`: text of models, data and files must not steer the terminal. Colours and what progress
-bars need are let through.
+Credentials are left out of everything that is printed, from any source: tracebacks and the logs of libraries come this
+way too. Control characters are shown as `\\x1b`: text of models, data and files must not steer the terminal. Colours
+and what progress bars need are let through.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ConsoleStream:
                 self.discard()
 
     def discard(self) -> None:
-        """Drop what is buffered and all that follows: Python flushes at exit, and a failure there changes the exit code."""
+        """Drop what is buffered and all that follows: a failure of Python's flush at exit changes the exit code."""
         self._is_gone = True
         with suppress(OSError, ValueError):
             _point_at_null(self._stream.fileno())

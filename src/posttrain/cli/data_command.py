@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 PATHS_HELP = "Parquet or jsonl(.gz): files, folders, patterns or URLs such as 's3://bucket/traces/*.parquet'"
 EPILOG = """\
-rows are recognised by their columns: messages and prompt_len; input and output (texts or messages); or prompt, chosen and
-rejected. Each trace needs a reward in the column final_reward, unless --reward names another one. Rows that cannot be used
-are counted and reported. Memory does not grow with the files.
+rows are recognised by their columns: messages and prompt_len; input and output (texts or messages); or prompt, chosen
+and rejected. Each trace needs a reward in the column final_reward, unless --reward names another one. Rows that cannot
+be used are counted and reported. Memory does not grow with the files.
 
 examples:
 """
 EXAMPLES = {
     "inspect": """\
   posttrain data inspect traces.jsonl.gz
-  posttrain data inspect 's3://lake/labelled/*.parquet' --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --picture rewards.svg
+  posttrain data inspect 's3://lake/*.parquet' --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --picture rewards.svg
   posttrain data inspect traces/ --where model=gpt-4o --since 2026-03-01 --duplicates near --json
 """,
     "advise": """\
@@ -51,7 +51,7 @@ EXAMPLES = {
 }
 
 
-# Options by the fields of `TraceColumns`, `TraceFilters` and `PairRules`: metavar, help and, where it is not None, the default.
+# Options by the fields of `TraceColumns`, `TraceFilters` and `PairRules`: metavar, help and default.
 Options = dict[str, tuple[str, str, Any]]
 _USUAL = " (default: the usual name, where there is one)"
 COLUMNS: Options = {

@@ -18,10 +18,10 @@ NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when
 ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
 
 DESCRIPTION = """\
-Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads the
-file with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers, and is
-never cut: one that does not fit is left out and counted. Keys of the dataset can follow, such as prompt_key=question or
-dataset_name=HelpSteer3.
+Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads
+the file with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers,
+and is never cut: one that does not fit is left out and counted. Keys of the dataset can follow, such as
+prompt_key=question or dataset_name=HelpSteer3.
 """
 
 
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--model: no folder {args.model!r}; a tokenizer on the hub is named with --tokenizer")
     if args.max_length and args.pack_size < 2 * args.max_length:
         raise InputError(
-            f"--pack-size: {args.pack_size} tokens are less than twice --max-length {args.max_length}: a pack must hold "
-            f"both answers of a pair with their prompt; give --pack-size {2 * args.max_length} or more, or a smaller "
-            "--max-length"
+            f"--pack-size: {args.pack_size} tokens are less than twice --max-length {args.max_length}: a pack must "
+            f"hold both answers of a pair with their prompt; give --pack-size {2 * args.max_length} or more, or a "
+            "smaller --max-length"
         )
     template = None if args.chat_template == "null" else args.chat_template
     chat = ChatFormat(load_tokenizer(args.model or args.tokenizer), template, args.chat_template_kwargs)

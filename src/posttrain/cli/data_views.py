@@ -129,7 +129,7 @@ def show_losses(console: Console, read: ReadReport) -> None:
     _tallies(console, read.problems, "cannot be used", "red")
     _tallies(console, read.filtered, "left out", "yellow")
     if read.ids_with_several_prompts:
-        line = f"{read.ids_with_several_prompts:,} group ids cover several prompts; training compares within one prompt only"
+        line = f"{read.ids_with_several_prompts:,} group ids cover several prompts; training compares within one only"
         console.print(Text("note: ", "yellow").append(line, "default"))
 
 

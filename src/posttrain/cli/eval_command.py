@@ -20,14 +20,15 @@ examples:
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config
 show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
-exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into the
-folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first batch
+exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into
+the folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first
+batch
 """
 EXIT_NOTHING_SCORED = 1
 COMPARE_EPILOG = """\
-A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where every
-problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the difference
-is a paired bootstrap over the problems.
+A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where
+every problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the
+difference is a paired bootstrap over the problems.
 """
 
 
@@ -101,7 +102,8 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     models = [word for word in args.words if _is_model(word)]
     if len(models) > 1:
         raise InputError(
-            f"two models are named, {models[0]!r} and {models[1]!r}; problems are named with data.dataset_name={models[1]}, "
+            f"two models are named, {models[0]!r} and {models[1]!r}; problems are named with "
+            f"data.dataset_name={models[1]}, "
             "and two evaluations are compared with eval compare A B"
         )
     overrides = [word for word in args.words if not _is_model(word)]

@@ -1,4 +1,4 @@
-"""`posttrain gate`: whether a candidate may replace the model in production. `gate measure-kl`: its KL divergence from a base."""
+"""`posttrain gate`: may a candidate replace the model in production? `gate measure-kl`: its KL from a base."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ examples:
   posttrain gate --config gate.yaml --candidate results/eval/first --no-production gate.confidence=0.9
   posttrain gate measure-kl results/eval/new --base models/smollm2-135m-instruct
 
-The folders are what `posttrain eval` has written. A folder without a name is `main`; a folder of such folders gives each of
-them under its own name. Words of the form key=value override gate.yaml.
+The folders are what `posttrain eval` has written. A folder without a name is `main`; a folder of such folders gives
+each of them under its own name. Words of the form key=value override gate.yaml.
 exit codes: 0 promote · 3 reject · 4 more samples needed · 64 bad config, evaluation or metric · 1 crash
 """
 KL_EPILOG = """\
-Both models read the answers of the evaluation; KL(model || base), in nats per token, goes to kl.json in its folder, where
-a check with the metric kl_from_base finds it. The evaluation's dataset has to be where it was.
-Models are named as for `posttrain eval`, registry:NAME@3 among them; a server's weights with --model.
+Both models read the answers of the evaluation; KL(model || base), in nats per token, goes to kl.json in its folder,
+where a check with the metric kl_from_base finds it. The evaluation's dataset has to be where it was. Models are named
+as for `posttrain eval`, registry:NAME@3 among them; a server's weights with --model.
 """
 
 

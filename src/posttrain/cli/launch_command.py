@@ -1,5 +1,5 @@
-"""`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write files.
-`posttrain node`: the first process of the pods that it makes.
+"""`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write
+files. `posttrain node`: the first process of the pods that it makes.
 
 What concerns runs that exist is in launch_runs.py.
 """
@@ -29,24 +29,24 @@ CRDS = "CustomResourceDefinitions, for checking"
 PROFILE = "cluster profile; local is this machine, without a file"
 EPILOG = """\
 actions (each has --help):
-  render --on PROFILE KIND …     write the run's manifests        check FILE…         what a cluster would refuse, or cannot work
-  setup --on PROFILE             machines, queues, storage        values --on …       values for the chart charts/posttrain-ray
-  doctor --on PROFILE            what the cluster lacks           list                runs, here and in the cluster
-  status NAME                    pods, attempts, events           logs NAME           output of a rank
-  checkpoints NAME               steps with metrics               stop NAME           end a run; checkpoints stay
-  interrupt NAME --rank 1        take a machine away: a fire drill
+  render --on PROFILE KIND …   write the run's manifests      check FILE…   what a cluster would refuse, or cannot work
+  setup --on PROFILE           machines, queues, storage      values --on … values for the chart charts/posttrain-ray
+  doctor --on PROFILE          what the cluster lacks         list          runs, here and in the cluster
+  status NAME                  pods, attempts, events         logs NAME     output of a rank
+  checkpoints NAME             steps with metrics             stop NAME     end a run; checkpoints stay
+  interrupt NAME --rank 1      take a machine away: a fire drill
 
 examples:
-  posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2           the run's manifests, executed on this machine
-  posttrain launch --on eks.yaml grpo --config my.yaml                            checked, priced, asked for, submitted, followed
-  posttrain launch logs grpo-math --attempt 2 --rank 1                            found by label: no config is needed
-  posttrain launch interrupt grpo-math --rank 1 --notice 120                      what the loss of a Spot machine does
+  posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2      the run's manifests, on this machine
+  posttrain launch --on eks.yaml grpo --config my.yaml                       checked, priced, asked for, followed
+  posttrain launch logs grpo-math --attempt 2 --rank 1                       found by label: no config is needed
+  posttrain launch interrupt grpo-math --rank 1 --notice 120                 what the loss of a Spot machine does
   posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
-  posttrain plan --on eks.yaml grpo --config my.yaml                              hours and dollars
+  posttrain plan --on eks.yaml grpo --config my.yaml                         hours and dollars
 
-PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on when this command ends. Exit codes: 0 done ·
-64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster cannot be reached ·
-1 the run failed.
+PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on when this command ends. Exit codes: 0
+done · 64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster cannot
+be reached · 1 the run failed.
 """
 
 
@@ -248,11 +248,12 @@ _ACTIONS: dict[str, launch_runs.Action] = {
 }
 
 
-# -- node: the first process of the pods ---------------------------------------------------------------------------------
+# -- node: the first process of the pods -------------------------------------------------------------------------------
 
 NODE_EPILOG = """\
-It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine, joins
-the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the run save.
+It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine,
+joins the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the
+run save.
 
   posttrain node            in every pod
   posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod

@@ -1,5 +1,6 @@
-"""Runs in a cluster: `launch list`, `status`, `logs`, `checkpoints`, `stop`, `interrupt`, and `doctor`. They are found by label,
-here and in the cluster of the kubeconfig; no config is needed."""
+"""Runs in a cluster: `launch list`, `status`, `logs`, `checkpoints`, `stop`, `interrupt`, and `doctor`. They are found
+by label, here and in the cluster of the kubeconfig; no config is needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _SHOWN_EVENTS = 12
 Action = tuple[str, Callable[[OverridesParser], None], Callable[[argparse.Namespace], int]]
 
 
-# -- which cluster -------------------------------------------------------------------------------------------------------
+# -- which cluster -----------------------------------------------------------------------------------------------------
 
 
 def cluster_of(profile: ClusterProfile) -> Cluster:
@@ -53,15 +54,16 @@ def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
         from posttrain.apps.launch.kubernetes_cluster import KubernetesCluster
     except ImportError as error:
         raise InputError(
-            f"talking to a cluster needs the package kubernetes: pip install 'posttrain[k8s]' ({error}). render, check, "
-            "setup, values and --on local work without it"
+            f"talking to a cluster needs the package kubernetes: pip install 'posttrain[k8s]' ({error}). render, "
+            "check, setup, values and --on local work without it"
         ) from error
     return KubernetesCluster(context, namespace)
 
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
-    """Where to look for runs: what the arguments name, else this machine, and the clusters of the kubeconfig and of Ray's own
-    variable if there are any."""
+    """Where to look for runs: what the arguments name, else this machine, and the clusters of the kubeconfig and of
+    Ray's own variable if there are any.
+    """
     from posttrain.apps.launch.local.local_cluster import LocalCluster
     from posttrain.apps.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs
     from posttrain.cli.launch_command import load_profile
@@ -97,7 +99,7 @@ def _add_name(parser: OverridesParser) -> None:
     _add_place(parser)
 
 
-# -- actions -------------------------------------------------------------------------------------------------------------
+# -- actions -----------------------------------------------------------------------------------------------------------
 
 
 def _add_list(parser: OverridesParser) -> None:

@@ -28,7 +28,8 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
 
         place = claim_folder(profile.storage.claim)
         return [
-            f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {profile.storage.mount} is {place}"
+            f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {profile.storage.mount} is "
+            f"{place}"
         ]
     gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
     capacity = profile.nodes.capacity.replace("_", "-")

@@ -1,7 +1,7 @@
 """`posttrain`: parses the command line, runs the command, and turns its outcome into an exit code.
 
-A command is imported when it is chosen, and its heavy imports happen once its input is checked: `--help` answers at once, and
-so does a refusal.
+A command is imported when it is chosen, and its heavy imports happen once its input is checked: `--help` answers at
+once, and so does a refusal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DESCRIPTION = """\
 Tune language models from preferences and rewards.
 
   posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
-  posttrain init grpo                              a config, data and a reward to start from; init all: configs/ and examples/
+  posttrain init grpo                              a config, data and a reward to start from; init all: all examples
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
   posttrain sft  --config configs/sft.yaml         answers to imitate
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _leave(code: int) -> None:
-    """End a program that was stopped, without the seconds in which Python takes its modules apart; not while a thread writes."""
+    """End a stopped program without the seconds in which Python takes modules apart; not while a thread writes."""
     if any(_may_write(thread) for thread in threading.enumerate()):
         return
     with suppress(Exception):

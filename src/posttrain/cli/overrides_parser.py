@@ -27,9 +27,9 @@ Fill: TypeAlias = "Callable[[OverridesParser], None]"
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
 
-    `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first words with
-    a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional arguments.
-    `short_names`: settings that may also be given as options, `--lr 1e-6`.
+    `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first
+    words with a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional
+    arguments. `short_names`: settings that may also be given as options, `--lr 1e-6`.
     """
 
     def __init__(self, *args: Any, fill: Fill | None = None, **options: Any) -> None:
@@ -56,7 +56,7 @@ class OverridesParser(argparse.ArgumentParser):
         return self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
 
     def error(self, message: str) -> NoReturn:
-        """Like argparse's, with the exit code that every bad input has, and with the command that was probably meant."""
+        """Like argparse's, with the exit code of bad input, and with the command that was probably meant."""
         if (match := re.search(r"invalid choice: '([^']*)'", message)) and self._subparsers is not None:
             self.exit(ExitCode.BAD_INPUT, f"{self.prog}: error: unknown command {match[1]!r}{self._meant(match[1])}\n")
         self.print_usage(sys.stderr)
@@ -133,7 +133,7 @@ def add_option(group: argparse._ActionsContainer, name: str, help: str, **settin
 
 
 def add_fields(group: argparse._ActionsContainer, kind: type[DataclassInstance], prefix: str = "") -> None:
-    """The options of a dataclass (`apps/options.py`). One that is not given is None: its default stays in the dataclass."""
+    """The options of a dataclass (`apps/options.py`), None where not given: the dataclass has the defaults."""
     for name, type_, default, option in options_of(kind):
         type_ = next((each for each in get_args(type_) if each is not NoneType), type_)
         flag, help = f"--{prefix}{name}".replace("_", "-"), option.help

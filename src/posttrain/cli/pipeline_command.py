@@ -26,9 +26,10 @@ examples:
   posttrain pipeline run pipeline.yaml --from gate                the gate and what follows, once more
   posttrain pipeline status pipeline.yaml
 
-Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the same
-command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is finished and the
-traces have changed, the next one begins, from the model in production or from the base model (pipeline.start_from).
+Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the
+same command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is
+finished and the traces have changed, the next one begins, from the model in production or from the base model
+(pipeline.start_from).
 exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
 65 not one rollout could be scored · 75, 76 another process is running or training this pipeline ·
 85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash

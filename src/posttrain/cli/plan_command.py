@@ -27,11 +27,11 @@ examples:
   posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
-  posttrain plan --on eks.yaml --config configs/grpo.yaml        on the machines of a cluster profile: hours, dollars, Spot
+  posttrain plan --on eks.yaml --config configs/grpo.yaml        on machines of a cluster profile: hours, dollars, Spot
 
-Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one of
-the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit,
-and says which setting would help.
+Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one
+of the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not
+fit, and says which setting would help.
 """
 
 

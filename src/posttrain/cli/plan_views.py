@@ -74,7 +74,8 @@ def _headline(found: RunEstimate) -> str:
     each = "" if settings.ranks == 1 else " on each"
     recomputed = ", activations recomputed" if settings.checkpointing else ""
     return (
-        f"{workload.kind} of {found.shape.name} ({found.shape.num_weights / 1e9:.2f} billion weights), {trained}{recomputed}, on "
+        f"{workload.kind} of {found.shape.name} ({found.shape.num_weights / 1e9:.2f} billion weights), "
+        f"{trained}{recomputed}, on "
         f"{gpus}: {workload.num_samples:.0f} samples a step{each}"
     )
 
@@ -132,12 +133,13 @@ def _cache_lines(found: RunEstimate) -> list[str]:
     if cache is not None and engine is not None:
         kept = "kept while training" if cache.is_kept else "given up for training"
         lines.append(
-            f"KV cache: {cache.num_bytes / GIB:.1f} GiB for {cache.tokens:,.0f} tokens of {cache.bytes_per_token:,} bytes, {kept}"
+            f"KV cache: {cache.num_bytes / GIB:.1f} GiB for {cache.tokens:,.0f} tokens of {cache.bytes_per_token:,} "
+            f"bytes, {kept}"
         )
         if cache.is_short:
             lines.append(
-                f"  {engine.rows} rows at their longest would take {cache.wanted_bytes / GIB:.1f} GiB: some answers may have to "
-                "wait or be computed again"
+                f"  {engine.rows} rows at their longest would take {cache.wanted_bytes / GIB:.1f} GiB: some answers "
+                "may have to wait or be computed again"
             )
         lines.append(f"decoding: {time.num_decode_steps:,} steps of {1e3 * time.mean_step_s:.1f} ms")
     row, count = found.workload.passes(found.workload.train, found.shape.window)

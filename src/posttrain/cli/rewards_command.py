@@ -34,10 +34,10 @@ examples:
   posttrain rewards test --config my.yaml --env gsm8k runs/x/rollouts/step_10.jsonl.gz --strict
   posttrain rewards test --config my.yaml --env gsm8k --part correct traces.jsonl.gz
 
-FILE is jsonl, jsonl.gz, json, csv or parquet: rows with a response (and a reference, and the reward that it should get),
-the rollouts of a run, or labelled traces (messages and prompt_len). Columns that are not named are looked for under the
-usual names. exit codes: 0 done · 2 with --strict, when a reward differs from the recorded one or a sample that has one
-could not be scored · 64 bad config or file.
+FILE is jsonl, jsonl.gz, json, csv or parquet: rows with a response (and a reference, and the reward that it should
+get), the rollouts of a run, or labelled traces (messages and prompt_len). Columns that are not named are looked for
+under the usual names. exit codes: 0 done · 2 with --strict, when a reward differs from the recorded one or a sample
+that has one could not be scored · 64 bad config or file.
 """
 
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from posttrain.reporting.doctor import Answer, Finding
     from posttrain.reporting.run_files import Row
 
-# -- status: whether a run is alive, who holds its folder, how far it is, and why it stopped ----------------------------
+# -- status: whether a run is alive, who holds its folder, how far it is, and why it stopped ---------------------------
 
 STATUS_EPILOG = """\
 FOLDER is the run's folder (checkpointing.checkpoint_dir; with logger.log_dir the metrics are in that one). Nothing is
-written, and nothing is loaded: checkpoints are listed, not verified. The exit code is 0 whatever the state of the run is,
-and 64 if there is no run in FOLDER.
+written, and nothing is loaded: checkpoints are listed, not verified. The exit code is 0 whatever the state of the run
+is, and 64 if there is no run in FOLDER.
 """
 
 
@@ -105,7 +105,7 @@ def _code(last: AttemptRecord) -> str:
     return "a crash" if last.exit_code is None else f"exit code {last.exit_code}"
 
 
-# -- doctor: what is wrong with a run, and the setting that fixes it ----------------------------------------------------
+# -- doctor: what is wrong with a run, and the setting that fixes it ---------------------------------------------------
 
 WIDTH = 110
 DOCTOR_EPILOG = """\
@@ -244,7 +244,7 @@ def _shown(answer: Answer) -> str:
     return f"{answer.id}, {reward}{length}: {text}"
 
 
-# -- log sync: send the steps of a run to a tracker ----------------------------------------------------------------------
+# -- log sync: send the steps of a run to a tracker --------------------------------------------------------------------
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 LOG_EPILOG = """\
@@ -252,8 +252,9 @@ examples:
   posttrain log sync results/grpo --to wandb
   posttrain log sync results/grpo --to mlflow logger.mlflow.tracking_uri=http://localhost:5000
 
-The tracker is asked which steps it has of the run, and gets the others: after an outage, or for a run without this tracker.
-Settings are those under `logger` of the run's config, and those given here. Run it while no process trains in the folder.
+The tracker is asked which steps it has of the run, and gets the others: after an outage, or for a run without this
+tracker. Settings are those under `logger` of the run's config, and those given here. Run it while no process trains in
+the folder.
 exit codes: 0 it has all steps · 1 it could not be reached · 64 bad input
 """
 EXIT_NOT_SENT = 1

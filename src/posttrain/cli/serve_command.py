@@ -36,8 +36,8 @@ Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1
   posttrain serve Qwen/Qwen3-0.6B --backend vllm
 """
 EPILOG = f"""\
-The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines. SIGTERM or
-Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
+The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines.
+SIGTERM or Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
 exit codes: 0 every request was answered · 1 some were cut off, or the engine has ended · 64 bad input
 """
 
@@ -176,7 +176,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"--drain-timeout-s is {args.drain_timeout_s}: at least 0 is accepted")
 
 
-# -- chat: talk with a model in the terminal -----------------------------------------------------------------------------
+# -- chat: talk with a model in the terminal ---------------------------------------------------------------------------
 
 CHAT_DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.

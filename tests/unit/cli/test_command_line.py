@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import posttrain
 from posttrain.checkpointing import CHECKPOINT_THREAD
 from posttrain.cli import config_command, eval_command, serve_command, train_command
-from posttrain.cli.main import main
-from posttrain.config import load_config
+from posttrain.cli.main import COMMANDS, main
 from posttrain.errors import InputError, StorageError
 
 
@@ -56,10 +54,10 @@ def test_the_installed_command_is_this_one() -> None:
     assert script.load() is main
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(["--version"], capsys)
-    assert code == 0
-    assert out.split() == ["posttrain", posttrain.__version__]
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call([word], capsys)
+    assert (code, out.split()) == (0, ["posttrain", posttrain.__version__])
 
 
 def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,16 +66,8 @@ def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixt
     for word in ("grpo", "dpo", "rm", "sft", "demo", "config"):
         assert f"\n    {word} " in out
     text = " ".join(out.split())
-    for meaning in (
-        "0 done",
-        "64 bad config",
-        "74 the storage failed",
-        "85 stopped by SIGTERM",
-        "143, 129 the same",
-        "130 stopped by Ctrl-C",
-        "1 crash",
-    ):
-        assert meaning in text
+    for exit_code in ("0", "64", "74", "85", "143, 129", "130", "1"):
+        assert f"{exit_code} " in text.partition("exit codes:")[2]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
@@ -91,11 +81,11 @@ def test_help_of_a_training_command_has_an_example_and_explains_resuming(
     assert "resumes from the newest checkpoint" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", [["demo"], ["config"], ["config", "show"], ["config", "check"], ["models"]])
-def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call([*command, "--help"], capsys)
+@pytest.mark.parametrize("command", [*COMMANDS, "config show", "config check", "data pack", "launch check", "log sync"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call([*command.split(), "--help"], capsys)
     assert code == 0
-    assert len(out.splitlines()) > 5
+    assert out.startswith(f"usage: posttrain {command} ")
 
 
 # -- exit codes --------------------------------------------------------------------------------------------------------
@@ -109,27 +99,23 @@ def test_the_exit_code_of_the_run_is_the_exit_code_of_the_command(
     assert call(["grpo"], capsys)[0] == code
 
 
-def test_bad_input_is_64_with_a_message_and_no_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome(InputError("data.train: row 3 has no key"))
-    code, out, err = call(["grpo"], capsys)
-    assert (code, out) == (64, "")
-    assert err == "posttrain: error: data.train: row 3 has no key\n"
-
-
-def test_crash_exits_1_with_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome(RuntimeError("ours"))
-    code, _, err = call(["dpo"], capsys)
-    assert code == 1
-    assert "Traceback (most recent call last)" in err
-    assert "RuntimeError: ours" in err
-
-
-def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome(KeyboardInterrupt())
-    code, _, err = call(["sft"], capsys)
-    assert code == 130
-    assert "Traceback" not in err
-    assert "newest checkpoint" in err
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("data.train: row 3 has no key"), 64, "data.train: row 3"),
+        (StorageError("/mnt/run/metrics.jsonl: Read-only file system"), 74, "/mnt/run/metrics.jsonl"),
+        (KeyboardInterrupt(), 130, "newest checkpoint"),
+        (RuntimeError("ours"), 1, "RuntimeError: ours"),
+    ],
+)
+def test_only_a_crash_has_a_traceback(
+    error: BaseException, code: int, said: str, outcome: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome(error)
+    found, out, err = call(["grpo"], capsys)
+    assert (found, out) == (code, "")
+    assert said in err
+    assert ("Traceback" in err) == (code == 1)
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -156,13 +142,6 @@ def test_signals_end_every_command_also_the_first_process_of_a_container(
     assert found == code
     assert f"posttrain: {sent.name}: stopped" in err
     assert signal.getsignal(sent) == before
-
-
-def test_a_fault_of_the_storage_is_74_with_the_path(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome(StorageError("/mnt/run/metrics.jsonl: Read-only file system"))
-    code, _, err = call(["grpo"], capsys)
-    assert code == 74
-    assert err == "posttrain: error: /mnt/run/metrics.jsonl: Read-only file system\n"
 
 
 class Left(BaseException):
@@ -214,14 +193,9 @@ def test_a_stopped_program_waits_for_a_thread_that_writes(outcome: Any, program:
 @pytest.mark.parametrize(
     ("name", "module", "function", "words"),
     [
-        ("serve", serve_command, "run", "posttrain: stopped\n"),
-        ("chat", serve_command, "_chat", "posttrain: stopped\n"),
-        (
-            "eval",
-            eval_command,
-            "run",
-            "posttrain: stopped; finished problems are saved, and the same command resumes\n",
-        ),
+        ("serve", serve_command, "run", "stopped"),
+        ("chat", serve_command, "_chat", "stopped"),
+        ("eval", eval_command, "run", "finished problems are saved"),
     ],
 )
 def test_ctrl_c_prints_what_was_kept(
@@ -232,7 +206,8 @@ def test_ctrl_c_prints_what_was_kept(
 
     monkeypatch.setattr(module, function, interrupted)
     code, _, err = call([name, "model"], capsys)
-    assert (code, err) == (130, words)
+    assert code == 130
+    assert words in err
 
 
 @pytest.mark.parametrize(
@@ -308,15 +283,6 @@ def test_show_prints_the_origin_of_each_value(capsys: pytest.CaptureFixture[str]
     assert lines["  seed"].endswith(f"# from {file}:2")
     assert lines["  val_period"].endswith("# from command line")
     assert "#" not in lines["  max_num_epochs"], "a default has no remark"
-
-
-def test_output_of_show_loads_to_the_same_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = call(["config", "show", "dpo", "dpo.seed=9"], capsys)
-    assert code == 0
-    assert yaml.safe_load(out)["dpo"]["seed"] == 9
-    file = tmp_path / "shown.yaml"
-    file.write_text(out)
-    assert load_config("dpo", file).flat() == load_config("dpo", None, ["dpo.seed=9"]).flat()
 
 
 def test_check_accepts_every_shipped_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def samples(tmp_path: Path) -> Path:
     return write(tmp_path / "samples.jsonl", rows)
 
 
-# -- list ----------------------------------------------------------------------------------------------------------------
+# -- list --------------------------------------------------------------------------------------------------------------
 
 
 def test_list_shows_every_type_with_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_list_as_json_and_of_one_type(capsys: pytest.CaptureFixture[str]) -> Non
     assert call(capsys, "list", "no_such_type")[0] == 64
 
 
-# -- test ----------------------------------------------------------------------------------------------------------------
+# -- test --------------------------------------------------------------------------------------------------------------
 
 
 def test_agreement_disagreement_and_unscored_samples_are_shown(

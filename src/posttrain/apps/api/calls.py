@@ -1,4 +1,4 @@
-"""`posttrain.grpo`, `dpo`, `rm` and `sft` train and return the run; `posttrain.evaluate` does what `posttrain eval` does."""
+"""`posttrain.grpo`, `dpo`, `rm` and `sft` train and return the run; `posttrain.evaluate` measures a model."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ def grpo(
 
     model: a folder, a hub name, or the folder of a run.
     data: a file, a dataset by name, a `datasets.Dataset`, a list of rows, or a map with the keys of `data.train`.
-    reward: a function of your own, `file.py:name`, a type such as "math", or several in a list or a map. A function takes
-        some of prompt, response, reference_answer, messages, metadata, …, and returns a number or a map of named numbers; it
-        may be `async`. A function with a parameter `completions` has TRL's signature. None: the config's, mathematics.
+    reward: a function of your own, `file.py:name`, a type such as "math", or several in a list or a map. A function
+        takes some of prompt, response, reference_answer, messages, metadata, …, and returns a number or a map of
+        named numbers; it may be `async`. A function with a parameter `completions` has TRL's signature. None: the
+        config's, mathematics.
     validation: rows kept for validation, given like data.
     config: a YAML file, or settings by their keys, such as {"policy.precision": "float32"}.
-    settings: short names (lr, lora, steps, prompts, generations, folder, …) and, as **{"policy.x": …}, any other setting;
-        also resume_with_changes, restart, quiet and verbose, which are switches of the command line.
+    settings: short names (lr, lora, steps, prompts, generations, folder, …) and, as **{"policy.x": …}, any other
+        setting; also resume_with_changes, restart, quiet and verbose, which are switches of the command line.
 
-    The same call resumes a run that was stopped. Returns the run when it is finished; raises RunFailed if it ended without
-    success, KeyboardInterrupt after Ctrl-C (the run is saved first), and InputError for what must be fixed.
+    The same call resumes a run that was stopped. Returns the run when it is finished; raises RunFailed if it ended
+    without success, KeyboardInterrupt after Ctrl-C (the run is saved first), and InputError for what must be fixed.
     """
     return _train("grpo", model, data, reward, validation, config, **settings)
 
@@ -172,9 +173,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model: `evaluate("results/grpo", "gsm8k").summary.score`.
 
-    `model` is a folder of a run, a checkpoint, a model, a hub name or the URL of a server. `data` is a benchmark by its name, a
-    file, or rows; `reward` judges the answers, mathematics by default. Further settings are those of `posttrain config show
-    eval`, by their dotted keys. Finished problems are saved, and the same call resumes.
+    `model` is a folder of a run, a checkpoint, a model, a hub name or the URL of a server. `data` is a benchmark by
+    its name, a file, or rows; `reward` judges the answers, mathematics by default. Further settings are those of
+    `posttrain config show eval`, by their dotted keys. Finished problems are saved, and the same call resumes.
     """
     from posttrain.apps.evaluate.build import DEFAULT_FOLDER
 

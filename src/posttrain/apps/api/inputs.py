@@ -1,11 +1,12 @@
-"""Stores objects passed by a Python program as files: rows of data and reward functions, in `inputs/` of the run folder.
+"""Stores objects passed by a Python program as files: rows of data and reward functions, in `inputs/` of the run
+folder.
 
-The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained
-with, another one counts as another setting, and the command line can resume the run from its config.
+The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was
+trained with, another one counts as another setting, and the command line can resume the run from its config.
 
-A function that can be imported is recorded by its name, `package.module:name`. Any other (of a script, a notebook, a lambda,
-a closure) is pickled by value. Its digest covers the source of the function and of the functions it calls, its defaults, and
-the values it refers to: equal digests mean the same reward. What it imports is not covered.
+A function that can be imported is recorded by its name, `package.module:name`. Any other (of a script, a notebook, a
+lambda, a closure) is pickled by value. Its digest covers the source of the function and of the functions it calls, its
+defaults, and the values it refers to: equal digests mean the same reward. What it imports is not covered.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _culprit(row: Mapping[str, object]) -> str:
     return "it cannot be written as JSON"
 
 
-# -- reward functions ----------------------------------------------------------------------------------------------------
+# -- reward functions --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ def pickled(function: Callable[..., object]) -> PickledFunction:
             digest.update(len(part).to_bytes(8, "big") + part)
     except Exception as error:
         raise InputError(
-            f"the reward function {name} cannot be sent to worker processes ({type(error).__name__}: {error}): it refers to "
-            "something that cannot be pickled. Create that inside the function, or put the function into a file of its own "
-            "and give reward='file.py:name'"
+            f"the reward function {name} cannot be sent to worker processes ({type(error).__name__}: {error}): it "
+            "refers to something that cannot be pickled. Create that inside the function, or put the function into a "
+            "file of its own and give reward='file.py:name'"
         ) from error
     return PickledFunction(name, digest.hexdigest()[:DIGEST_LENGTH], content, _source(function) or "")
 

@@ -1,4 +1,4 @@
-"""The arguments of the Python functions as overrides of a config: `lr=1e-5` becomes what `lr=1e-5` on the command line is."""
+"""The arguments of the Python functions as overrides of a config: `lr=1e-5` as on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     # A file or folder, a dataset by name, rows, or a map with the keys of a dataset in the config.
     Data: TypeAlias = str | Path | Iterable[JsonMapping] | datasets.Dataset | JsonMapping
-    # A function, `file.py:name`, a type of reward, a map with the keys of a reward, or several: a list, or a map of names.
+    # A function, `file.py:name`, a type of reward, a map with the keys of a reward, or several: a list, or a map of
+    # names.
     Reward: TypeAlias = Callable[..., object] | str | JsonMapping | Sequence[object]
     # A YAML file, or settings by their dotted keys or nested.
     Config: TypeAlias = str | Path | JsonMapping

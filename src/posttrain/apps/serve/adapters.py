@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from posttrain.apps.serve.models import ServedAdapter
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import read_json
-from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel
+from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel, resolve_registered_model
 from posttrain.models.loading import load_tokenizer
 from posttrain.models.lora import add_adapter
 
@@ -23,8 +23,38 @@ _OWN = "default"  # peft's name of the main model's own adapter
 _MOST_NAMED = 5  # of the tokens that the base model does not have
 
 
+@dataclass(frozen=True)
+class ServedAdapter:
+    folder: Path
+    tokenizer: str | None  # folder of its own tokenizer; None if it has none
+    model: ResolvedModel
+
+    @property
+    def source(self) -> str:
+        """Its version in the registry, or its folder."""
+        return self.model.text if self.model.registered is not None else str(self.folder)
+
+
+def find_adapter(
+    name: str, text: str, main: ResolvedModel, say: Callable[[str], None], registry: str | None = None
+) -> ServedAdapter:
+    """The adapter of `--adapter NAME=ADAPTER`, over the main model. The base model that it names is not looked up."""
+    found = resolve_registered_model(text, registry=registry, base=main.model)
+    if found.adapter is None:
+        raise InputError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+    trained_on = read_json(found.adapter / "adapter_config.json").get("base_model_name_or_path")
+    if trained_on and not _same_place(str(trained_on), main.model):
+        say(f"warning: adapter {name} was trained on {trained_on}, and is put on {main.model}")
+    own = found.tokenizer if found.tokenizer != found.model else None
+    return ServedAdapter(found.adapter, own, found)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
+
+
 class AdapterSwitch:
-    """Adds adapters to a model and activates one of them. "" is the model as loaded, with or without its own adapter."""
+    """Adds adapters to a model and activates one of them. "" is the model as loaded, also with an adapter."""
 
     def __init__(self, adapters: Mapping[str, Path]) -> None:
         self._adapters = dict(adapters)
@@ -77,12 +107,12 @@ def _load_further(model: Any, name: str, folder: Path, peft_name: str) -> None:
 
 
 def _check_bias(name: str, folder: Path) -> None:
-    """Refuse trained biases: they stay in the model when the adapter is deactivated, and would change other adapters."""
+    """Refuse trained biases: they stay in the model without the adapter, and would change other adapters."""
     bias = read_json(folder / "adapter_config.json").get("bias", "none")
     if bias != "none":
         raise ModelReferenceError(
-            f"adapter {name!r} was trained with bias={bias!r} and cannot be switched off exactly; merge it into its base "
-            "model (posttrain convert --merge-lora) and serve that"
+            f"adapter {name!r} was trained with bias={bias!r} and cannot be switched off exactly; merge it into its "
+            "base model (posttrain convert --merge-lora) and serve that"
         )
 
 
@@ -91,9 +121,9 @@ def load_adapter_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer of an adapter over the main model, or None if the adapter has none of its own.
 
-    An adapter is often saved with a tokenizer that has a few more tokens, for padding for instance. The main model has no
-    trained embedding for them, so its own tokenizer is used with the chat template of the adapter. InputError if the
-    vocabularies do not match otherwise.
+    An adapter is often saved with a tokenizer that has a few more tokens, for padding for instance. The main model has
+    no trained embedding for them, so its own tokenizer is used with the chat template of the adapter. InputError if
+    the vocabularies do not match otherwise.
     """
     if adapter.tokenizer is None:
         return None
@@ -111,14 +141,15 @@ def load_adapter_tokenizer(
     template = ChatFormat(own).template
     if needed := _needed(extra, own, template):
         raise InputError(
-            f"--adapter {name}: its conversations are written with {needed!r}, a token that {main.text} does not have; merge "
-            "the adapter into the base model that it was trained on (posttrain convert --merge-lora) and serve that"
+            f"--adapter {name}: its conversations are written with {needed!r}, a token that {main.text} does not have; "
+            "merge the adapter into the base model that it was trained on (posttrain convert --merge-lora) and serve "
+            "that"
         )
     shown = sorted(extra, key=own_ids.__getitem__)
     more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
     say(
-        f"warning: the tokenizer of adapter {name} has tokens that {main.text} does not have, and is served without them: "
-        f"{', '.join(map(repr, shown[:_MOST_NAMED]))}{more}"
+        f"warning: the tokenizer of adapter {name} has tokens that {main.text} does not have, and is served without "
+        f"them: {', '.join(map(repr, shown[:_MOST_NAMED]))}{more}"
     )
     base.chat_template = template
     base.eos_token = own.eos_token

@@ -25,10 +25,11 @@ from posttrain.apps.serve.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
+    FeedbackBody,
     failed,
+    parse_body,
     parse_chat,
     parse_completion,
-    parse_feedback,
 )
 from posttrain.apps.serve.responses import DONE, AnswerText, JsonObject, ResponseWriter, server_sent
 from posttrain.apps.serve.service import Job, Service
@@ -40,6 +41,7 @@ log = logging.getLogger("posttrain.serve")
 MOST_BYTES_TO_DISCARD = 32 * 2**20
 DISCARD_S = 1.0  # for that, where the head has announced it
 SLOW_READER_S = 30.0  # after the time limit of a request, for a client to read the end of its stream
+CLIENT = "x-request-id"  # names the client, if the body does not name a user
 CLIENT_CLOSED_REQUEST = 499  # for logs only: the client has disconnected
 
 
@@ -65,7 +67,7 @@ def create_app(service: Service) -> Starlette:
 
 
 class _OneLength:
-    """Refuses a request with two lengths: a proxy may see its end elsewhere, and take what follows for another request."""
+    """Refuses a request with two lengths: for a proxy it may end elsewhere, and what follows be another request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -80,7 +82,8 @@ class _OneLength:
 
 def _routes(service: Service) -> list[Route]:
     async def health(_request: Request) -> Response:
-        return _health(service)
+        body = _health(service)
+        return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -97,14 +100,14 @@ def _routes(service: Service) -> list[Route]:
 
     async def chat(request: Request) -> Response:
         body = parse_chat(await _read(service, request))
-        return await _answer(service, request, body, await chat_job(service, body, _key(request)))
+        return await _answer(service, request, body, await chat_job(service, body, request.headers.get(CLIENT)))
 
     async def completions(request: Request) -> Response:
         body = parse_completion(await _read(service, request))
-        return await _answer(service, request, body, await completion_job(service, body, _key(request)))
+        return await _answer(service, request, body, await completion_job(service, body, request.headers.get(CLIENT)))
 
     async def feedback(request: Request) -> Response:
-        body = parse_feedback(await _read(service, request))
+        body = parse_body(FeedbackBody, await _read(service, request))
         return JSONResponse({"id": body.id, "version": service.rate(body.id, body.score), "score": body.score})
 
     return [
@@ -182,11 +185,6 @@ async def _read(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _key(request: Request) -> str | None:
-    """The client, if the body does not name a user."""
-    return request.headers.get("x-request-id")
-
-
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,9 +205,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     except ApiError as error:
         error.headers.update(headers)
         raise
-    if whole is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(whole, headers=headers)
+    return JSONResponse(whole, headers=headers) if whole is not None else Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _whole(
@@ -266,10 +262,10 @@ class Connection(Protocol):
 class _Stream(Response):
     """An answer in server-sent events.
 
-    Events are written to the connection in the callback that receives the tokens: no task is woken for a token. If the client
-    reads too slowly, or the connection cannot write chunks, tokens wait, and the response's task sends all of them at once as
-    soon as it can. Closes its ticket however the stream ends: complete, by an error, because the client disconnected, or because
-    it stopped reading.
+    Events are written to the connection in the callback that receives the tokens: no task is woken for a token. If the
+    client reads too slowly, or the connection cannot write chunks, tokens wait, and the response's task sends all of
+    them at once as soon as it can. Closes its ticket however the stream ends: complete, by an error, because the
+    client disconnected, or because it stopped reading.
     """
 
     def __init__(
@@ -358,7 +354,7 @@ def _public(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() else source
 
 
-def _health(service: Service) -> Response:
+def _health(service: Service) -> JsonObject:
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
     body: JsonObject = {
         "status": status,
@@ -377,4 +373,4 @@ def _health(service: Service) -> Response:
                 for name, scores in canary.scores.items()
             },
         }
-    return JSONResponse(body, 200 if status == "ok" else 503)
+    return body

@@ -1,11 +1,11 @@
 """A canary: a share of the traffic goes to a new version, and back to the old one if the new one does worse.
 
-Routing depends on a key alone (the user, or else the request), so a user stays with one version, and a larger share keeps
-the users of a smaller one. Two rules send all traffic back, for good:
+Routing depends on a key alone (the user, or else the request), so a user stays with one version, and a larger share
+keeps the users of a smaller one. Two rules send all traffic back, for good:
 
-- **errors**: more than `max_error_rate` of the canary's last `window` answers failed, once there are `min_requests` of them;
-- **KPI**: the canary's mean score is below production's by more than `max_kpi_drop`, and the difference is significant in a
-  one-sided Welch test at 95 %, once both versions have `min_feedback` scores.
+- **errors**: more than `max_error_rate` of the canary's last `window` answers failed, once there are `min_requests`;
+- **KPI**: the canary's mean score is below production's by more than `max_kpi_drop`, and the difference is significant
+  in a one-sided Welch test at 95 %, once both versions have `min_feedback` scores.
 
 No HTTP and no model here.
 """
@@ -106,10 +106,9 @@ class Canary:
         drop = old.mean - new.mean
         error = math.sqrt(old.variance / old.count + new.variance / new.count)
         if drop > self.rules.max_kpi_drop and drop > _ONE_SIDED_95 * error:
-            self.roll_back(
-                f"its mean score is {new.mean:.4g} over {new.count} answers and production's {old.mean:.4g} over {old.count}: "
-                f"a drop of {drop:.3g} ± {_ONE_SIDED_95 * error:.2g}; {self.rules.max_kpi_drop:g} is allowed"
-            )
+            means = f"{new.mean:.4g} over {new.count} answers and production's {old.mean:.4g} over {old.count}"
+            change = f"a drop of {drop:.3g} ± {_ONE_SIDED_95 * error:.2g}; {self.rules.max_kpi_drop:g} is allowed"
+            self.roll_back(f"its mean score is {means}: {change}")
 
     def roll_back(self, reason: str) -> None:
         """Route all traffic to production from now on."""

@@ -1,8 +1,8 @@
 """The engine's end of a server: the only code that touches the models. It steps the sessions in turn.
 
-Requests and cancellations arrive through a channel; the tokens of a step leave in one message. `engine_host.py` runs it in a
-process or a thread, `engine_client.py` is the other end. One loop for all sessions, because only one
-forward pass may run at a time in a process.
+Requests and cancellations arrive through a channel; the tokens of a step leave in one message. `engine_host.py` runs
+it in a process or a thread, `engine_client.py` is the other end. One loop for all sessions, because only one forward
+pass may run at a time in a process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from posttrain.apps.serve.channel import EngineChannel
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionCounts, SessionRequest, TokenEvent
 
-# A session whose steps keep failing is marked as broken: the GPU is lost, or the weights cannot run. An adapter that keeps
-# producing NaN is marked alone: its weights do not affect the others.
+# A session whose steps keep failing is marked as broken: the GPU is lost, or the weights cannot run. An adapter that
+# keeps producing NaN is marked alone: its weights do not affect the others.
 _MOST_FAILURES_IN_A_ROW = 3
 
 log = logging.getLogger("posttrain.serve")

@@ -40,9 +40,7 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
     version = service.version_for(body.model, body.user or key or job_id)
     _check_number(service, body, len(body.prompts))
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-    given = [
-        tuple(prompt) for prompt in body.prompts if not isinstance(prompt, str)
-    ]  # all are texts, or all are tokens
+    given = [tuple(prompt) for prompt in body.prompts if not isinstance(prompt, str)]  # all, or none
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [version.tokenizer(text, verbose=False)["input_ids"] for text in texts]
@@ -64,8 +62,8 @@ async def _tokens(
     for text in texts:
         if (least := len(text) // version.longest_token) >= context:
             raise bad_request(
-                f"This model's maximum context length is {context} tokens. However, {len(text)} characters in the {where} are at "
-                f"least {least} tokens. Please reduce the length of the {where}.",
+                f"This model's maximum context length is {context} tokens. However, {len(text)} characters in the "
+                f"{where} are at least {least} tokens. Please reduce the length of the {where}.",
                 where,
                 "context_length_exceeded",
             )
@@ -113,19 +111,20 @@ def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: 
     """The number that the client requests, or the default; ApiError if it does not fit."""
     context = version.max_total_tokens
     limit = service.limits.max_completion_tokens or context
-    asked: int | None = getattr(body, body.new_tokens_field)
+    field = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+    asked: int | None = getattr(body, field)
     wanted = asked or (min(body.usual_new_tokens, limit) if body.usual_new_tokens else None)
     where = "messages" if isinstance(body, ChatBody) else "prompt"
     if prompt_length + (wanted or 1) > context:
         completion = f" ({prompt_length} in the {where}, {wanted} in the completion)" if wanted else f" in the {where}"
         raise bad_request(
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{prompt_length + (wanted or 0)} tokens{completion}. Please reduce the length of the {where} or completion.",
+            f"{prompt_length + (wanted or 0)} tokens{completion}. Please reduce the length of the {where} or "
+            "completion.",
             where,
             "context_length_exceeded",
         )
     if asked is not None and asked > limit:
-        field = body.new_tokens_field
         raise bad_request(f"{field} is {asked}: this server gives at most {limit}", field)
     return wanted or min(context - prompt_length, limit)
 

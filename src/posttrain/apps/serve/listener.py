@@ -9,8 +9,8 @@ from posttrain.errors import InputError
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is explicit: asyncio sets TCP_NODELAY only on such sockets. Otherwise each response waits up to 40 ms for
-    # the client to acknowledge the previous packet.
+    # The protocol is explicit: asyncio sets TCP_NODELAY only on such sockets. Otherwise each response waits up to 40
+    # ms for the client to acknowledge the previous packet.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from posttrain.apps.serve.adapters import load_adapter_tokenizer
+from posttrain.apps.serve.adapters import ServedAdapter, find_adapter, load_adapter_tokenizer
 from posttrain.apps.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.apps.serve.engine_client import EngineClient
 from posttrain.apps.serve.engine_host import EngineHost, EngineProcess, EngineThread
-from posttrain.apps.serve.models import ServedAdapter, find_adapter, name_of
 from posttrain.apps.serve.options import ServeOptions
 from posttrain.apps.serve.service import Service, Version
-from posttrain.apps.serve.sessions import ModelsToLoad, Say
+from posttrain.apps.serve.sessions import ModelsToLoad, Say, name_of
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
@@ -42,7 +41,11 @@ def _service(host: EngineHost, options: ServeOptions, say: Say) -> Service:
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
         raise InputError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
-    adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
+    for name in {PRODUCTION, CANARY} & set(options.adapters):
+        raise InputError(
+            f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
+        )
+    adapters = {name: find_adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
     other = None
     if options.canary and not canary_is_adapter:
@@ -79,14 +82,6 @@ def _service(host: EngineHost, options: ServeOptions, say: Say) -> Service:
         api_keys=options.api_keys,
         no_auth=options.no_auth,
     )
-
-
-def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str | None) -> ServedAdapter:
-    if name in (PRODUCTION, CANARY):
-        raise InputError(
-            f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
-        )
-    return find_adapter(name, text, main, say, registry)
 
 
 def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: PreTrainedTokenizerBase | None) -> Version:

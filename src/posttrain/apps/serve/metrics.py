@@ -32,8 +32,9 @@ class ValueCounts:
 
 
 class TokenHistogram(Collector):
-    """A histogram with a value for each token. That of `prometheus_client` takes a lock twice for a value, and four times as
-    long; values come from one thread here."""
+    """A histogram with a value for each token. That of `prometheus_client` takes a lock twice for a value, and four
+    times as long; values come from one thread here.
+    """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
         self._name, self._text, self._buckets = name, text, buckets

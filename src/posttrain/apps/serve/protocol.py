@@ -1,14 +1,14 @@
 """Request bodies, validated, and API errors, in the format of OpenAI's API.
 
-A field that would change the answer and is not implemented is refused, never ignored. Fields that only label a request are
-accepted. Besides OpenAI's own fields there are `top_k` and `ignore_eos`, as in vLLM.
+A field that would change the answer and is not implemented is refused, never ignored. Fields that only label a request
+are accepted. Besides OpenAI's own fields there are `top_k` and `ignore_eos`, as in vLLM.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -38,12 +38,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
 
     @property
     def body(self) -> dict[str, object]:
@@ -55,13 +51,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def overloaded(message: str, retry_after_s: int) -> ApiError:
-    return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(retry_after_s)},
-    )
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def unavailable(message: str) -> ApiError:
@@ -76,17 +67,19 @@ def failed(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error")
 
 
-class StreamOptions(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+
+class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted: answers are not padded here
 
 
-class _Body(BaseModel):
+class _Body(_Strict):
     """The fields of both endpoints."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    usual_new_tokens: ClassVar[int | None] = None  # the default of `max_tokens`; None: what the context leaves
 
     model: str
     n: int | None = Field(default=None, ge=1)
@@ -125,12 +118,6 @@ class _Body(BaseModel):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
     def sampling(self, max_new_tokens: int, end_of_turn_ids: tuple[int, ...] = ()) -> Sampling:
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
@@ -139,21 +126,17 @@ class _Body(BaseModel):
             top_p=1.0 if self.top_p is None else max(self.top_p, _SMALLEST_TOP_P),
             top_k=max(self.top_k or 0, 0),
             end_of_turn_ids=end_of_turn_ids,
-            stop_strings=self.stop_strings,
+            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
         )
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
     name: str | None = None
@@ -185,19 +168,13 @@ class ChatBody(_Body):
     modalities: list[str] | None = None
 
     @property
-    def new_tokens_field(self) -> str:
-        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
-
-    @property
-    def usual_new_tokens(self) -> int | None:
-        return None
-
-    @property
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(_Body):
+    usual_new_tokens: ClassVar[int | None] = 16
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -206,32 +183,18 @@ class CompletionBody(_Body):
     best_of: int | None = None
 
     @property
-    def new_tokens_field(self) -> str:
-        return "max_tokens"
-
-    @property
-    def usual_new_tokens(self) -> int | None:
-        """The default of `max_tokens`; None: what the context leaves."""
-        return 16
-
-    @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One or several, of text or of tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if is_one else self.prompt  # type: ignore[return-value]
 
 
-class FeedbackBody(BaseModel):
+class FeedbackBody(_Strict):
     """A user's score of an answer: the KPI of a canary."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str
     score: float = Field(allow_inf_nan=False)
@@ -254,14 +217,14 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 
 
 def parse_chat(body: bytes) -> ChatBody:
-    parsed = _parse(ChatBody, body)
+    parsed = parse_body(ChatBody, body)
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     return parsed
 
 
 def parse_completion(body: bytes) -> CompletionBody:
-    parsed = _parse(CompletionBody, body)
+    parsed = parse_body(CompletionBody, body)
     if parsed.best_of not in (None, parsed.num_samples):
         raise bad_request(f"best_of is {parsed.best_of}: not implemented, leave it out", "best_of")
     if not parsed.prompt:
@@ -269,11 +232,7 @@ def parse_completion(body: bytes) -> CompletionBody:
     return parsed
 
 
-def parse_feedback(body: bytes) -> FeedbackBody:
-    return _parse(FeedbackBody, body)
-
-
-def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         parse_json(body)  # refuses what pydantic lets pass, such as a key that is set twice
         parsed = kind.model_validate_json(body)
@@ -294,8 +253,8 @@ def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 def _explained(error: ValidationError) -> ApiError:
     """The first error, with the name of the field."""
     found = error.errors(include_url=False, include_context=False)
-    # A field with a union type has an error for each member: the deepest is the most specific, one about the type itself
-    # the least.
+    # A field with a union type has an error for each member: the deepest is the most specific, one about the type
+    # itself the least.
     first = max(
         (each for each in found if each["loc"][:1] == found[0]["loc"][:1]),
         key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")),

@@ -89,8 +89,9 @@ class ResponseChoice:
         return Piece(self.index, text, listed, self.finish_reason)
 
     def _listable(self, ended_by_string: bool) -> tuple[ListedToken, ...]:
-        """The waiting tokens whose text has been sent, at least in part. Text that may become a stop string is held back
-        together with its tokens, so that those of a stop string are never listed."""
+        """The waiting tokens whose text has been sent, at least in part. Text that may become a stop string is held
+        back together with its tokens, so that those of a stop string are never listed.
+        """
         if self.finish_reason is not None and not ended_by_string:
             num_listed = len(self._waiting)  # also those without text
         else:

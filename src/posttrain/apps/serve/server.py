@@ -29,8 +29,10 @@ _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten 
 
 
 class _Protocol(H11Protocol):
-    """Requests that are not HTTP get an error in the same format. Implements `app.Connection`: uvicorn and h11 write the head
-    and the end of a streamed response, and the chunks between them are framed here, which takes a tenth of the time."""
+    """Requests that are not HTTP get an error in the same format. Implements `app.Connection`: uvicorn and h11 write
+    the head and the end of a streamed response, and the chunks between them are framed here, which takes a tenth of
+    the time.
+    """
 
     def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
@@ -55,8 +57,8 @@ class _Protocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """SIGTERM or Ctrl-C: new requests are refused with 503, running ones get up to `drain_timeout_s`, then it ends.
 
-    A second signal ends it at once. `num_cut` is then the number of unfinished samples. `on_ready` is called when the server
-    accepts connections and handles signals.
+    A second signal ends it at once. `num_cut` is then the number of unfinished samples. `on_ready` is called when the
+    server accepts connections and handles signals.
     """
 
     def __init__(

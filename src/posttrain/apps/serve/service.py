@@ -223,8 +223,8 @@ class Service:
 class Ticket:
     """An admitted job, until `close`. Closing an unfinished one frees its slots.
 
-    `read` is called with the tokens in the callback that receives them, so that a token wakes no task. It calls `finished`, or
-    sets `wakeup` if the task that answers the request has to act.
+    `read` is called with the tokens in the callback that receives them, so that a token wakes no task. It calls
+    `finished`, or sets `wakeup` if the task that answers the request has to act.
     """
 
     def __init__(self, service: Service, job: Job, read: Callable[[list[TokenEvent]], None]) -> None:

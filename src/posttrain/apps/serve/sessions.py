@@ -1,5 +1,5 @@
 """Loads the models of a server, with their adapters, and shares the memory among their KV caches. Runs on the engine's
-side.
+side; the chat in the terminal loads its model in the same way.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from posttrain.apps.serve.adapters import AdapterSwitch
-from posttrain.apps.serve.models import load_engine
-from posttrain.apps.serve.options import EngineOptions
+from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
+from posttrain.config.generation import NativeConfig
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB
 from posttrain.engines.native.session import GenerationSession
@@ -31,6 +33,17 @@ class ModelsToLoad:
     adapters: Mapping[str, Path]  # over the main model, by name
     canary: ResolvedModel | None  # a second model; an adapter is none
     options: EngineOptions
+
+
+def name_of(model: ResolvedModel) -> str:
+    """The default name of the model for clients (`--served-model-name`)."""
+    if model.registered is not None:
+        return model.registered[0]
+    if model.kind == "hub":
+        return model.model
+    if model.checkpoint is not None:
+        return f"{model.checkpoint.absolute().parent.name}-{model.checkpoint.name}"
+    return Path(model.text).absolute().name
 
 
 def load_sessions(models: ModelsToLoad, say: Say) -> list[GenerationSession]:
@@ -66,10 +79,6 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
     device = engines[0].forward.device
     if device.type != "cuda" or options.kv_cache_gib is not None:
         return {}
-    if not 0 < options.gpu_memory_utilization <= 1:
-        raise InputError(
-            f"--gpu-memory-utilization is {options.gpu_memory_utilization}: above 0 and at most 1 is accepted"
-        )
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     usable = (options.gpu_memory_utilization * total - (total - free)) / GIB - _CUDA_RESERVE_GIB
@@ -79,3 +88,27 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
             f"{options.gpu_memory_utilization} allows nothing of it for the KV cache"
         )
     return {"kv_cache_gib": usable / len(engines)}
+
+
+def load_engine(
+    model: ResolvedModel, options: EngineOptions, adapt: Callable[[nn.Module], nn.Module] | None = None
+) -> NativeEngine:
+    """`adapt` adds adapters to the model before the engine is built."""
+    native = NativeConfig(
+        max_batch_size=options.max_batch_size,
+        max_prefill_tokens=options.max_prefill_tokens,
+        kv_cache_gib=options.kv_cache_gib,
+    )
+    engine, _ = load_for_sampling(
+        model,
+        precision=options.precision,
+        device=options.device,
+        max_total_tokens=options.max_model_len,
+        longest_default=LONGEST_UNASKED_TOKENS,
+        native=native,
+        adapt=adapt,
+    )
+    own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
+    if (length := engine.settings.max_total_tokens) > own:
+        raise InputError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
+    return engine

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from posttrain.apps.serve.models import load_engine
 from posttrain.apps.serve.options import ChatOptions, EngineOptions
 from posttrain.apps.serve.responses import ResponseChoice
+from posttrain.apps.serve.sessions import load_engine
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
@@ -151,7 +151,8 @@ def answer_line(conversation: TerminalChat, line: str, write: Write, say: Write)
     write("\n")
     if conversation.num_forgotten:
         say(
-            f"(the conversation is too long for the model: its {conversation.num_forgotten} oldest messages are forgotten)\n"
+            f"(the conversation is too long for the model: its {conversation.num_forgotten} oldest messages are "
+            f"forgotten)\n"
         )
     return True
 

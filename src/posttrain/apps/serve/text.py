@@ -55,8 +55,8 @@ class IncrementalText:
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[tuple[int, ...]], str]:
     """Decoding without special tokens, with a cache, because texts repeat their pairs of tokens.
 
-    Calls the backend directly where `transformers` only checks arguments, which takes four times as long as decoding a token
-    or two.
+    Calls the backend directly where `transformers` only checks arguments, which takes four times as long as decoding a
+    token or two.
     """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

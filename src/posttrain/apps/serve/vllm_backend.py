@@ -1,7 +1,7 @@
 """`posttrain serve --backend vllm`: the same command line, served by vLLM's own server, which replaces this process.
 
-posttrain resolves the model and translates the options. API, limits and metrics are vLLM's. Options without a counterpart in
-vLLM's server are refused, most of them by the command line.
+posttrain resolves the model and translates the options. API, limits and metrics are vLLM's. Options without a
+counterpart in vLLM's server are refused, most of them by the command line.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from posttrain.apps.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.apps.serve.models import find_adapter, name_of
+from posttrain.apps.serve.adapters import find_adapter, load_adapter_tokenizer, warn_of_unused_template
 from posttrain.apps.serve.options import ServeOptions
-from posttrain.apps.serve.sessions import Say
+from posttrain.apps.serve.sessions import Say, name_of
 from posttrain.engines.vllm import allowed_rank
 from posttrain.errors import InputError
 from posttrain.files.json_files import read_json
@@ -24,7 +23,7 @@ _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
 def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `vllm serve`, and variables for its environment. The API key goes there: other users can see arguments."""
+    """Arguments of `vllm serve`, and variables for its environment, such as the key: users can see arguments."""
     _refuse(options)
     model, engine = resolve_registered_model(options.model, registry=options.registry), options.engine
     adapters = {name: str(_adapter(name, text, model, options, say)) for name, text in options.adapters.items()}
@@ -54,8 +53,8 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
         raise InputError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
     arguments, environment = vllm_arguments(options, host, port, say)
     say(
-        "vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; posttrain's are not in force."
-        f"\n  {program} serve {' '.join(arguments)}"
+        "vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; posttrain's are not in "
+        f"force.\n  {program} serve {' '.join(arguments)}"
     )
     os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
 

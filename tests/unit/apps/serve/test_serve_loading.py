@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 import posttrain.apps.ship.registry
 from posttrain.apps.serve import loading
 from posttrain.apps.serve.adapters import AdapterSwitch
-from posttrain.apps.serve.models import name_of
 from posttrain.apps.serve.options import EngineOptions
+from posttrain.apps.serve.sessions import name_of
 from posttrain.apps.serve.vllm_backend import vllm_arguments
 from posttrain.cli.main import build_parser
 from posttrain.cli.serve_command import options_of

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
-from posttrain.apps.serve.protocol import ApiError, parse_chat, parse_completion, parse_feedback
+from posttrain.apps.serve.protocol import ApiError, FeedbackBody, parse_body, parse_chat, parse_completion
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
@@ -118,4 +119,4 @@ def test_invalid_bodies_are_refused() -> None:
     assert refusal(parse_completion, {**COMPLETION, "prompt": []}).param == "prompt"
     assert refusal(parse_completion, {**COMPLETION, "best_of": 3}).param == "best_of"
     assert refusal(parse_completion, {**COMPLETION, "echo": True}).param == "echo"
-    assert refusal(parse_feedback, {"id": "a", "score": "good"}).param == "score"
+    assert refusal(partial(parse_body, FeedbackBody), {"id": "a", "score": "good"}).param == "score"
