@@ -15,7 +15,7 @@ from tiny_models import VOCAB_SIZE, gradients, tiny_model
 from torch import Tensor
 
 from posttrain.config import DpoConfig, LossFnConfig
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config.dpo import LOSSES
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs

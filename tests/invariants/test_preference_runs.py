@@ -15,7 +15,7 @@ from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, 
 
 from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config.dpo import LOSSES
 from posttrain.data.packing import MicroBatching
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import build_rank

@@ -9,7 +9,8 @@ from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
 from posttrain.config.dpo import DpoConfig, DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
-from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig, GrpoRunConfig
+from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig
+from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.loader import LoadedConfig, guess_kind, load_config
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.loss import LossFnConfig

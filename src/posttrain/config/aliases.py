@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from posttrain.config.base import ConfigError
+from posttrain.config.data import REWARD
 from posttrain.config.overrides import parse_override
 from posttrain.config.runs import KINDS, PAIR_KINDS
 
 LORA = "policy.dtensor_cfg.lora_cfg"
-REWARD = "reward"  # the key under `env` of what is given as `reward=file.py:function`
 MANY_EPOCHS = 1_000_000
 # {kind} is the kind of run, whose section has the same name.
 ALIASES = {

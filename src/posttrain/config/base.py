@@ -1,13 +1,14 @@
 """What every section of the config has in common: strict types, no unknown keys, a sentence for each field; and its errors.
 
-A section checks types and ranges of its own fields. Constraints between sections are in `checks.py`; values that posttrain
-does not implement are in `foreign/rules.yaml`.
+A section checks types and ranges of its own fields, and in `problems` what they must agree on; the config of a run does so for
+fields of several sections. Values that posttrain does not implement are in `foreign/rules.yaml`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -25,6 +26,15 @@ FreeMap = dict[str, Any]
 MAX_INTEGER = 2**63
 UNKNOWN_KEY = "unknown_key"  # type of an error; the value is not shown, because the key may be a misspelled `api_key`
 MAX_FLOAT = 1e30  # what float32 can still multiply
+IsSetByUser = Callable[[str], bool]  # of a dotted key: in a file or on the command line, not by a default or preset
+
+
+@dataclass(frozen=True)
+class UsedIf:
+    """Mark of a field that is read only while another field of its section has one of these values."""
+
+    switch: str
+    values: tuple[object, ...] = (True,)
 
 
 class Section(BaseModel):
@@ -52,11 +62,59 @@ class Section(BaseModel):
             raise ValueError(f"must be a number within ±{MAX_FLOAT:g}")
         return value
 
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        """What contradicts itself: each line names the fields, their values and the remedy. Reads neither data nor models."""
+        return iter(())
+
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        """What is allowed and probably not meant."""
+        return iter(())
+
 
 class OpenSection(Section):
     """A section that posttrain reads nothing from but its switch: unknown keys are carried along."""
 
     model_config = ConfigDict(extra="allow")
+
+
+def sections_in(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
+    """The section itself and every one inside, each with its dotted key."""
+    if isinstance(value, Section):
+        yield path, value
+        value = dict(value)
+    if isinstance(value, list):
+        value = {str(index): inner for index, inner in enumerate(value)}
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from sections_in(inner, f"{path}.{name}".lstrip("."))
+
+
+def problems_of(config: Section, is_set: IsSetByUser) -> list[str]:
+    return [line for _, section in sections_in(config) for line in section.problems(is_set)]
+
+
+def cautions_of(config: Section, is_set: IsSetByUser) -> list[str]:
+    found: list[str] = []
+    for path, section in sections_in(config):
+        found += section.cautions(is_set)
+        found += _unused_fields(section, path, is_set)
+    return found
+
+
+def _unused_fields(section: Section, path: str, is_set: IsSetByUser) -> Iterator[str]:
+    """Fields that were written, that differ from the default, and that their switch turns off."""
+    written: dict[UsedIf, list[str]] = {}
+    for name, info in type(section).model_fields.items():
+        for mark in info.metadata:
+            if not isinstance(mark, UsedIf) or getattr(section, mark.switch) in mark.values:
+                continue
+            if is_set(f"{path}.{name}") and getattr(section, name) != info.get_default(call_default_factory=True):
+                written.setdefault(mark, []).append(f"{path}.{name}")
+    for mark, keys in written.items():
+        if mark.values == (True,):
+            yield f"{', '.join(keys)}: {path}.{mark.switch} is off, so {'it is' if len(keys) == 1 else 'they are'} not used"
+        else:
+            readers, value = " and ".join(map(str, mark.values)), getattr(section, mark.switch)
+            yield f"{', '.join(keys)}: read by {readers} only, and {path}.{mark.switch} is {value}"
 
 
 class ConfigError(InputError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -29,6 +31,11 @@ from posttrain.config.rewards import (
 # Tags of the two shapes that `data.train` may have; error messages leave them out.
 MAP_TAG, LIST_TAG = "<map>", "<list>"
 
+REWARD = "reward"  # the key under `env` of what is given as `reward=file.py:function`
+BUILT_IN_TURNS = {
+    "calculator": "posttrain.environments.turns.calculator:Calculator",
+    "search": "posttrain.environments.turns.search:Search",
+}
 TRACE_GROUPS = "TraceGroups"  # the dataset of labelled traces whose answers GRPO learns from
 
 _PARTS_ONLY = frozenset({"weight"})  # a single reward has nothing to be weighed against
@@ -225,6 +232,18 @@ class EnvironmentConfig(OpenSection):
     def _rewards_can_be_read(self) -> EnvironmentConfig:
         self.reward_configs("")
         return self
+
+    def turns_problems(self, name: str) -> Iterator[str]:
+        """Of the environment `name`, in a run that uses it."""
+        if self.turns is not None and self.turns not in BUILT_IN_TURNS and not {":", "."} & set(self.turns):
+            near = get_close_matches(self.turns, BUILT_IN_TURNS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(BUILT_IN_TURNS)}"
+            yield (
+                f"env.{name}.turns = {self.turns!r} is not an environment that posttrain has ({hint}); one of your "
+                "own is named 'file.py:Class' or 'package.module:Class'"
+            )
+        if self.turns_kwargs and self.turns is None:
+            yield f"env.{name}.turns_kwargs are arguments of a class that is not named: set env.{name}.turns"
 
     def reward_configs(self, name: str) -> dict[str, RewardConfig]:
         """The rewards by name, a single one under the empty name. Empty if no key decides what they are.

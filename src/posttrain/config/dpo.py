@@ -1,14 +1,51 @@
-"""`dpo`: the preference loss, and validation; and the whole config of such a run."""
+"""`dpo`: the preference loss, what each loss needs and reads, and validation; and the whole config of such a run.
+
+The formulas are in `policy/objectives/preference_forms.py` and `kto.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from posttrain.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from posttrain.config.preference_losses import LOSSES, LossTraits, PreferenceLossName
-from posttrain.config.run_config import RunConfig, StepSizes
+from posttrain.config.base import IsSetByUser, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.run_config import StepSizes, SupervisedRunConfig
+
+PreferenceLossName = Literal[
+    "dpo", "cdpo", "robust", "hinge", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo", "kto"
+]
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    reads: tuple[str, ...] = ()  # of the settings that not every loss reads
+    needs_reference: bool = True  # False: no frozen copy of the model is made
+    always_averages: bool = False  # rewards are means over tokens by definition, whatever the settings say
+    is_paired: bool = True  # False: rows are single answers, each called good or bad
+
+
+_BETA = "reference_policy_kl_penalty"
+_AVERAGE = "preference_average_log_probs"
+_RPO = LossTraits((_BETA, _AVERAGE, "gt_reward_scale"))
+
+LOSSES: dict[PreferenceLossName, LossTraits] = {
+    "dpo": LossTraits((_BETA, _AVERAGE)),
+    "cdpo": LossTraits((_BETA, _AVERAGE, "label_smoothing")),
+    "robust": LossTraits((_BETA, _AVERAGE, "label_smoothing")),
+    "hinge": LossTraits((_BETA, _AVERAGE)),
+    "ipo": LossTraits((_BETA, _AVERAGE)),
+    "rpo_sq": _RPO,
+    "rpo_bwd_kl": _RPO,
+    "rpo_fwd_kl": _RPO,
+    "simpo": LossTraits((_BETA, "label_smoothing", "simpo_gamma"), needs_reference=False, always_averages=True),
+    "orpo": LossTraits((), needs_reference=False, always_averages=True),
+    "kto": LossTraits((_BETA, "desirable_weight", "undesirable_weight"), is_paired=False),
+}
+assert set(LOSSES) == set(get_args(PreferenceLossName))
+OPTIONAL = list(dict.fromkeys(setting for traits in LOSSES.values() for setting in traits.reads))
 
 
 class DpoConfig(Section):
@@ -60,8 +97,55 @@ class DpoConfig(Section):
         description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every time.",
     )
 
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        name, traits = self.preference_loss, LOSSES[self.preference_loss]
+        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
+            yield (
+                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one of them above 0"
+            )
+        for setting in OPTIONAL:
+            value, usual = getattr(self, setting), type(self).model_fields[setting].default
+            holds_anyway = setting == _AVERAGE and value == traits.always_averages
+            if setting not in traits.reads and value != usual and not holds_anyway:
+                yield self._set_in_vain(setting, value)
+        if name in ("cdpo", "robust") and self.label_smoothing == 0:
+            yield (
+                f"dpo.preference_loss = {name} with dpo.label_smoothing = 0 is plain dpo: set dpo.label_smoothing to the share "
+                "of pairs that you believe to be labelled the wrong way round, e.g. 0.1, or dpo.preference_loss=dpo"
+            )
+        if name == "orpo" and self.sft_loss_weight == 0:
+            yield (
+                "dpo.preference_loss = orpo is a term beside the likelihood of the chosen answers, which dpo.sft_loss_weight = "
+                "0 leaves out: set dpo.sft_loss_weight=1 and dpo.preference_loss_weight to ORPO's lambda, e.g. 0.1"
+            )
+        # The second follows preference_average_log_probs unless it is set, and only a setting can contradict the first.
+        if self.sft_token_level_loss and self.sft_average_log_probs and not self.preference_average_log_probs:
+            yield (
+                "dpo.sft_token_level_loss averages over all chosen tokens of the batch and dpo.sft_average_log_probs within "
+                "each answer first: set one of them to false"
+            )
 
-class DpoRunConfig(RunConfig):
+    def _set_in_vain(self, setting: str, value: float) -> str:
+        name = self.preference_loss
+        if setting == _AVERAGE:
+            return f"dpo.{_AVERAGE} = true: the reward of {name} is a sum over tokens by definition; remove the setting"
+        if setting == _BETA and name == "orpo":
+            return (
+                f"dpo.{_BETA} = {value:g} is not read by orpo, whose lambda is dpo.preference_loss_weight; "
+                f"remove it (on the command line: '~dpo.{_BETA}')"
+            )
+        readers = ", ".join(other for other, traits in LOSSES.items() if setting in traits.reads)
+        return f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one of them"
+
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        if self.preference_loss == "ipo" and not is_set(f"dpo.{_AVERAGE}"):
+            yield (
+                "dpo.preference_loss: ipo sums log-probabilities over the tokens of an answer, as in NeMo-Aligner and OpenRLHF; "
+                f"TRL averages them (dpo.{_AVERAGE}=true). Set that key to say which you mean"
+            )
+
+
+class DpoRunConfig(SupervisedRunConfig):
     kind: ClassVar[str] = "dpo"
     dpo: DpoConfig = Field(description="The preference loss, and validation.")
 
@@ -79,3 +163,11 @@ class DpoRunConfig(RunConfig):
             return StepSizes(rows, 2, 2, num_scorings=int(needs_reference), caches_reference=True)
         # Answers beside other prompts as well, under the reference and under the policy.
         return StepSizes(rows, num_scorings=int(needs_reference) + 2, caches_reference=True)
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        yield from super().problems(is_set)
+        if self.dpo.preference_loss == "kto" and self.policy.train_global_batch_size < 2:
+            yield (
+                "dpo.preference_loss = kto compares answers with those to other prompts of the batch: set "
+                "policy.train_global_batch_size to 2 or more"
+            )

@@ -5,18 +5,24 @@ Unlike a training run there is one dataset, whose keys stand directly under `dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import (
+    FreeMap,
+    IsSetByUser,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from posttrain.config.data import EnvironmentConfig
 from posttrain.config.generation import NativeConfig, Temperature, TopK, TopP, VllmConfig
 from posttrain.config.logger_and_cluster import ClusterConfig
 from posttrain.config.policy import TokenizerConfig
-
-IsSetByUser = Callable[[str], bool]
 
 
 class EvalConfig(Section):
@@ -184,55 +190,51 @@ class EvalRunConfig(Section):
             return generation.openai_cfg.url if is_url or generation.backend == "openai_url" else None
         return generation.model_name if is_url else None
 
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        wanted, generation = self.eval, self.generation
+        for name, environment in self.env.items():
+            yield from environment.turns_problems(name)
+        if wanted.k_value > wanted.num_tests_per_prompt:
+            yield (
+                f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = {wanted.num_tests_per_prompt}: "
+                f"{self.metric_name} needs at least {wanted.k_value} samples of each problem"
+            )
+        if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
+            yield (
+                f"eval.num_tests_per_prompt = {wanted.num_tests_per_prompt} with generation.temperature = "
+                f"{generation.temperature:g} and top_k = {generation.top_k}: all samples of a problem would be the same; "
+                "set generation.temperature above 0, or one sample"
+            )
+        if generation.num_prompts_per_step == 0 or generation.num_prompts_per_step < -1:
+            yield f"generation.num_prompts_per_step = {generation.num_prompts_per_step}: a positive number, or -1"
+        if generation.backend == "openai_url" and self.server_url is None:
+            yield "generation.backend = openai_url needs generation.openai_cfg.url, or a URL as generation.model_name"
+        if self.judge not in self.env:
+            known = ", ".join(sorted(self.env)) or "nothing"
+            yield f"data.env_name: the answers are judged by env.{self.judge}, which is not there; under env: there is {known}"
+        if self.data.env_name is None and len(self.env) > 2:
+            yield f"data.env_name is null and env has {', '.join(self.env)}: say which of them judges"
+        turns = self.env[self.judge].turns if self.judge in self.env else None
+        if turns is not None and self.server_url is not None:
+            yield (
+                f"env.{self.judge}.turns = {turns!r}: a conversation of several turns continues the model's own tokens, and a "
+                "server gives text alone; name the weights instead of a URL, with generation.backend native or vllm"
+            )
+        if turns is not None and wanted.max_rollout_turns < 2:
+            yield (
+                f"env.{self.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} "
+                "ends a conversation before the model can read what the environment returns: set it to 2 or more, or remove "
+                "the turns"
+            )
 
-def check_eval(config: EvalRunConfig) -> Iterator[str]:
-    """Everything in the config that contradicts itself."""
-    wanted, generation = config.eval, config.generation
-    if wanted.k_value > wanted.num_tests_per_prompt:
-        yield (
-            f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = {wanted.num_tests_per_prompt}: "
-            f"{config.metric_name} needs at least {wanted.k_value} samples of each problem"
-        )
-    if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
-        yield (
-            f"eval.num_tests_per_prompt = {wanted.num_tests_per_prompt} with generation.temperature = "
-            f"{generation.temperature:g} and top_k = {generation.top_k}: all samples of a problem would be the same; "
-            "set generation.temperature above 0, or one sample"
-        )
-    if generation.num_prompts_per_step == 0 or generation.num_prompts_per_step < -1:
-        yield f"generation.num_prompts_per_step = {generation.num_prompts_per_step}: a positive number, or -1"
-    if generation.backend == "openai_url" and config.server_url is None:
-        yield "generation.backend = openai_url needs generation.openai_cfg.url, or a URL as generation.model_name"
-    if config.judge not in config.env:
-        known = ", ".join(sorted(config.env)) or "nothing"
-        yield f"data.env_name: the answers are judged by env.{config.judge}, which is not there; under env: there is {known}"
-    if config.data.env_name is None and len(config.env) > 2:
-        yield f"data.env_name is null and env has {', '.join(config.env)}: say which of them judges"
-    turns = config.env[config.judge].turns if config.judge in config.env else None
-    if turns is not None and config.server_url is not None:
-        yield (
-            f"env.{config.judge}.turns = {turns!r}: a conversation of several turns continues the model's own tokens, and a "
-            "server gives text alone; name the weights instead of a URL, with generation.backend native or vllm"
-        )
-    if turns is not None and wanted.max_rollout_turns < 2:
-        yield (
-            f"env.{config.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} ends "
-            "a conversation before the model can read what the environment returns: set it to 2 or more, or remove the turns"
-        )
-
-
-def eval_cautions(config: EvalRunConfig) -> list[str]:
-    """What is allowed and has no effect."""
-    found: list[str] = []
-    on_server = config.server_url is not None
-    engine = "the server" if on_server else "the native engine"
-    own = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    if on_server or config.generation.backend == "native":
-        ignored = [f"generation.vllm_cfg.{key}" for key in own if getattr(config.generation.vllm_cfg, key) > 1]
-        if ignored:
-            found.append(f"{', '.join(ignored)}: for generation.backend=vllm; {engine} does not use it")
-    asked, used = config.cluster.num_workers, config.num_devices
-    if asked > used and not on_server:
-        each = f"generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size = {config.gpus_per_engine}"
-        found.append(f"cluster: {asked} GPUs are asked for, {used} are used: an engine takes {each} of one machine")
-    return found
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        on_server, vllm = self.server_url is not None, self.generation.vllm_cfg
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+        ignored = [f"generation.vllm_cfg.{key}" for key in sizes if getattr(vllm, key) > 1]
+        if ignored and (on_server or self.generation.backend == "native"):
+            engine = "the server" if on_server else "the native engine"
+            yield f"{', '.join(ignored)}: for generation.backend=vllm; {engine} does not use it"
+        asked, used = self.cluster.num_workers, self.num_devices
+        if asked > used and not on_server:
+            each = f"generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size = {self.gpus_per_engine}"
+            yield f"cluster: {asked} GPUs are asked for, {used} are used: an engine takes {each} of one machine"

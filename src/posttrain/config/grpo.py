@@ -1,44 +1,87 @@
-"""`grpo`: sampling, advantages, validation; and the whole config of a GRPO run."""
+"""`grpo`: sampling, advantages, validation."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from posttrain.config.loss import LossFnConfig
-from posttrain.config.policy import GrpoPolicyConfig
-from posttrain.config.run_config import RunConfig, StepSizes
+from posttrain.config.base import (
+    Fraction,
+    IsSetByUser,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UsedIf,
+)
 
-KL_PERIOD = 10  # steps
+_IF_ENABLED = UsedIf("enabled")
+_IF_DYNAMIC = UsedIf("use_dynamic_sampling")
+_IF_COMPARED = UsedIf("name", ("grpo", "gdpo"))
+
+
+class OverlongZone(NamedTuple):
+    """Where the penalty of long answers grows, in tokens, and what it grows to."""
+
+    max_length: int
+    buffer_length: int
+    penalty: float
 
 
 class RewardShapingConfig(Section):
     enabled: bool = Field(default=False, description="Changes rewards of answers that are long or cut off.")
-    overlong_buffer_length: PositiveInt | None = Field(
+    overlong_buffer_length: Annotated[PositiveInt | None, _IF_ENABLED] = Field(
         default=128, description="Tokens before max_response_length in which the length penalty grows."
     )
-    overlong_buffer_penalty: NonNegativeFloat | None = Field(
+    overlong_buffer_penalty: Annotated[NonNegativeFloat | None, _IF_ENABLED] = Field(
         default=1.0, description="Reward subtracted at the end of the buffer zone."
     )
     max_response_length: PositiveInt | None = Field(
         default=None, description="Answer length in tokens at which the zone ends."
     )
-    stop_properly_penalty_coef: Fraction | None = Field(
+    stop_properly_penalty_coef: Annotated[Fraction | None, _IF_ENABLED] = Field(
         default=None,
         description="Factor on rewards of answers that were cut off; when set, the length penalty is not used.",
     )
 
+    @property
+    def zone(self) -> OverlongZone | None:
+        """None where long answers are not penalised, or what that takes is missing."""
+        length, buffer, penalty = self.max_response_length, self.overlong_buffer_length, self.overlong_buffer_penalty
+        if not self.enabled or self.stop_properly_penalty_coef is not None:
+            return None
+        return None if length is None or buffer is None or penalty is None else OverlongZone(length, buffer, penalty)
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        if not self.enabled or self.stop_properly_penalty_coef is not None:
+            return
+        needed = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            yield f"grpo.reward_shaping.enabled needs {', '.join(missing)}, or stop_properly_penalty_coef instead"
+        elif self.zone is not None and self.zone.buffer_length > self.zone.max_length:
+            yield (
+                f"grpo.reward_shaping.overlong_buffer_length = {self.zone.buffer_length} is longer than max_response_length = "
+                f"{self.zone.max_length}: the penalty grows over the last tokens before that length"
+            )
+
 
 class RewardScalingConfig(Section):
     enabled: bool = Field(default=False, description="Maps rewards linearly from the source range to the target range.")
-    source_min: float = Field(default=0.0, description="Lower end of the rewards that come in; lower ones are clamped.")
-    source_max: float = Field(
+    source_min: Annotated[float, _IF_ENABLED] = Field(
+        default=0.0, description="Lower end of the rewards that come in; lower ones are clamped."
+    )
+    source_max: Annotated[float, _IF_ENABLED] = Field(
         default=1.0, description="Upper end of the rewards that come in; higher ones are clamped."
     )
-    target_min: float = Field(default=0.0, description="Reward that source_min becomes.")
-    target_max: float = Field(default=1.0, description="Reward that source_max becomes.")
+    target_min: Annotated[float, _IF_ENABLED] = Field(default=0.0, description="Reward that source_min becomes.")
+    target_max: Annotated[float, _IF_ENABLED] = Field(default=1.0, description="Reward that source_max becomes.")
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        if self.enabled and self.source_min >= self.source_max:
+            yield f"grpo.reward_scaling.source_min = {self.source_min:g} must be below source_max = {self.source_max:g}"
 
 
 class AdvEstimatorConfig(Section):
@@ -46,18 +89,20 @@ class AdvEstimatorConfig(Section):
         default="grpo",
         description="How rewards become advantages: against the group, against all, or (gdpo) part by part.",
     )
-    normalize_rewards: bool = Field(
+    normalize_rewards: Annotated[bool, _IF_COMPARED] = Field(
         default=True, description="grpo, gdpo: divides the advantage by the standard deviation of its group."
     )
-    use_leave_one_out_baseline: bool = Field(
+    use_leave_one_out_baseline: Annotated[bool, _IF_COMPARED] = Field(
         default=True,
         description="grpo, gdpo: the baseline is the mean of the other answers of the group, not of all of them.",
     )
-    minus_baseline: bool = Field(default=True, description="reinforce_plus_plus: subtracts the group mean.")
-    reward_weights: list[float] | None = Field(
+    minus_baseline: Annotated[bool, UsedIf("name", ("reinforce_plus_plus",))] = Field(
+        default=True, description="reinforce_plus_plus: subtracts the group mean."
+    )
+    reward_weights: Annotated[list[float] | None, UsedIf("name", ("gdpo",))] = Field(
         default=None, description="gdpo: weight of each reward part, in alphabetical order."
     )
-    std_over: Literal["group", "batch"] = Field(
+    std_over: Annotated[Literal["group", "batch"], _IF_COMPARED] = Field(
         default="group", description="grpo, gdpo: whose rewards the standard deviation is of."
     )
     std_ddof: Literal[0, 1] | None = Field(
@@ -84,17 +129,24 @@ class AdvEstimatorConfig(Section):
         description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own.",
     )
 
+    @property
+    def compares_within_group(self) -> bool:
+        """Whether an answer that is alone in its group has nothing to be compared with."""
+        if self.name == "reinforce_plus_plus":
+            return self.minus_baseline
+        return self.group_of_one == "zero"
+
 
 class AsyncGrpoConfig(Section):
     enabled: bool = Field(
         default=False,
         description="Trains on the groups that are finished first; unfinished answers continue with the next step's weights.",
     )
-    max_trajectory_age_steps: NonNegativeInt = Field(
+    max_trajectory_age_steps: Annotated[NonNegativeInt, _IF_ENABLED] = Field(
         default=1,
         description="Steps that a group may be trained after the one that began it; 0 is synchronous.",
     )
-    groups_in_flight: Annotated[float, Field(ge=1)] | None = Field(
+    groups_in_flight: Annotated[Annotated[float, Field(ge=1)] | None, _IF_ENABLED] = Field(
         default=None,
         description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, with "
         "engines on GPUs of their own (max age + 1) / 2.",
@@ -159,10 +211,10 @@ class GrpoConfig(Section):
     use_dynamic_sampling: bool = Field(
         default=False, description="Samples until enough groups have rewards that differ (DAPO)."
     )
-    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+    dynamic_sampling_max_gen_batches: Annotated[PositiveInt, _IF_DYNAMIC] = Field(
         default=10, description="Batches that dynamic sampling may generate for one step."
     )
-    dynamic_sampling_surplus: Literal["keep", "discard"] = Field(
+    dynamic_sampling_surplus: Annotated[Literal["keep", "discard"], _IF_DYNAMIC] = Field(
         default="keep", description="What becomes of groups beyond those that a step needs: the next step's, or lost."
     )
     batch_multiplier: PositiveFloat = Field(
@@ -204,75 +256,58 @@ class GrpoConfig(Section):
         """Answers sampled beside the recorded ones."""
         return self.num_generations_per_prompt - self.num_recorded
 
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            yield f"grpo.advantage_clip_low = {low:g} must be below grpo.advantage_clip_high = {high:g}"
+        if (self.stop_at_validation_metric is None) != (self.stop_at_validation_threshold is None):
+            yield (
+                f"grpo.stop_at_validation_metric = {self.stop_at_validation_metric} and grpo.stop_at_validation_threshold = "
+                f"{self.stop_at_validation_threshold} go together: set both or neither"
+            )
+        yield from self._sampling_problems()
+        yield from self._estimator_problems()
 
-class GrpoRunConfig(RunConfig):
-    kind: ClassVar[str] = "grpo"
-    grpo: GrpoConfig = Field(description="Sampling, advantages, validation.")
-    loss_fn: LossFnConfig = Field(description="The clipped policy-gradient loss.")
-    policy: GrpoPolicyConfig = Field(description="The model that is trained and sampled from.")
+    def _sampling_problems(self) -> Iterator[str]:
+        if not self.use_dynamic_sampling:
+            if self.batch_multiplier != 1:
+                yield (
+                    f"grpo.batch_multiplier = {self.batch_multiplier:g} draws other prompts than are trained, which needs "
+                    "grpo.use_dynamic_sampling = true: set that, or batch_multiplier=1"
+                )
+            return
+        if int(self.num_prompts_per_step * self.batch_multiplier) < 1:
+            yield (
+                f"grpo.batch_multiplier = {self.batch_multiplier:g} of grpo.num_prompts_per_step = "
+                f"{self.num_prompts_per_step} is less than one prompt: raise it"
+            )
+        if self.num_generations_per_prompt == 1:
+            yield (
+                "grpo.use_dynamic_sampling keeps groups whose rewards differ, and a group of "
+                "grpo.num_generations_per_prompt = 1 never does: sample at least 2 per prompt"
+            )
 
-    @property
-    def uses_recorded_answers(self) -> bool:
-        return any(entry.holds_recorded_groups for entry in self.data.train_sets())
+    def _estimator_problems(self) -> Iterator[str]:
+        estimator = self.adv_estimator
+        if estimator.name == "gdpo" and self.reward_shaping.enabled:
+            yield (
+                "grpo.reward_shaping changes the total reward, but gdpo credits its parts: set "
+                "reward_shaping.enabled=false"
+            )
+        if self.num_generations_per_prompt > 1:
+            return
+        if estimator.name == "rloo":
+            yield (
+                "grpo.adv_estimator.name = rloo compares with the other answers of the group, and "
+                "grpo.num_generations_per_prompt = 1 leaves none: sample at least 2 per prompt"
+            )
+        for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+            if estimator.name in ("grpo", "gdpo") and estimator.compares_within_group and getattr(estimator, name):
+                yield (
+                    f"grpo.num_generations_per_prompt = 1 and grpo.adv_estimator.{name} = true: one answer has no spread "
+                    f"and no others to compare with; sample at least 2 per prompt, or set grpo.{name}=false"
+                )
 
-    @property
-    def rounds_ahead(self) -> int:
-        """1: the round of a step samples while the step before it trains; 0: when the step begins."""
-        section = self.grpo.async_grpo
-        return int(section.enabled and section.max_trajectory_age_steps > 0 and self.num_engines > 0)
-
-    @property
-    def num_groups_in_flight(self) -> int:
-        """The mean age of what is trained is this number divided by the prompts of a step, minus 1, plus `rounds_ahead`."""
-        section = self.grpo.async_grpo
-        multiple = section.groups_in_flight
-        if multiple is None:
-            multiple = 1 + (section.max_trajectory_age_steps - self.rounds_ahead) / 2
-        return int(multiple * self.grpo.num_prompts_per_step)
-
-    @property
-    def gpus_per_sampler(self) -> int:
-        """That share the layers of what samples. A vLLM that shares the GPU of a rank has whole layers."""
-        if self.num_engines or self.policy.generation.uses_vllm:
-            return self.gpus_per_engine
-        return self.policy.dtensor_cfg.tensor_parallel_size
-
-    @property
-    def num_samplers(self) -> int:
-        """Which have equal shares of a round."""
-        return self.num_engines or self.num_ranks // self.gpus_per_sampler
-
-    @property
-    def needs_reference(self) -> bool:
-        """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting policy
-        stands in for it."""
-        return self._scores_with_reference or self.kl_period > 0
-
-    @property
-    def _scores_with_reference(self) -> bool:
-        """In every step."""
-        return self.loss_fn.reference_policy_kl_penalty != 0 or self.uses_recorded_answers
-
-    @property
-    def kl_period(self) -> int:
-        """Steps between estimates of a KL that is not in the loss; 0: none. With adapters the starting policy is there anyway."""
-        if self.loss_fn.reference_policy_kl_penalty != 0:
-            return 0
-        if self.doctor.kl_period != "auto":
-            return self.doctor.kl_period
-        return KL_PERIOD if self.policy.dtensor_cfg.lora_cfg.enabled else 0
-
-    def step_sizes(self) -> StepSizes:
-        grpo = self.grpo
-        num_updates = grpo.num_samples_per_step // self.policy.train_global_batch_size
-        checks_policy = grpo.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
-        recorded = self.uses_recorded_answers
-        return StepSizes(
-            grpo.num_prompts_per_step,
-            num_answers_per_row=grpo.num_generations_per_prompt,
-            num_sampled_per_row=grpo.num_fresh_per_prompt if recorded else grpo.num_generations_per_prompt,
-            num_updates=num_updates,
-            num_scorings=int(self._scores_with_reference) + int(num_updates > 1 or checks_policy),
-            may_sample_again=grpo.use_dynamic_sampling,
-            max_turns=grpo.max_rollout_turns,
-        )
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        if self.num_generations_per_prompt == 1 and self.adv_estimator.compares_within_group:
+            yield "grpo.num_generations_per_prompt: a group of 1 has advantage 0, so nothing is learnt from rewards"

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from posttrain.config.aliases import MANY_EPOCHS, expand_aliases
-from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, message_of
-from posttrain.config.checks import cautions, check_run
+from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, cautions_of, message_of, problems_of
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign.aligner import SECTIONS as ALIGNER_SECTIONS
@@ -29,7 +28,7 @@ from posttrain.config.foreign.nemo_rl import (
     usual_values,
     vocabulary_of,
 )
-from posttrain.config.grpo import GrpoRunConfig
+from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides, parse_override
 from posttrain.config.presets import chosen_preset, is_preset_origin
@@ -173,14 +172,14 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     def is_set(key: str) -> bool:
         return _is_set_by_user(tree, tuple(key.split(".")))
 
-    errors += check_run(config, is_set)
+    errors += problems_of(config, is_set)
     if errors:
         raise ConfigError("\n".join(errors))
     return LoadedConfig(
         kind=known,
         config=config,
         origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
-        warnings=[*warnings, *notices, *cautions(config, is_set)],
+        warnings=[*warnings, *notices, *cautions_of(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
         unused_epochs=_unused_epochs(own, tree, (known, "max_num_epochs")),
     )

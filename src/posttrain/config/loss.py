@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import IsSetByUser, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class LossFnConfig(Section):
@@ -101,3 +102,64 @@ class LossFnConfig(Section):
     positive_example_nll_weight: NonNegativeFloat = Field(
         default=0.0, description="Weight of a negative log-likelihood term on tokens of rewarded answers (VAPO)."
     )
+
+    @property
+    def normalizer(self) -> str:
+        return self.loss_normalizer or ("tokens" if self.token_level_loss else "sequences")
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        yield from self._ratio_problems()
+        yield from self._truncation_problems()
+        if self.kl_importance_weight is not None and self.use_on_policy_kl_approximation:
+            yield (
+                f"loss_fn.kl_importance_weight = {self.kl_importance_weight} and loss_fn.use_on_policy_kl_approximation both "
+                "say how the KL is weighted: set one of them"
+            )
+        if self.loss_normalizer == "max_tokens" and self.max_response_tokens is None:
+            yield (
+                "loss_fn.loss_normalizer = max_tokens needs loss_fn.max_response_tokens, e.g. "
+                "policy.generation.max_new_tokens"
+            )
+        if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
+            yield (
+                "loss_fn.use_kl_in_reward charges loss_fn.reference_policy_kl_penalty, which is 0: set it above 0, or "
+                "use_kl_in_reward=false"
+            )
+
+    def _ratio_problems(self) -> Iterator[str]:
+        if self.sequence_level_importance_ratios and self.normalizer != "sequences":
+            yield (
+                "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its ratio "
+                "belongs to an answer: set loss_fn.token_level_loss=false"
+            )
+        if self.sequence_ratio_type == "product" and not self.sequence_level_importance_ratios:
+            yield (
+                "loss_fn.sequence_ratio_type = product is about the ratio of a whole answer: it needs "
+                "loss_fn.sequence_level_importance_ratios = true"
+            )
+        if self.ratio_ceiling is not None and (self.use_cispo or self.disable_ppo_ratio):
+            other = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
+            yield f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss, which loss_fn.{other} does not have: unset one"
+        if not self.use_cispo:
+            return
+        for name in ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c"):
+            if getattr(self, name) not in (False, None):
+                yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO uses the ratio its own way; unset one"
+        if self.normalizer == "sequences":
+            yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
+
+    def _truncation_problems(self) -> Iterator[str]:
+        kind = self.truncated_importance_sampling_type
+        if kind is None:
+            return
+        prefix = "loss_fn.truncated_importance_sampling"
+        field, upper = f"{prefix}_type = {kind}", self.truncated_importance_sampling_ratio
+        lower = self.truncated_importance_sampling_ratio_min
+        if not self.use_importance_sampling_correction:
+            yield f"{field} needs loss_fn.use_importance_sampling_correction = true: there is nothing to truncate otherwise"
+        if upper is None:
+            yield f"{field} needs {prefix}_ratio, the upper bound, e.g. 2.0"
+        if kind in ("icepop", "seq-mask-tis") and lower is None:
+            yield f"{field} needs {prefix}_ratio_min, the lower bound, e.g. 0.5"
+        if upper is not None and lower is not None and lower >= upper:
+            yield f"{prefix}_ratio_min = {lower:g} must be below {prefix}_ratio = {upper:g}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import FreeMap, OpenSection, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import FreeMap, IsSetByUser, OpenSection, PositiveFloat, PositiveInt, Section
 from posttrain.config.generation import GenerationConfig
 
 PackingAlgorithm = Literal[
@@ -196,6 +197,30 @@ class PolicyConfig(Section):
         if len(parts) > 1 and len(steps) != len(parts) - 1:
             raise ValueError(f"has {len(parts)} schedules, which need {len(parts) - 1} milestones; got {steps}")
         return scheduler
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        lora = self.dtensor_cfg.lora_cfg
+        if "lr" not in self.optimizer.kwargs:
+            yield (
+                f"policy.optimizer.kwargs.lr is not set, and {self.optimizer.name} would choose one of its own: "
+                "set policy.optimizer.kwargs.lr"
+            )
+        if self.fp8 and self.precision != "bfloat16":
+            yield f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: set that to bfloat16"
+        if self.fp8 and self.device == "cpu":
+            yield "policy.fp8 needs a GPU with FP8 matrix units (Ada, Hopper or newer), and policy.device = cpu"
+        if self.fp8 and lora.enabled and lora.dropout:
+            yield (
+                f"policy.fp8 with policy.dtensor_cfg.lora_cfg.dropout = {lora.dropout}: layers with dropout are not fused, and "
+                "their products would not be in FP8; set one of them to its default"
+            )
+        tp = self.dtensor_cfg.tensor_parallel_size
+        for name in ("state_dtype", "master_weights"):
+            if tp > 1 and (value := getattr(self.optimizer, name)) != "float32":
+                yield (
+                    f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state is kept "
+                    "by whole rows, and here ranks hold parts of rows; set one of them to its default"
+                )
 
 
 def _check_schedule_part(part: FreeMap, what: str) -> None:

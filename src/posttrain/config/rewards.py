@@ -261,6 +261,18 @@ class RewardModelRewardConfig(RewardConfig):
     )
 
 
+class TurnsConfig(RewardConfig):
+    """The class behind `turns`, as it is sent to its worker processes. Not a type of reward: no block names it."""
+
+    default_num_workers: ClassVar[int] = 4
+
+    type: Literal["turns"] = Field(default="turns", description="Tells the workers what they are.")
+    turns: str = Field(
+        description="A built-in name, `file.py:Class`, `package.module:Class` or `package.module.Class`."
+    )
+    kwargs: FreeMap = Field(default_factory=dict, description="Arguments of the class.")
+
+
 REWARD_TYPES: dict[str, type[RewardConfig]] = {
     "math": MathRewardConfig,
     "math_cosine": CosineMathRewardConfig,

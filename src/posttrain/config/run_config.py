@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from posttrain.config.base import NonNegativeInt, Section
+from posttrain.config.base import IsSetByUser, NonNegativeInt, Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
@@ -127,6 +127,107 @@ class RunConfig(Section):
     def step_sizes(self) -> StepSizes:
         return StepSizes(self.policy.train_global_batch_size)
 
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        yield from self.scoring_layer_problems()
+        yield from self._data_problems()
+        yield from [*self._dedicated_problems()] or self._parallel_problems()
+        if self.policy.fp8 and self.num_ranks > 1:
+            yield (
+                f"policy.fp8: weights that are sharded over GPUs cannot be quantised yet, and this run trains on "
+                f"{self.num_ranks}; set policy.fp8=false"
+            )
+
     def scoring_layer_problems(self) -> Iterator[str]:
         if self.scores_answers:
             yield "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must be false"
+
+    def _data_problems(self) -> Iterator[str]:
+        if not self.data.train_sets():
+            yield "data.train is empty: set data.train.dataset_name (and data.train.data_path for rows of your own)"
+        for where, sets in {
+            "data.train": self.data.train_sets(),
+            "data.validation": self.data.validation_sets(),
+        }.items():
+            if any(not entry.dataset_name and not entry.data_path for entry in sets):
+                yield f"{where}: a dataset needs `dataset_name` or `data_path`"
+
+    def _dedicated_problems(self) -> Iterator[str]:
+        """GPUs that only sample, as in NeMo RL: some of the only machine, or whole machines."""
+        generation, cluster = self.policy.generation, self.cluster
+        if generation is None or generation.colocated.enabled:
+            return
+        resources, field = generation.colocated.resources, "policy.generation.colocated"
+        if cluster.num_nodes == 1:
+            name, number, limit = "gpus_per_node", resources.gpus_per_node, cluster.gpus_per_node
+            if resources.num_nodes not in (None, 1):
+                yield f"{field}.resources.num_nodes = {resources.num_nodes}, but cluster.num_nodes = 1; set it to null"
+        else:
+            name, number, limit = "num_nodes", resources.num_nodes, cluster.num_nodes
+            if resources.gpus_per_node not in (None, cluster.gpus_per_node):
+                yield (
+                    f"{field}.resources.gpus_per_node = {resources.gpus_per_node}: of several machines, whole ones sample; set "
+                    f"it to null or cluster.gpus_per_node = {cluster.gpus_per_node}"
+                )
+        if number is None or number >= limit:
+            yield (
+                f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = {limit}; it is "
+                f"{'null' if number is None else number}, and at least one must be left to train"
+            )
+            return
+        size, per_node = self.gpus_per_engine, number if cluster.num_nodes == 1 else cluster.gpus_per_node
+        if per_node % size:
+            yield (
+                f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a machine that "
+                "only sample: those that share an engine's layers are on one machine"
+            )
+
+    def _parallel_problems(self) -> Iterator[str]:
+        parallel, num_ranks, per_node = self.policy.dtensor_cfg, self.num_ranks, self.cluster.gpus_per_node
+        tp, cp, replicas = (
+            parallel.tensor_parallel_size,
+            parallel.context_parallel_size,
+            parallel.dp_replicate_size or 1,
+        )
+        if num_ranks % (tp * cp * replicas):
+            yield (
+                f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
+                f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
+                f"{' less what only samples' if self.num_engine_gpus else ''} = {num_ranks}"
+            )
+        elif per_node % tp and self.cluster.num_nodes > 1:
+            yield (
+                f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}: ranks that "
+                "share layers exchange sums several times in each, so they are on one machine"
+            )
+
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        metric, trained = self.checkpointing.metric_name, self.data.train_sets()
+        validates = self.data.validation_sets() or any(entry.split_validation_size for entry in trained)
+        if metric and metric.startswith("val:") and is_set("checkpointing.metric_name") and not validates:
+            yield (
+                f"checkpointing.metric_name: {metric} is not measured without data.validation or split_validation_size; "
+                "the newest checkpoints are kept"
+            )
+
+
+class SupervisedRunConfig(RunConfig):
+    """A run that samples nothing: its batches are rows of the data."""
+
+    def problems(self, is_set: IsSetByUser) -> Iterator[str]:
+        """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound. A pack of pairs
+        must hold two of the longest sequences."""
+        yield from super().problems(is_set)
+        is_paired = self.step_sizes().num_answers_per_unit == 2
+        packing, longest = self.policy.sequence_packing, self.policy.max_total_sequence_length
+        room = packing.train_mb_tokens
+        if is_paired and packing.enabled and room is not None and room < 2 * longest:
+            yield (
+                f"policy.sequence_packing.train_mb_tokens = {room} is less than twice policy.max_total_sequence_length = "
+                f"{longest}: a pack must hold both answers of a pair; set it to {2 * longest} or more"
+            )
+        whole, part = self.policy.train_global_batch_size, self.policy.train_micro_batch_size
+        if whole % part and is_set("policy.train_micro_batch_size"):
+            yield (
+                f"policy.train_global_batch_size = {whole} {'pairs' if is_paired else 'examples'} is not a multiple of "
+                f"policy.train_micro_batch_size = {part}: set a micro-batch that divides the batch"
+            )

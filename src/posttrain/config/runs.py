@@ -10,8 +10,8 @@ from pydantic import Field
 from posttrain.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.grpo import GrpoRunConfig
-from posttrain.config.run_config import RunConfig, StepSizes
+from posttrain.config.grpo_run import GrpoRunConfig
+from posttrain.config.run_config import StepSizes, SupervisedRunConfig
 
 
 class RmConfig(Section):
@@ -37,7 +37,7 @@ class RmConfig(Section):
     )
 
 
-class RmRunConfig(RunConfig):
+class RmRunConfig(SupervisedRunConfig):
     kind: ClassVar[str] = "rm"
     rm: RmConfig = Field(description="The loss of a reward model, and validation.")
 
@@ -65,7 +65,7 @@ class SftConfig(Section):
     )
 
 
-class SftRunConfig(RunConfig):
+class SftRunConfig(SupervisedRunConfig):
     kind: ClassVar[str] = "sft"
     sft: SftConfig = Field(description="Length of the run, and validation.")
 

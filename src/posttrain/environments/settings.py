@@ -9,9 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from posttrain.config.base import explain_errors
-from posttrain.config.data import EnvironmentConfig
-from posttrain.config.rewards import RewardConfig
-from posttrain.config.turns import BUILT_IN, TurnsConfig
+from posttrain.config.data import BUILT_IN_TURNS, EnvironmentConfig
+from posttrain.config.rewards import RewardConfig, TurnsConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import name_credentials
@@ -70,7 +69,9 @@ def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Rew
         environment = environment_config(name, block)
         if environment.turns is None:
             continue
-        config = TurnsConfig(turns=BUILT_IN.get(environment.turns, environment.turns), kwargs=environment.turns_kwargs)
+        config = TurnsConfig(
+            turns=BUILT_IN_TURNS.get(environment.turns, environment.turns), kwargs=environment.turns_kwargs
+        )
         found[str(name)] = RewardSettings(
             path=f"env.{name}.turns",
             config=config,

@@ -122,10 +122,6 @@ def _reward_steps(config: GrpoRunConfig) -> tuple[RewardStep, ...]:
     steps: list[RewardStep] = [] if scaling is None else [scaling]
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
         steps.append(CutOffPenalty(shaping.stop_properly_penalty_coef))
-    elif shaping.enabled:
-        length, zone = shaping.max_response_length, shaping.overlong_buffer_length
-        assert length is not None, "refused when the config is loaded"
-        assert zone is not None, "refused when the config is loaded"
-        assert shaping.overlong_buffer_penalty is not None, "refused when the config is loaded"
-        steps.append(OverlongPenalty(length, zone, shaping.overlong_buffer_penalty))
+    elif shaping.zone is not None:
+        steps.append(OverlongPenalty(*shaping.zone))
     return tuple(steps)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from posttrain.config import ConfigError, DpoConfig, load_config
-from posttrain.config.preference_losses import _OPTIONAL, LOSSES
+from posttrain.config import ConfigError, load_config
 
 ORPO = ["dpo.preference_loss=orpo", "dpo.sft_loss_weight=1"]
 REFUSED = [
@@ -68,9 +67,3 @@ def test_ipo_without_a_setting_of_averages_warns_which_form_it_is() -> None:
     for choice in ("true", "false"):
         said = ["dpo.preference_loss=ipo", f"dpo.preference_average_log_probs={choice}"]
         assert not [w for w in load_config("dpo", None, said).warnings if "ipo" in w]
-
-
-def test_the_defaults_that_count_as_not_set_are_those_of_the_schema() -> None:
-    for setting, usual in _OPTIONAL.items():
-        assert DpoConfig.model_fields[setting].default == usual
-        assert any(setting in traits.reads for traits in LOSSES.values())

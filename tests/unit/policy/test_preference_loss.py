@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.algorithms.step_reports import with_accuracy
 from posttrain.config import DpoConfig
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config.dpo import LOSSES
 from posttrain.policy.objectives import NegativeLogLikelihood, PreferenceLoss
 from posttrain.policy.objectives.preference_forms import log_odds, pair_losses
 from posttrain.types import TokenBatch

@@ -17,7 +17,7 @@ from posttrain.apps.plan.simulation import EngineSpeed, SimulatedEngine, Trainin
 from posttrain.apps.plan.timing import TimeModel
 from posttrain.apps.plan.workload import Workload
 from posttrain.config import GrpoRunConfig
-from posttrain.config.checks import check_run
+from posttrain.config.base import problems_of
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.rank import GIB, SAMPLING
@@ -154,7 +154,7 @@ def _candidates(config: GrpoRunConfig) -> Iterator[GrpoRunConfig]:
     for age in AGES:
         for num_gpus in range(0, cluster.num_workers, per_part):
             candidate = _with(config, num_gpus, age)
-            if not check_run(candidate, lambda name: True):
+            if not problems_of(candidate, lambda name: True):
                 yield candidate
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.config import DpoConfig
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config.dpo import LOSSES
 from posttrain.policy.objectives.preference_forms import pair_losses
 from posttrain.policy.objectives.reduce import per_sequence, ranked, sequence_ids, sequence_values
 from posttrain.types import TokenBatch

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.config.preference_losses import PreferenceLossName
+from posttrain.config.dpo import PreferenceLossName
 
 _LARGEST_MEAN_LOGPROB = -1e-7  # odds are infinite at probability 1; in fp32 this is the number next to it
 
