@@ -10,7 +10,7 @@ import yaml
 from posttrain.apps.launch.launch_request import LaunchRequest, request_run
 from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
-from posttrain.config.standalone import load_standalone
+from posttrain.config.loader import load_standalone
 
 IMAGE = "registry.example.com/posttrain@sha256:" + "0" * 64
 EKS: dict[str, Any] = {

@@ -29,8 +29,8 @@ from posttrain.apps.ship.registry import Registry, RegistryError
 from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.cli.main import build_parser, main
 from posttrain.cli.serve_command import options_of
+from posttrain.config.loader import load_standalone
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.config.standalone import load_standalone
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from posttrain.apps.launch.workloads import render_run
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
-from posttrain.config.standalone import load_standalone
+from posttrain.config.loader import load_standalone
 from posttrain.files.run_folder_lock import read_attempts
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")

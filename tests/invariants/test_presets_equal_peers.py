@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
 from posttrain.config import GrpoRunConfig, load_config
-from posttrain.config.presets import presets
+from posttrain.config.loader import presets
 from posttrain.policy.objectives import clipped as clipped_objective
 from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task

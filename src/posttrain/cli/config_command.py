@@ -10,7 +10,7 @@ from collections.abc import Callable
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.presets import presets
+from posttrain.config.loader import presets
 
 SHOW_EPILOG = """\
 examples:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.data_pack import positive
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.config.aliases import short_names
+from posttrain.config.command_line import short_names
 from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             else "--production and --no-production exclude each other"
         )
     from posttrain.config.gate import GateConfig
-    from posttrain.config.standalone import load_standalone
+    from posttrain.config.loader import load_standalone
 
     config = load_standalone(GateConfig, args.config, args.words)
 

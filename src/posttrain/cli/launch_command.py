@@ -106,7 +106,7 @@ def _add_run(parser: OverridesParser) -> None:
 
 def load_profile(name: str) -> ClusterProfile:
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.config.standalone import load_standalone
+    from posttrain.config.loader import load_standalone
 
     if name == "local":
         return ClusterProfile.model_validate({"cluster": {"kind": "local"}})

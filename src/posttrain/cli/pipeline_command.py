@@ -60,8 +60,8 @@ def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int])
 
 
 def _load(args: argparse.Namespace) -> PipelineConfig:
+    from posttrain.config.loader import load_standalone
     from posttrain.config.pipeline import PipelineConfig
-    from posttrain.config.standalone import load_standalone
 
     return load_standalone(PipelineConfig, args.file, args.words)
 

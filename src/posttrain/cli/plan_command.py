@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.apps.plan.proposal import explain, propose
     from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster, gpu_of
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.config.standalone import load_standalone
+    from posttrain.config.loader import load_standalone
 
     profile = None if args.on is None else load_standalone(ClusterProfile, args.on)
     gpu = find_gpu(args.gpu or (gpu_of(profile) if profile is not None else "h200"))

@@ -8,7 +8,7 @@ from functools import partial
 
 from posttrain.apps.train import WITH_APPS
 from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config.aliases import ALIASES_OF_KIND, short_names
+from posttrain.config.command_line import ALIASES_OF_KIND, short_names
 from posttrain.run import start_run
 
 EPILOG = """\

@@ -1,6 +1,7 @@
 """The config of a run: NeMo RL's vocabulary, strict, typed, and readable without torch.
 
-`load_config` reads YAML, applies overrides and returns typed sections. The package is independent of models and devices.
+`load_config` reads YAML, applies overrides and returns typed sections. The package is independent of models and
+devices.
 """
 
 from posttrain.config.base import ConfigError

@@ -1,17 +1,18 @@
-"""What every section of the config has in common: strict types, no unknown keys, a sentence for each field; and its errors.
+"""What every section of the config has in common (strict types, no unknown keys, a sentence a field), and its errors.
 
-A section checks types and ranges of its own fields, and in `problems` what they must agree on; the config of a run does so for
-fields of several sections. Values that posttrain does not implement are in `foreign/rules.yaml`.
+A section checks types and ranges of its own fields, and in `problems` what they must agree on; the config of a run does
+so for fields of several sections. Values that posttrain does not implement are in `foreign/rules.yaml`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from posttrain.errors import InputError
@@ -26,6 +27,19 @@ FreeMap = dict[str, Any]
 MAX_INTEGER = 2**63
 UNKNOWN_KEY = "unknown_key"  # type of an error; the value is not shown, because the key may be a misspelled `api_key`
 MAX_FLOAT = 1e30  # what float32 can still multiply
+
+
+def matching(pattern: str, message: str) -> AfterValidator:
+    """For a text that must fit a pattern as a whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(message)
+        return text
+
+    return AfterValidator(check)
+
+
 IsSetByUser = Callable[[str], bool]  # of a dotted key: in a file or on the command line, not by a default or preset
 
 
@@ -63,7 +77,7 @@ class Section(BaseModel):
         return value
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
-        """What contradicts itself: each line names the fields, their values and the remedy. Reads neither data nor models."""
+        """What contradicts itself: each line names fields, values and the remedy. Reads neither data nor models."""
         return iter(())
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
@@ -111,7 +125,10 @@ def _unused_fields(section: Section, path: str, is_set: IsSetByUser) -> Iterator
                 written.setdefault(mark, []).append(f"{path}.{name}")
     for mark, keys in written.items():
         if mark.values == (True,):
-            yield f"{', '.join(keys)}: {path}.{mark.switch} is off, so {'it is' if len(keys) == 1 else 'they are'} not used"
+            yield (
+                f"{', '.join(keys)}: {path}.{mark.switch} is off, so {'it is' if len(keys) == 1 else 'they are'} not "
+                "used"
+            )
         else:
             readers, value = " and ".join(map(str, mark.values)), getattr(section, mark.switch)
             yield f"{', '.join(keys)}: read by {readers} only, and {path}.{mark.switch} is {value}"

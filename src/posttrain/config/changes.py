@@ -1,7 +1,7 @@
 """Which settings differ between the config of a run's folder and the config the run is started with now.
 
-The two are compared value by value, not as text. A default that a newer version of posttrain added, a key that it removed
-or renamed, and another spelling of the same path are not differences.
+The two are compared value by value, not as text. A default that a newer version of posttrain added, a key that it
+removed or renamed, and another spelling of the same path are not differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.config.foreign.nemo_rl import apply_renames
 from posttrain.config.loader import LoadedConfig, built_in_defaults
 from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys
-from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
+from posttrain.config.tree import DEFAULT, Path, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import same_but_for_credentials, without_credentials
 
@@ -77,16 +77,23 @@ class ConfigChange:
     is_training: bool  # the run is only resumed with it if the user asks for that
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shortened(self.old)} -> {_shortened(self.new)}"
+        shown = [text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…" for text in (self.old, self.new)]
+        return f"{self.key}: {' -> '.join(shown)}"
 
 
 def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml") -> tuple[ConfigChange, ...]:
     """The settings that differ, in the order of the config. `old_yaml` is a file that `LoadedConfig.to_yaml` wrote."""
     old_tree = parse_document(old_yaml, label)
-    if other := _other_kind(old_tree, loaded):
-        raise ConfigError(f"{label} is the config of a {other} run, and this is a {loaded.kind} run")
+    kinds = [kind for kind in KINDS if kind in old_tree.values]
+    if kinds and loaded.kind not in kinds:
+        raise ConfigError(f"{label} is the config of a {kinds[0]} run, and this is a {loaded.kind} run")
     apply_renames(old_tree, loaded.kind, [])
-    old = _leaves_without_removed_keys(old_tree.values, loaded)
+    plain = without_marks(old_tree.values)
+    # A key that this version does not have was written by another version and has no value to compare with.
+    removed = set(unknown_keys(schema_of(loaded.kind), plain))
+    old = {
+        path: value for path, value in leaves(plain) if not any(path[: len(unknown)] == unknown for unknown in removed)
+    }
     new = dict(leaves(without_marks(parse_document(loaded.to_yaml(), label).values)))
     changes = {dotted(path): change for path, change in _differences(old, new, loaded)}
     return tuple(change for change in changes.values() if not _follows(change, changes, loaded))
@@ -110,20 +117,6 @@ def same_but_for_the_version(old: Mapping[str, object], new: Mapping[str, object
     return True
 
 
-def _other_kind(old: Tree, loaded: LoadedConfig) -> str | None:
-    kinds = [kind for kind in KINDS if kind in old.values]
-    return None if not kinds or loaded.kind in kinds else kinds[0]
-
-
-def _leaves_without_removed_keys(values: dict[str, object], loaded: LoadedConfig) -> dict[Path, object]:
-    """A key that this version does not have was written by another version and has no value to compare with."""
-    plain = without_marks(values)
-    removed = set(unknown_keys(schema_of(loaded.kind), plain))
-    return {
-        path: value for path, value in leaves(plain) if not any(path[: len(unknown)] == unknown for unknown in removed)
-    }
-
-
 def _differences(
     old: dict[Path, object], new: dict[Path, object], loaded: LoadedConfig
 ) -> Iterator[tuple[Path, ConfigChange]]:
@@ -133,19 +126,15 @@ def _differences(
             if _is_same(old[path], new[path]) or same_but_for_credentials(dotted(path), old[path], new[path]):
                 continue
         elif path in new:
-            if _is_default(path, new[path], loaded, defaults):
+            # What the old config does not have, and the default of this version sets.
+            is_default = loaded.origins.get(dotted(path)) == DEFAULT or _is_same(defaults.get(path), new[path])
+            if new[path] is None or new[path] == {} or is_default:
                 continue
         elif old[path] is None or old[path] == {}:
             continue  # the settings below it are named one by one
-        is_training = not _is_free_to_change(dotted(path)) and not _has_moved(path, old.get(path), new.get(path))
+        is_free = any(fnmatchcase(dotted(path), pattern) for pattern in FREE_TO_CHANGE)
+        is_training = not is_free and not _has_moved(path, old.get(path), new.get(path))
         yield path, ConfigChange(dotted(path), _shown(old, path), _shown(new, path), is_training)
-
-
-def _is_default(path: Path, value: object, loaded: LoadedConfig, defaults: Tree) -> bool:
-    """Whether a value that the old config does not have is what the default of this version sets."""
-    if value is None or value == {}:
-        return True
-    return loaded.origins.get(dotted(path)) == DEFAULT or _is_same(defaults.get(path), value)
 
 
 def _is_same(old: object, new: object) -> bool:
@@ -154,49 +143,33 @@ def _is_same(old: object, new: object) -> bool:
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_is_same, old, new))
     if isinstance(old, str) and isinstance(new, str):
-        return old == new or _absolute(old) == _absolute(new) or (_is_digested(old) and _name(old) == _name(new))
+        # The name of a file that the Python API writes holds a digest of its content.
+        is_digested = re.search(r"-[0-9a-f]{16}\.(jsonl|pkl:\w+)$", old) is not None
+        return _absolute(old) == _absolute(new) or (is_digested and old.rpartition("/")[2] == new.rpartition("/")[2])
     return old == new and isinstance(old, bool) == isinstance(new, bool)
-
-
-def _is_digested(text: str) -> bool:
-    """Whether it is a file whose name holds a digest of its content, as those that the Python API writes."""
-    return re.search(r"-[0-9a-f]{16}\.(jsonl|pkl:\w+)$", text) is not None
-
-
-def _name(text: str) -> str:
-    return text.rpartition("/")[2]
 
 
 def _absolute(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
-def _is_free_to_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in FREE_TO_CHANGE)
-
-
 def _has_moved(path: Path, old: object, new: object) -> bool:
-    """A file or folder that kept its name. Data is compared with the checkpoint when it is loaded; anything else counts as
-    moved only if nothing is left at its old place, or a file with the same content."""
+    """A file or folder that kept its name. Data is compared with the checkpoint when it is loaded; anything else counts
+    as moved only if nothing is left at its old place, or a file with the same content."""
     if not isinstance(old, str) or not isinstance(new, str) or os.sep not in old + new:
         return False
-    if not _exists(new) or FilePath(old).name != FilePath(new).name:
+    after = _place(new)
+    if not after.exists() or FilePath(old).name != FilePath(new).name:
         return False
-    return path[0] == "data" or not _exists(old) or _same_content(_place(old), _place(new))
+    if path[0] == "data" or not (before := _place(old)).exists():
+        return True
+    return before.is_file() and after.is_file() and before.read_bytes() == after.read_bytes()
 
 
 def _place(text: str) -> FilePath:
     """The file or folder that `text` names; of path.py:name, the file."""
     whole = FilePath(text).expanduser()
     return whole if whole.exists() or ":" not in text else FilePath(text.rpartition(":")[0]).expanduser()
-
-
-def _exists(text: str) -> bool:
-    return _place(text).exists()
-
-
-def _same_content(old: FilePath, new: FilePath) -> bool:
-    return old.is_file() and new.is_file() and old.read_bytes() == new.read_bytes()
 
 
 def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: LoadedConfig) -> bool:
@@ -210,7 +183,3 @@ def _shown(values: dict[Path, object], path: Path) -> str:
     if path not in values:
         return NOT_SET
     return json.dumps(without_credentials(values[path], dotted(path)), ensure_ascii=False, default=str)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

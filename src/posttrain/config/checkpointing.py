@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import PositiveInt, Section, matching
 
-_DURATION = re.compile(r"\d+:[0-2]?\d:[0-5]?\d:[0-5]?\d")
+Metric = Annotated[
+    str, matching(r"(val|train):\S+", "must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
+]
+Duration = Annotated[
+    str, matching(r"\d+:[0-2]?\d:[0-5]?\d:[0-5]?\d", "must be days:hours:minutes:seconds, e.g. 00:03:45:00")
+]
 
 
 class CheckpointingConfig(Section):
@@ -19,7 +23,7 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = Field(
         min_length=1, description="Folder of the checkpoints; also the run folder unless logger.log_dir is set."
     )
-    metric_name: str | None = Field(
+    metric_name: Metric | None = Field(
         default=None, description="Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
     )
     higher_is_better: bool = Field(default=True, description="Whether larger values of the metric are better.")
@@ -27,36 +31,23 @@ class CheckpointingConfig(Section):
         default=3, description="Checkpoints to keep, best first; the latest is always kept; null keeps all."
     )
     save_period: PositiveInt = Field(default=10, description="Steps between checkpoints.")
-    checkpoint_must_save_by: str | None = Field(
+    checkpoint_must_save_by: Duration | None = Field(
         default=None,
         description="Time after which the run saves and ends, as days:hours:minutes:seconds; null is never.",
     )
     save_consolidated: bool | Literal["auto"] = Field(
         default="auto",
-        description="Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf; auto does where it costs "
-        "at most 2 % of the time.",
+        description="Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf; auto does where "
+        "it costs at most 2 % of the time.",
     )
     save_optimizer: bool = Field(
         default=True, description="Saves the optimizer too; without it a run cannot be continued exactly."
     )
     async_save: bool | Literal["auto"] = Field(
         default="auto",
-        description="Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that fits.",
+        description="Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that "
+        "fits.",
     )
-
-    @field_validator("metric_name")
-    @classmethod
-    def _metric_says_where_it_comes_from(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"(val|train):\S+", name):
-            raise ValueError("must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
-        return name
-
-    @field_validator("checkpoint_must_save_by")
-    @classmethod
-    def _deadline_is_a_duration(cls, text: str | None) -> str | None:
-        if text is not None and not _DURATION.fullmatch(text):
-            raise ValueError("must be days:hours:minutes:seconds, e.g. 00:03:45:00")
-        return text
 
     @property
     def must_save_by_s(self) -> float | None:

@@ -14,21 +14,36 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    matching,
+)
 from posttrain.files.redaction import is_secret_key, redact
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
 
-Name = Annotated[str, Field(min_length=1, max_length=253)]
-
-
-def _subdomain(name: str | None) -> str | None:
-    if name is not None and not _SUBDOMAIN.fullmatch(name):
-        raise ValueError("lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes")
-    return name
+Label = Annotated[
+    str,
+    matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and '-' are accepted, at most 63"),
+]
+Subdomain = Annotated[
+    str,
+    matching(
+        r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
+        "lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes",
+    ),
+]
+SecretKey = Annotated[str, matching(r"[-._A-Za-z0-9]{1,253}", "letters, digits, '-', '_' and '.' are accepted")]
+ImageName = Annotated[
+    str,
+    Field(min_length=1, max_length=253),
+    matching(r"[^\s<>]*", "is no name of an image; expected registry/name:tag or registry/name@sha256:…"),
+]
 
 
 def is_http_address(text: str) -> bool:
@@ -45,33 +60,19 @@ class ClusterSection(Section):
         description="Who runs the cluster; decides fabric, Spot and storage; local is this machine."
     )
     context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
-    namespace: str = Field(default="default", description="Namespace of everything that a run creates.")
+    namespace: Label = Field(default="default", description="Namespace of everything that a run creates.")
     name: str | None = Field(
         default=None,
         description="Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag.",
     )
 
-    @field_validator("namespace")
-    @classmethod
-    def _is_label(cls, name: str) -> str:
-        if not _LABEL.fullmatch(name):
-            raise ValueError("lower-case letters, digits and '-' are accepted, at most 63")
-        return name
-
 
 class ImageSection(Section):
-    name: Name = Field(description="Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
-    pull_secret: str | None = Field(default=None, description="Secret with the registry's login; null needs none.")
+    name: ImageName = Field(description="Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
+    pull_secret: Subdomain | None = Field(
+        default=None, description="Secret with the registry's login; null needs none."
+    )
     ray_version: str = Field(default="2.52.0", description="Version of Ray in the image; KubeRay asks for it.")
-
-    _pull_secret = field_validator("pull_secret")(_subdomain)
-
-    @field_validator("name")
-    @classmethod
-    def _has_no_spaces(cls, name: str) -> str:
-        if re.search(r"[\s<>]", name):
-            raise ValueError("is no name of an image; expected registry/name:tag or registry/name@sha256:…")
-        return name
 
 
 class NodesSection(Section):
@@ -87,7 +88,7 @@ class NodesSection(Section):
     memory_gib: PositiveFloat | None = Field(default=None, description="Its allocatable memory, GiB.")
     selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes, beside those of the type.")
     max_nodes: PositiveInt = Field(default=8, description="Machines that `setup` lets Karpenter and quotas have.")
-    pool: str = Field(
+    pool: Subdomain = Field(
         default="posttrain", description="Name of the node pool, node class, queue and flavor of `setup`."
     )
     role: str | None = Field(default=None, description="IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
@@ -96,8 +97,6 @@ class NodesSection(Section):
         description="Seconds between the signal to end and the kill; null is what the provider leaves, "
         "on GKE Spot 15 unless the node pool raises it.",
     )
-
-    _pool = field_validator("pool")(_subdomain)
 
     @model_validator(mode="after")
     def _has_a_size(self) -> NodesSection:
@@ -113,9 +112,13 @@ class SchedulerSection(Section):
     kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster"] = Field(
         default="jobset", description="What starts the pods, and starts them again together after an interruption."
     )
-    kueue_queue: str | None = Field(default=None, description="LocalQueue of Kueue that admits the run; null is none.")
-    queue: str | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
-    priority_class: str | None = Field(default=None, description="PriorityClass of the pods; null is the default.")
+    kueue_queue: Subdomain | None = Field(
+        default=None, description="LocalQueue of Kueue that admits the run; null is none."
+    )
+    queue: Subdomain | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
+    priority_class: Subdomain | None = Field(
+        default=None, description="PriorityClass of the pods; null is the default."
+    )
     ray_address: str | None = Field(
         default=None,
         description="Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
@@ -123,10 +126,9 @@ class SchedulerSection(Section):
     )
     topology: list[str] = Field(
         default_factory=list,
-        description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist.",
+        description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must "
+        "exist.",
     )
-
-    _names = field_validator("kueue_queue", "queue", "priority_class")(_subdomain)
 
     @field_validator("ray_address")
     @classmethod
@@ -149,12 +151,13 @@ class SchedulerSection(Section):
 
 
 class StorageSection(Section):
-    claim: str = Field(description="PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
+    claim: Subdomain = Field(description="PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
     mount: str = Field(default="/shared", description="Folder of the mount; checkpoints and models are below it.")
     size_gib: PositiveInt = Field(default=1200, description="Size that `setup` asks for, GiB.")
     file_system: str | None = Field(
         default=None,
-        description="An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new one.",
+        description="An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new "
+        "one.",
     )
     address: str | None = Field(default=None, description="DNS name (FSx) or IP (Lustre) of the existing file system.")
     export_name: str | None = Field(
@@ -163,8 +166,6 @@ class StorageSection(Section):
     throughput: Literal[125, 250, 500, 1000] = Field(default=250, description="MB/s per TiB of a new file system.")
     subnet: str | None = Field(default=None, description="Subnet of a new FSx file system, subnet-….")
     security_group: str | None = Field(default=None, description="Security group of a new FSx file system, sg-….")
-
-    _claim = field_validator("claim")(_subdomain)
 
     @field_validator("mount")
     @classmethod
@@ -181,17 +182,8 @@ class StorageSection(Section):
 
 
 class SecretReference(Section):
-    secret: str = Field(description="Name of the Secret.")
-    key: str = Field(description="Key in it.")
-
-    _secret = field_validator("secret")(_subdomain)
-
-    @field_validator("key")
-    @classmethod
-    def _is_key(cls, key: str) -> str:
-        if not _SECRET_KEY.fullmatch(key):
-            raise ValueError("letters, digits, '-', '_' and '.' are accepted")
-        return key
+    secret: Subdomain = Field(description="Name of the Secret.")
+    key: SecretKey = Field(description="Key in it.")
 
 
 class PriceSection(Section):

@@ -92,7 +92,7 @@ class PairRulesConfig(Section):
 
 
 class DatasetConfig(Section):
-    """One dataset. A key that is not written is taken from `data.default`, then from what the dataset is known to need."""
+    """One dataset. A key that is not written is that of `data.default`, then what the dataset is known to need."""
 
     dataset_name: str | None = Field(
         default=None,
@@ -196,7 +196,8 @@ def _filled(sets: DatasetConfig | list[DatasetConfig] | None, default: DatasetCo
 class EnvironmentConfig(OpenSection):
     """Who judges answers: several `rewards` with weights, or one by its `type` with that type's own keys beside it.
 
-    `function` alone is a reward of type python. `math_verify_impl` or `verifier_type`, or the name `math`, is one of type math.
+    `function` alone is a reward of type python. `math_verify_impl` or `verifier_type`, or the name `math`, is one of
+    type math.
     """
 
     type: str | None = Field(
@@ -224,7 +225,8 @@ class EnvironmentConfig(OpenSection):
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer in this environment.")
     turns: str | None = Field(
         default=None,
-        description="Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single turn.",
+        description="Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single "
+        "turn.",
     )
     turns_kwargs: FreeMap = Field(default_factory=dict, description="Arguments of that class.")
 

@@ -94,14 +94,16 @@ class DpoConfig(Section):
     )
     reference_cache_gib: NonNegativeFloat = Field(
         default=4.0,
-        description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every time.",
+        description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every "
+        "time.",
     )
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         name, traits = self.preference_loss, LOSSES[self.preference_loss]
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             yield (
-                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one of them above 0"
+                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one of them "
+                "above 0"
             )
         for setting in OPTIONAL:
             value, usual = getattr(self, setting), type(self).model_fields[setting].default
@@ -110,19 +112,21 @@ class DpoConfig(Section):
                 yield self._set_in_vain(setting, value)
         if name in ("cdpo", "robust") and self.label_smoothing == 0:
             yield (
-                f"dpo.preference_loss = {name} with dpo.label_smoothing = 0 is plain dpo: set dpo.label_smoothing to the share "
-                "of pairs that you believe to be labelled the wrong way round, e.g. 0.1, or dpo.preference_loss=dpo"
+                f"dpo.preference_loss = {name} with dpo.label_smoothing = 0 is plain dpo: set dpo.label_smoothing to "
+                "the share of pairs that you believe to be labelled the wrong way round, e.g. 0.1, or "
+                "dpo.preference_loss=dpo"
             )
         if name == "orpo" and self.sft_loss_weight == 0:
             yield (
-                "dpo.preference_loss = orpo is a term beside the likelihood of the chosen answers, which dpo.sft_loss_weight = "
-                "0 leaves out: set dpo.sft_loss_weight=1 and dpo.preference_loss_weight to ORPO's lambda, e.g. 0.1"
+                "dpo.preference_loss = orpo is a term beside the likelihood of the chosen answers, which "
+                "dpo.sft_loss_weight = 0 leaves out: set dpo.sft_loss_weight=1 and dpo.preference_loss_weight to "
+                "ORPO's lambda, e.g. 0.1"
             )
         # The second follows preference_average_log_probs unless it is set, and only a setting can contradict the first.
         if self.sft_token_level_loss and self.sft_average_log_probs and not self.preference_average_log_probs:
             yield (
-                "dpo.sft_token_level_loss averages over all chosen tokens of the batch and dpo.sft_average_log_probs within "
-                "each answer first: set one of them to false"
+                "dpo.sft_token_level_loss averages over all chosen tokens of the batch and dpo.sft_average_log_probs "
+                "within each answer first: set one of them to false"
             )
 
     def _set_in_vain(self, setting: str, value: float) -> str:
@@ -135,13 +139,16 @@ class DpoConfig(Section):
                 f"remove it (on the command line: '~dpo.{_BETA}')"
             )
         readers = ", ".join(other for other, traits in LOSSES.items() if setting in traits.reads)
-        return f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one of them"
+        return (
+            f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one of "
+            "them"
+        )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
         if self.preference_loss == "ipo" and not is_set(f"dpo.{_AVERAGE}"):
             yield (
-                "dpo.preference_loss: ipo sums log-probabilities over the tokens of an answer, as in NeMo-Aligner and OpenRLHF; "
-                f"TRL averages them (dpo.{_AVERAGE}=true). Set that key to say which you mean"
+                "dpo.preference_loss: ipo sums log-probabilities over the tokens of an answer, as in NeMo-Aligner and "
+                f"OpenRLHF; TRL averages them (dpo.{_AVERAGE}=true). Set that key to say which you mean"
             )
 
 

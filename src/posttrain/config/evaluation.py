@@ -1,6 +1,7 @@
 """The config of `posttrain eval`: NeMo RL's evaluation keys, and what posttrain adds to them.
 
-Unlike a training run there is one dataset, whose keys stand directly under `data`, and the model is a key of `generation`.
+Unlike a training run there is one dataset, whose keys stand directly under `data`, and the model is a key of
+`generation`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from posttrain.config.policy import TokenizerConfig
 
 class EvalConfig(Section):
     metric: Literal["pass@k", "cons@k", "avg@k"] = Field(
-        default="pass@k",
-        description="The score: any of k samples passes, their majority passes, or the mean reward.",
+        default="pass@k", description="The score: any of k samples passes, their majority passes, or the mean reward."
     )
     k_value: PositiveInt = Field(default=1, description="The k of the metric, in samples per problem.")
     num_tests_per_prompt: PositiveInt = Field(default=1, description="Samples drawn for each problem; at least k.")
@@ -77,8 +77,8 @@ class EvalGenerationConfig(Section):
         default="native", description="Engine that samples: native, vllm, or openai_url for a server."
     )
     model_name: str = Field(
-        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name, registry:NAME@STAGE or "
-        "a server's URL."
+        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name, "
+        "registry:NAME@STAGE or a server's URL."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -196,14 +196,15 @@ class EvalRunConfig(Section):
             yield from environment.turns_problems(name)
         if wanted.k_value > wanted.num_tests_per_prompt:
             yield (
-                f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = {wanted.num_tests_per_prompt}: "
-                f"{self.metric_name} needs at least {wanted.k_value} samples of each problem"
+                f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = "
+                f"{wanted.num_tests_per_prompt}: {self.metric_name} needs at least {wanted.k_value} samples of each "
+                "problem"
             )
         if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
             yield (
                 f"eval.num_tests_per_prompt = {wanted.num_tests_per_prompt} with generation.temperature = "
-                f"{generation.temperature:g} and top_k = {generation.top_k}: all samples of a problem would be the same; "
-                "set generation.temperature above 0, or one sample"
+                f"{generation.temperature:g} and top_k = {generation.top_k}: all samples of a problem would be the "
+                "same; set generation.temperature above 0, or one sample"
             )
         if generation.num_prompts_per_step == 0 or generation.num_prompts_per_step < -1:
             yield f"generation.num_prompts_per_step = {generation.num_prompts_per_step}: a positive number, or -1"
@@ -211,20 +212,24 @@ class EvalRunConfig(Section):
             yield "generation.backend = openai_url needs generation.openai_cfg.url, or a URL as generation.model_name"
         if self.judge not in self.env:
             known = ", ".join(sorted(self.env)) or "nothing"
-            yield f"data.env_name: the answers are judged by env.{self.judge}, which is not there; under env: there is {known}"
+            yield (
+                f"data.env_name: the answers are judged by env.{self.judge}, which is not there; under env: there is "
+                f"{known}"
+            )
         if self.data.env_name is None and len(self.env) > 2:
             yield f"data.env_name is null and env has {', '.join(self.env)}: say which of them judges"
         turns = self.env[self.judge].turns if self.judge in self.env else None
         if turns is not None and self.server_url is not None:
             yield (
-                f"env.{self.judge}.turns = {turns!r}: a conversation of several turns continues the model's own tokens, and a "
-                "server gives text alone; name the weights instead of a URL, with generation.backend native or vllm"
+                f"env.{self.judge}.turns = {turns!r}: a conversation of several turns continues the model's own "
+                "tokens, and a server gives text alone; name the weights instead of a URL, with generation.backend "
+                "native or vllm"
             )
         if turns is not None and wanted.max_rollout_turns < 2:
             yield (
-                f"env.{self.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} "
-                "ends a conversation before the model can read what the environment returns: set it to 2 or more, or remove "
-                "the turns"
+                f"env.{self.judge}.turns takes turns with the model, but eval.max_rollout_turns = "
+                f"{wanted.max_rollout_turns} ends a conversation before the model can read what the environment "
+                "returns: set it to 2 or more, or remove the turns"
             )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:

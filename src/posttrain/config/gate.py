@@ -19,12 +19,12 @@ class GateSettings(Section):
         default=0.95, description="Confidence of each one-sided bound, as a share: 0.95 errs in 1 of 20 cases at most."
     )
     power: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.8,
-        description="Chance of a decision, as a share, that the number of problems asked for should give.",
+        default=0.8, description="Chance of a decision, as a share, that the number of problems asked for should give."
     )
     looks: PositiveInt = Field(
         default=1,
-        description="How often one candidate may be looked at as problems are added; the error is shared among the looks.",
+        description="How often one candidate may be looked at as problems are added; the error is shared among the "
+        "looks.",
     )
     min_problems: PositiveInt = Field(
         default=30, description="Problems below which no interval is trusted and nothing is decided."
@@ -50,7 +50,8 @@ class GateSettings(Section):
     def _something_can_be_decided(self) -> GateSettings:
         if self.max_problems is not None and self.max_problems < self.min_problems:
             raise ValueError(
-                f"max_problems {self.max_problems} is below min_problems {self.min_problems}: nothing could ever be decided"
+                f"max_problems {self.max_problems} is below min_problems {self.min_problems}: nothing could ever be "
+                "decided"
             )
         return self
 
@@ -83,7 +84,8 @@ class CheckConfig(Section):
     confidence: Confidence | None = Field(default=None, description="Overrides gate.confidence for this check.")
     patterns: list[str] | None = Field(
         default=None,
-        description="Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate has its own.",
+        description="Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate "
+        "has its own.",
     )
 
     @field_validator("patterns")

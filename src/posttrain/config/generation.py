@@ -1,7 +1,7 @@
 """`policy.generation`: how completions are sampled, and by which engine.
 
-The native engine samples from the modules that are being trained; vLLM runs in a process of its own and gets the weights.
-Settings of other engines are in `foreign/nemo_rl.yaml`, so that files written for them load.
+The native engine samples from the modules that are being trained; vLLM runs in a process of its own and gets the
+weights. Settings of other engines are in `foreign/nemo_rl.yaml`, so that files written for them load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Temperature = Annotated[float, Field(ge=0)]
 ARGUMENTS_OF_VLLM_IN_USE = frozenset(
     {
         "model", "tokenizer", "load_format", "max_model_len", "logprobs_mode", "weight_transfer_config",
-        "worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras", "tensor_parallel_size",
+        "worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras",
+        "tensor_parallel_size",
     }
 )  # fmt: skip
 
@@ -34,7 +35,8 @@ class NativeConfig(Section):
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field(
         default="auto",
-        description="Number format of the key-value cache where precision is fp8: auto is fp8, bfloat16 that of the weights.",
+        description="Number format of the key-value cache where precision is fp8: auto is fp8, bfloat16 that of the "
+        "weights.",
     )
     num_first_layers_in_bf16: NonNegativeInt = Field(
         default=0, description="Layers at the beginning that precision fp8 leaves as they are, their cache too."
@@ -44,8 +46,9 @@ class NativeConfig(Section):
     )
     num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
         default="auto",
-        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, which "
-        "changes no sample, once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays.",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one "
+        "step, which changes no sample, once no answer waits; 0 is off, auto drafts on a GPU while step times say "
+        "that it pays.",
     )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
@@ -55,8 +58,7 @@ class NativeConfig(Section):
         description="Memory of the key-value cache in GiB; null takes what the batch needs and the device has.",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9,
-        description="Fraction of the GPU's memory that may be taken while sampling, by everything on it.",
+        default=0.9, description="Fraction of the GPU's memory that may be taken while sampling, by everything on it."
     )
 
 
@@ -88,29 +90,32 @@ class VllmConfig(Section):
 
 
 class TrainingVllmConfig(VllmConfig):
-    """vLLM as the sampler of a run: where it runs, how long it may be silent, and how far it may be from the trainer."""
+    """vLLM as the sampler of a run: where it runs, how long it may be silent, how far from the trainer it may be."""
 
     tensor_parallel_size: PositiveInt = Field(
-        default=1,
-        description="GPUs that share the layers of an engine, native or vLLM, on GPUs that only sample.",
+        default=1, description="GPUs that share the layers of an engine, native or vLLM, on GPUs that only sample."
     )
     python: str | None = Field(
         default=None,
-        description="Python of an environment that has vLLM 0.25 or newer; null samples with the native engine instead.",
+        description="Python of an environment that has vLLM 0.25 or newer; null samples with the native engine "
+        "instead.",
     )
     env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of vLLM's process.")
     start_timeout_s: PositiveFloat = Field(default=1800.0, description="Seconds in which vLLM must have started.")
     timeout_s: PositiveFloat = Field(
         default=600.0,
-        description="Seconds without a sign of life while sampling, or without an answer to any other request, that end the run.",
+        description="Seconds without a sign of life while sampling, or without an answer to any other request, that "
+        "end the run.",
     )
     check_period: PositiveInt = Field(
         default=10,
-        description="Steps between comparisons of vLLM's log-probabilities with the trainer's; the first step compares too.",
+        description="Steps between comparisons of vLLM's log-probabilities with the trainer's; the first step "
+        "compares too.",
     )
     max_prob_error: Annotated[float, Field(gt=1)] = Field(
         default=1.05,
-        description="Mean of exp(|difference of log-probabilities|) over the tokens compared, above which the run ends.",
+        description="Mean of exp(|difference of log-probabilities|) over the tokens compared, above which the run "
+        "ends.",
     )
 
 

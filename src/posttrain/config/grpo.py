@@ -63,8 +63,9 @@ class RewardShapingConfig(Section):
             yield f"grpo.reward_shaping.enabled needs {', '.join(missing)}, or stop_properly_penalty_coef instead"
         elif self.zone is not None and self.zone.buffer_length > self.zone.max_length:
             yield (
-                f"grpo.reward_shaping.overlong_buffer_length = {self.zone.buffer_length} is longer than max_response_length = "
-                f"{self.zone.max_length}: the penalty grows over the last tokens before that length"
+                f"grpo.reward_shaping.overlong_buffer_length = {self.zone.buffer_length} is longer than "
+                f"max_response_length = {self.zone.max_length}: the penalty grows over the last tokens before that "
+                "length"
             )
 
 
@@ -107,26 +108,31 @@ class AdvEstimatorConfig(Section):
     )
     std_ddof: Literal[0, 1] | None = Field(
         default=None,
-        description="What is taken from the count in a variance; null is the estimator's own, 1 or (reinforce_plus_plus) 0.",
+        description="What is taken from the count in a variance; null is the estimator's own, 1 or "
+        "(reinforce_plus_plus) 0.",
     )
     std_epsilon: NonNegativeFloat | None = Field(
         default=None,
-        description="What keeps a divisor from 0; null is 1e-6, or 1e-8 (reinforce_plus_plus) and 0 (gdpo) for whitening.",
+        description="What keeps a divisor from 0; null is 1e-6, or 1e-8 (reinforce_plus_plus) and 0 (gdpo) for "
+        "whitening.",
     )
     std_epsilon_form: Literal["std_plus", "variance_plus", "variance_floor"] | None = Field(
         default=None,
-        description="Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's own.",
+        description="Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's "
+        "own.",
     )
     group_of_one: Literal["zero", "reward"] = Field(
         default="zero", description="Advantage of an answer that is the only scored one of its group."
     )
     whiten_advantages: Literal["none", "rollouts", "tokens"] | None = Field(
         default=None,
-        description="Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, else none.",
+        description="Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, "
+        "else none.",
     )
     kl_in_reward: Literal["sequence", "token", "return"] | None = Field(
         default=None,
-        description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own.",
+        description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its "
+        "own.",
     )
 
     @property
@@ -140,16 +146,16 @@ class AdvEstimatorConfig(Section):
 class AsyncGrpoConfig(Section):
     enabled: bool = Field(
         default=False,
-        description="Trains on the groups that are finished first; unfinished answers continue with the next step's weights.",
+        description="Trains on the groups that are finished first; unfinished answers continue with the next step's "
+        "weights.",
     )
     max_trajectory_age_steps: Annotated[NonNegativeInt, _IF_ENABLED] = Field(
-        default=1,
-        description="Steps that a group may be trained after the one that began it; 0 is synchronous.",
+        default=1, description="Steps that a group may be trained after the one that began it; 0 is synchronous."
     )
     groups_in_flight: Annotated[Annotated[float, Field(ge=1)] | None, _IF_ENABLED] = Field(
         default=None,
-        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, with "
-        "engines on GPUs of their own (max age + 1) / 2.",
+        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, "
+        "with engines on GPUs of their own (max age + 1) / 2.",
     )
 
 
@@ -160,7 +166,8 @@ class GrpoConfig(Section):
     )
     num_recorded_per_prompt: PositiveInt | None = Field(
         default=None,
-        description="Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh.",
+        description="Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none "
+        "fresh.",
     )
     max_rollout_turns: PositiveInt = Field(
         default=1, description="Turns that the model has in one rollout, where the environment has `turns`."
@@ -218,8 +225,7 @@ class GrpoConfig(Section):
         default="keep", description="What becomes of groups beyond those that a step needs: the next step's, or lost."
     )
     batch_multiplier: PositiveFloat = Field(
-        default=1.0,
-        description="Prompts in one batch of dynamic sampling, as a multiple of num_prompts_per_step.",
+        default=1.0, description="Prompts in one batch of dynamic sampling, as a multiple of num_prompts_per_step."
     )
     seq_logprob_error_threshold: PositiveFloat | None = Field(
         default=None,
@@ -262,8 +268,9 @@ class GrpoConfig(Section):
             yield f"grpo.advantage_clip_low = {low:g} must be below grpo.advantage_clip_high = {high:g}"
         if (self.stop_at_validation_metric is None) != (self.stop_at_validation_threshold is None):
             yield (
-                f"grpo.stop_at_validation_metric = {self.stop_at_validation_metric} and grpo.stop_at_validation_threshold = "
-                f"{self.stop_at_validation_threshold} go together: set both or neither"
+                f"grpo.stop_at_validation_metric = {self.stop_at_validation_metric} and "
+                f"grpo.stop_at_validation_threshold = {self.stop_at_validation_threshold} go together: set both or "
+                "neither"
             )
         yield from self._sampling_problems()
         yield from self._estimator_problems()
@@ -272,8 +279,8 @@ class GrpoConfig(Section):
         if not self.use_dynamic_sampling:
             if self.batch_multiplier != 1:
                 yield (
-                    f"grpo.batch_multiplier = {self.batch_multiplier:g} draws other prompts than are trained, which needs "
-                    "grpo.use_dynamic_sampling = true: set that, or batch_multiplier=1"
+                    f"grpo.batch_multiplier = {self.batch_multiplier:g} draws other prompts than are trained, which "
+                    "needs grpo.use_dynamic_sampling = true: set that, or batch_multiplier=1"
                 )
             return
         if int(self.num_prompts_per_step * self.batch_multiplier) < 1:
@@ -304,8 +311,8 @@ class GrpoConfig(Section):
         for name in ("normalize_rewards", "use_leave_one_out_baseline"):
             if estimator.name in ("grpo", "gdpo") and estimator.compares_within_group and getattr(estimator, name):
                 yield (
-                    f"grpo.num_generations_per_prompt = 1 and grpo.adv_estimator.{name} = true: one answer has no spread "
-                    f"and no others to compare with; sample at least 2 per prompt, or set grpo.{name}=false"
+                    f"grpo.num_generations_per_prompt = 1 and grpo.adv_estimator.{name} = true: one answer has no "
+                    f"spread and no others to compare with; sample at least 2 per prompt, or set grpo.{name}=false"
                 )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:

@@ -36,7 +36,7 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def num_groups_in_flight(self) -> int:
-        """The mean age of what is trained is this number divided by the prompts of a step, minus 1, plus `rounds_ahead`."""
+        """What is trained is on average this number / the prompts of a step - 1 + `rounds_ahead` steps old."""
         section = self.grpo.async_grpo
         multiple = section.groups_in_flight
         if multiple is None:
@@ -57,8 +57,8 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting policy
-        stands in for it."""
+        """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting
+        policy stands in for it."""
         return self._scores_with_reference or self.kl_period > 0
 
     @property
@@ -68,7 +68,7 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def kl_period(self) -> int:
-        """Steps between estimates of a KL that is not in the loss; 0: none. With adapters the starting policy is there anyway."""
+        """Steps between estimates of a KL that is not in the loss; 0: none. It costs little with adapters."""
         if self.loss_fn.reference_policy_kl_penalty != 0:
             return 0
         if self.doctor.kl_period != "auto":
@@ -100,26 +100,27 @@ class GrpoRunConfig(RunConfig):
         new, total = self.policy.generation.max_new_tokens, self.policy.max_total_sequence_length
         if new > total:
             yield (
-                f"policy.generation.max_new_tokens = {new} does not fit into policy.max_total_sequence_length = {total}, which "
-                "holds prompt and answer: lower the first or raise the second"
+                f"policy.generation.max_new_tokens = {new} does not fit into policy.max_total_sequence_length = "
+                f"{total}, which holds prompt and answer: lower the first or raise the second"
             )
         if self.policy.generation.temperature == 0:
             yield (
-                "policy.generation.temperature = 0 samples the same answer again and again, and training divides by it: "
-                "set it above 0 (policy.generation.val_temperature may be 0)"
+                "policy.generation.temperature = 0 samples the same answer again and again, and training divides by "
+                "it: set it above 0 (policy.generation.val_temperature may be 0)"
             )
         kl_penalty = self.loss_fn.reference_policy_kl_penalty
         if self.grpo.skip_reference_policy_logprobs_calculation and kl_penalty != 0:
             yield (
-                "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty = 0, which is "
-                f"{kl_penalty:g}: set one of them"
+                "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty = 0, which "
+                f"is {kl_penalty:g}: set one of them"
             )
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
         for name in self._names_with_turns if self.grpo.max_rollout_turns < 2 else ():
             yield (
-                f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = {self.grpo.max_rollout_turns} ends "
-                "a conversation before the model can read what the environment returns: set it to 2 or more, or remove the turns"
+                f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = "
+                f"{self.grpo.max_rollout_turns} ends a conversation before the model can read what the environment "
+                "returns: set it to 2 or more, or remove the turns"
             )
 
     @property
@@ -136,15 +137,20 @@ class GrpoRunConfig(RunConfig):
             f"{grpo.num_generations_per_prompt} = {samples}"
         )
         if size > samples:
-            yield f"policy.train_global_batch_size = {size} is larger than {product}: set it to {samples} or a divisor of it"
+            yield (
+                f"policy.train_global_batch_size = {size} is larger than {product}: set it to {samples} or a divisor "
+                "of it"
+            )
         elif samples % size:
             yield (
-                f"{product} is not a multiple of policy.train_global_batch_size = {size}: set that to a divisor of {samples}"
+                f"{product} is not a multiple of policy.train_global_batch_size = {size}: set that to a divisor of "
+                f"{samples}"
             )
         elif self.loss_fn.force_on_policy_ratio and size != samples:
             yield (
                 f"loss_fn.force_on_policy_ratio needs one optimizer step per RL step, but {product} and "
-                f"policy.train_global_batch_size = {size} make {samples // size}: set policy.train_global_batch_size={samples}"
+                f"policy.train_global_batch_size = {size} make {samples // size}: set "
+                f"policy.train_global_batch_size={samples}"
             )
 
     def _reward_problems(self) -> Iterator[str]:
@@ -169,21 +175,23 @@ class GrpoRunConfig(RunConfig):
             return
         if self.loss_fn.use_kl_in_reward and estimator.kl_in_reward == "sequence":
             yield (
-                "grpo.adv_estimator.kl_in_reward = sequence charges the total reward, but gdpo credits its parts: use token"
+                "grpo.adv_estimator.kl_in_reward = sequence charges the total reward, but gdpo credits its parts: use "
+                "token"
             )
         rewards = {name: block.reward_configs(name) for name, block in self.env.items() if name in used}
         for name in (name for name in self._names_with_turns if self.env[name].reward_configs(name)):
             yield (
-                f"grpo.adv_estimator.name = gdpo needs the same reward parts of every rollout, but a conversation of env.{name} "
-                "that a limit ends never comes to its judge, and has none of the judge's: use grpo, or have the class in "
-                f"env.{name}.turns give all rewards as named parts, without a judge"
+                "grpo.adv_estimator.name = gdpo needs the same reward parts of every rollout, but a conversation of "
+                f"env.{name} that a limit ends never comes to its judge, and has none of the judge's: use grpo, or "
+                f"have the class in env.{name}.turns give all rewards as named parts, without a judge"
             )
         for name, own in rewards.items():
-            # What a function of the user's own returns may well be parts of a reward; what our types add to theirs is not.
+            # What a function of the user's own returns may well be parts of a reward; what our types add to theirs is
+            # not.
             if set(own) == {""} and own[""].type != "python":
                 yield (
-                    f"grpo.adv_estimator.name = gdpo credits several rewards one by one, and env.{name} has a single one, of "
-                    f"type {own[''].type}: name several in env.{name}.rewards, or use grpo"
+                    f"grpo.adv_estimator.name = gdpo credits several rewards one by one, and env.{name} has a single "
+                    f"one, of type {own[''].type}: name several in env.{name}.rewards, or use grpo"
                 )
         weights = [
             f"env.{name}.rewards.{part}.weight = {reward.weight:g}"
@@ -193,8 +201,8 @@ class GrpoRunConfig(RunConfig):
         ]
         if weights and estimator.reward_weights is None:
             yield (
-                f"{', '.join(weights)}: gdpo credits each reward on its own, by grpo.adv_estimator.reward_weights, which is "
-                "not set: give one weight for each, in alphabetical order"
+                f"{', '.join(weights)}: gdpo credits each reward on its own, by grpo.adv_estimator.reward_weights, "
+                "which is not set: give one weight for each, in alphabetical order"
             )
 
     def _off_policy_problems(self) -> Iterator[str]:
@@ -204,7 +212,10 @@ class GrpoRunConfig(RunConfig):
         if any(recorded) and not all(recorded):
             yield f"data.train: {TRACE_GROUPS} and datasets without recorded answers cannot be mixed in one run"
         if wanted is not None and not any(recorded):
-            yield f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: data.train.dataset_name={TRACE_GROUPS}"
+            yield (
+                f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: "
+                f"data.train.dataset_name={TRACE_GROUPS}"
+            )
         if wanted is not None and wanted > grpo.num_generations_per_prompt:
             yield (
                 f"grpo.num_recorded_per_prompt = {wanted} is more than all answers of a prompt, "
@@ -216,8 +227,8 @@ class GrpoRunConfig(RunConfig):
             yield "loss_fn.force_on_policy_ratio: recorded answers are not the policy's own; set it to false"
         if grpo.use_dynamic_sampling and grpo.dynamic_sampling_surplus == "keep":
             yield (
-                "loss_fn.force_on_policy_ratio and grpo.dynamic_sampling_surplus = keep exclude each other: groups that are "
-                "kept for the next step were not sampled by its policy; set dynamic_sampling_surplus=discard"
+                "loss_fn.force_on_policy_ratio and grpo.dynamic_sampling_surplus = keep exclude each other: groups "
+                "that are kept for the next step were not sampled by its policy; set dynamic_sampling_surplus=discard"
             )
 
     def _round_problems(self) -> Iterator[str]:
@@ -229,13 +240,13 @@ class GrpoRunConfig(RunConfig):
         if multiple is not None and multiple > most:
             limit = "max_trajectory_age_steps" if self.rounds_ahead else "max_trajectory_age_steps + 1"
             yield (
-                f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than {limit} = {most}: some groups would become too "
-                "old"
+                f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than {limit} = {most}: some groups would "
+                "become too old"
             )
         if grpo.use_dynamic_sampling:
             yield (
-                f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of them to "
-                "false"
+                f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of "
+                "them to false"
             )
         if self.uses_recorded_answers:
             yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
@@ -258,13 +269,13 @@ class GrpoRunConfig(RunConfig):
         prefix, longest = "policy.generation.vllm_cfg", self.policy.max_total_sequence_length
         if section.max_model_len is not None and section.max_model_len < longest:
             yield (
-                f"{prefix}.max_model_len = {section.max_model_len} is less than policy.max_total_sequence_length = {longest}: "
-                "raise it, or leave it out"
+                f"{prefix}.max_model_len = {section.max_model_len} is less than policy.max_total_sequence_length = "
+                f"{longest}: raise it, or leave it out"
             )
         if self.grpo.async_grpo.enabled and generation.stop_strings:
             yield (
-                "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a "
-                "stop string that two rounds share; use stop_token_ids, or backend native"
+                "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would "
+                "overlook a stop string that two rounds share; use stop_token_ids, or backend native"
             )
         has_adapters, format_ = self.policy.dtensor_cfg.lora_cfg.enabled, section.load_format
         if format_ is not None and (format_ == "dummy") == has_adapters:
@@ -276,8 +287,9 @@ class GrpoRunConfig(RunConfig):
             yield f"policy.generation.vllm_kwargs.{key}: posttrain sets this argument of vLLM itself; {instead}"
         if section.tensor_parallel_size > 1 and not self.num_engines and self.policy.device != "cpu":
             yield (
-                f"{prefix}.tensor_parallel_size = {section.tensor_parallel_size}: a vLLM that shares GPUs with training has the "
-                "one GPU of its rank; set it to 1, or give vLLM GPUs of its own (policy.generation.colocated.enabled=false)"
+                f"{prefix}.tensor_parallel_size = {section.tensor_parallel_size}: a vLLM that shares GPUs with "
+                "training has the one GPU of its rank; set it to 1, or give vLLM GPUs of its own "
+                "(policy.generation.colocated.enabled=false)"
             )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
@@ -286,13 +298,14 @@ class GrpoRunConfig(RunConfig):
         in_fp8 = native.precision == "fp8"
         if (in_fp8 or self.policy.fp8) and not self.loss_fn.use_importance_sampling_correction:
             yield (
-                f"loss_fn.use_importance_sampling_correction = false: with the {'sampler' if in_fp8 else 'trainer'} in FP8 the "
-                "sampler is another policy than the one that is trained, and nothing corrects for it"
+                f"loss_fn.use_importance_sampling_correction = false: with the {'sampler' if in_fp8 else 'trainer'} "
+                "in FP8 the sampler is another policy than the one that is trained, and nothing corrects for it"
             )
         for key in ("kv_cache_dtype", "num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             if not in_fp8 and (value := getattr(native, key)) not in (getattr(NativeConfig(), key), "bfloat16"):
                 yield (
-                    f"policy.generation.native_cfg.{key} = {value}: without native_cfg.precision = fp8 nothing is quantised"
+                    f"policy.generation.native_cfg.{key} = {value}: without native_cfg.precision = fp8 nothing is "
+                    "quantised"
                 )
         if grpo.max_rollout_turns > 1 and not self._names_with_turns:
             yield (
@@ -305,8 +318,8 @@ class GrpoRunConfig(RunConfig):
         for name, number in generation.colocated.resources:
             if generation.colocated.enabled and number not in (None, getattr(self.cluster, name)):
                 yield (
-                    f"policy.generation.colocated.resources.{name} = {number}: policy.generation.colocated.enabled is true, so "
-                    "all GPUs train and sample; set that to false for GPUs that only sample"
+                    f"policy.generation.colocated.resources.{name} = {number}: policy.generation.colocated.enabled is "
+                    "true, so all GPUs train and sample; set that to false for GPUs that only sample"
                 )
         zone, longest = grpo.reward_shaping.zone, generation.max_new_tokens
         if zone is not None and (begins := zone.max_length - zone.buffer_length) >= longest:

@@ -52,7 +52,8 @@ class JudgeRewardConfig(RewardConfig):
     )
     prompt: str | None = Field(
         default=None,
-        description="What the judge is asked, with {response}, {question}, {reference} and others; null asks for 0 to 10.",
+        description="What the judge is asked, with {response}, {question}, {reference} and others; null asks for 0 to "
+        "10.",
     )
     prompt_file: str | None = Field(default=None, description="File with that text instead.")
     system: str | None = Field(default=None, description="System message of the request; null sends none.")
@@ -110,7 +111,8 @@ class JudgeRewardConfig(RewardConfig):
             urlsplit(value).port  # noqa: B018
         except ValueError:  # its text quotes the part behind the colon, which may be a password
             raise ValueError(
-                "'http://host:port/v1' or 'https://host/v1' is needed, with a number as the port; a / in a password is %2F"
+                "'http://host:port/v1' or 'https://host/v1' is needed, with a number as the port; a / in a password "
+                "is %2F"
             ) from None
         return value.rstrip("/").removesuffix("/chat/completions")
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path as FilePath
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.config.aliases import MANY_EPOCHS, expand_aliases
 from posttrain.config.base import UNKNOWN_KEY, ConfigError, Section, cautions_of, message_of, problems_of
+from posttrain.config.command_line import MANY_EPOCHS, apply_overrides, expand_aliases, parse_override
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign.aligner import SECTIONS as ALIGNER_SECTIONS
@@ -29,33 +30,28 @@ from posttrain.config.foreign.nemo_rl import (
     vocabulary_of,
 )
 from posttrain.config.grpo_run import GrpoRunConfig
-from posttrain.config.interpolation import resolve
-from posttrain.config.overrides import apply_overrides, parse_override
-from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
+    Node,
     find,
+    hint_for,
     is_field,
     schema_defaults,
-    schema_of,
+    schema_of_model,
     sections_that_are_not_maps,
     unknown_keys,
 )
-from posttrain.config.suggestions import hint_for
-from posttrain.config.tree import COMMAND_LINE, DEFAULT, Path, Tree, Values, dotted, leaves, overlay
-from posttrain.config.yaml_files import read_built_in, read_with_defaults
+from posttrain.config.tree import COMMAND_LINE, DEFAULT, Path, Tree, Values, dotted, leaves, overlay, resolve
+from posttrain.config.yaml_files import parse_document, read_built_in, read_with_defaults
 from posttrain.files.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
-BATCH_SIZE = ("policy", "train_global_batch_size")
-FP8 = ("policy", "fp8")
-PRECISION = ("policy", "generation", "native_cfg", "precision")
-BACKEND = ("policy", "generation", "backend")
-VLLM_PYTHON = ("policy", "generation", "vllm_cfg", "python")
-CORRECTION = ("loss_fn", "use_importance_sampling_correction")
-TRUNCATION = ("loss_fn", "truncated_importance_sampling_type")
-TRUNCATION_RATIO = ("loss_fn", "truncated_importance_sampling_ratio")
+S = TypeVar("S", bound=Section)
+PRESETS_DIR = FilePath(__file__).parent / "presets"
+_ABSENT = object()
+_BATCH_SIZE = ("policy", "train_global_batch_size")
+_CORRECTION = ("loss_fn", "use_importance_sampling_correction")
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,11 @@ class LoadedConfig(Generic[C]):
     unused_epochs: str = ""  # max_num_epochs of the file and its place, if `steps` is given instead
 
     def to_yaml(self) -> str:
-        """Every value, as YAML that `load_config` reads back to the same config, but for credentials (see `_values`)."""
+        """Every value, as YAML that `load_config` reads back to the same config, but for credentials."""
         return to_yaml_text(self._marked_values())
 
     def to_yaml_and_credentials(self) -> tuple[str, dict[str, str]]:
-        """The same for a child process: a credential is a reference to an environment variable that the child is given."""
+        """The same for a child process: credentials are references to environment variables that it is given."""
         variables: dict[str, str] = {}
 
         def refer(secret: str) -> str:
@@ -103,26 +99,10 @@ class LoadedConfig(Generic[C]):
         return marked
 
     def _values(self, replace: Replace = hide) -> Values:
-        """The algorithm's own sections first. A credential stands there as the `${oc.env:…}` it was written as, or as `***`."""
+        """The algorithm's own sections first. A credential is the `${oc.env:…}` that it was written as, or `***`."""
         values = without_credentials_of_config(plain_values(self.config), self.expressions, replace)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
         return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
-
-
-def built_in_defaults(kind: Kind) -> Tree:
-    """The defaults of the schema and the usual values of foreign keys, the packaged YAML file over them; nothing resolved."""
-    return _built_in_defaults(kind).copy()
-
-
-@cache
-def _built_in_defaults(kind: Kind) -> Tree:
-    def keeps_null(path: Path) -> bool:
-        return _keeps_null(kind, path)
-
-    schema = Tree(schema_defaults(RUN_CONFIGS[kind]))
-    own = overlay(schema, read_built_in(kind), keeps_null, over_built_in=True)
-    merged = overlay(own, Tree(usual_values(kind)), keeps_null)
-    return Tree.from_one_origin(merged.values, DEFAULT)
 
 
 @overload
@@ -143,57 +123,129 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
 
 def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]:
     """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError."""
-    known = _known_kind(kind)
+    known = next((name for name in ALL_KINDS if name == kind), None)
+    if known is None:
+        raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(ALL_KINDS)} is needed")
     warnings: list[str] = []
     overrides = expand_aliases(known, overrides)
-    own = _read_file(known, FilePath(path), warnings) if path is not None else Tree()
+    vocabulary = vocabulary_of(known)
+    keeps_null = partial(_keeps_null, vocabulary)
+
+    def rename(tree: Tree) -> bool:
+        return apply_renames(tree, known, warnings)
+
+    own = Tree() if path is None else read_with_defaults(FilePath(path), rename, keeps_null, warnings)
     if known == "dpo":
         overrides = _with_aligner_names(own, overrides, warnings)
+    defaults = overlay(built_in_defaults(known), _chosen_preset(known, own, overrides), keeps_null, over_built_in=True)
+    tree = overlay(defaults, own, keeps_null, over_built_in=True)
+    tree = apply_overrides(tree, overrides, rename, has_default=partial(is_field, vocabulary))
+    _refuse_wrong_shape(vocabulary, tree, known)
 
-    def keeps_null(key: Path) -> bool:
-        return _keeps_null(known, key)
+    def is_set(key: str) -> bool:
+        origin = tree.origin(tuple(key.split(".")))
+        return origin != DEFAULT and not origin.startswith("preset ")
 
-    defaults = overlay(built_in_defaults(known), chosen_preset(known, own, overrides), keeps_null, over_built_in=True)
-    tree = apply_overrides(
-        overlay(defaults, own, keeps_null, over_built_in=True),
-        overrides,
-        rename=lambda written: apply_renames(written, known, warnings),
-        has_default=lambda key: is_field(vocabulary_of(known), key),
-    )
-    _refuse_unknown(known, tree)
-    _forget_unfitting_validation(tree)
-    _correct_for_other_samplers(known, tree)
+    _fit_defaults(known, tree, is_set)
     resolved = _resolved_with_fitting_batch(known, tree)
     name_credentials(resolved)
     values, foreign = separate(known, resolved)
-    config = _validated(known, values, tree)
+    config = _validated(RUN_CONFIGS[known], values, tree)
     errors, notices = review(config, foreign, tree, _default_test(tree, defaults))
-
-    def is_set(key: str) -> bool:
-        return _is_set_by_user(tree, tuple(key.split(".")))
-
     errors += problems_of(config, is_set)
     if errors:
         raise ConfigError("\n".join(errors))
+    epochs = (known, "max_num_epochs")
+    given = own.get(epochs)
+    is_unused = given not in (None, MANY_EPOCHS) and tree.get(epochs) == MANY_EPOCHS
     return LoadedConfig(
         kind=known,
         config=config,
         origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
         warnings=[*warnings, *notices, *cautions_of(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
-        unused_epochs=_unused_epochs(own, tree, (known, "max_num_epochs")),
+        unused_epochs=f"{dotted(epochs)} = {given} ({own.origin(epochs)})" if is_unused else "",
     )
 
 
-def _unused_epochs(own: Tree, tree: Tree, key: Path) -> str:
-    given = own.get(key)
-    unused = given is not None and given != MANY_EPOCHS and tree.get(key) == MANY_EPOCHS
-    return f"{dotted(key)} = {given} ({own.origin(key)})" if unused else ""
+def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = ()) -> S:
+    """A file that is not the config of a run (gate.yaml and the like), read with the same strictness.
+
+    There are no built-in values but those of the schema, and no names of other systems to understand.
+    """
+    root = schema_of_model(model)
+    tree = read_with_defaults(path, lambda tree: False, partial(_keeps_null, root), [])
+    tree = apply_overrides(tree, overrides, lambda written: False, has_default=partial(is_field, root))
+    _refuse_wrong_shape(root, tree)
+    return _validated(model, resolve(tree), tree, str(path))
 
 
-def _is_set_by_user(tree: Tree, path: Path) -> bool:
-    origin = tree.origin(path)
-    return origin != DEFAULT and not is_preset_origin(origin)
+def guess_kind(path: FilePath) -> Kind:
+    """The kind of run that a file is for, from its top-level sections."""
+    sections = read_with_defaults(path, lambda tree: False, lambda key: True, []).values
+    kinds = [kind for kind in ALL_KINDS if kind in sections]
+    if not kinds and "loss_fn" in sections:
+        return "grpo"
+    if not kinds and "dpo" in (sections.get("trainer") or {}):
+        return "dpo"
+    if len(kinds) != 1:
+        found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
+        raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(ALL_KINDS)}")
+    return kinds[0]
+
+
+def built_in_defaults(kind: Kind) -> Tree:
+    """The defaults of the schema, the packaged YAML file over them, and the usual values of foreign keys."""
+    return _built_in_defaults(kind).copy()
+
+
+@cache
+def _built_in_defaults(kind: Kind) -> Tree:
+    keeps_null = partial(_keeps_null, vocabulary_of(kind))
+    own = overlay(Tree(schema_defaults(RUN_CONFIGS[kind])), read_built_in(kind), keeps_null, over_built_in=True)
+    return Tree.from_one_origin(overlay(own, Tree(usual_values(kind)), keeps_null).values, DEFAULT)
+
+
+def _keeps_null(vocabulary: Node, path: Path) -> bool:
+    node = find(vocabulary, path)
+    return node is None or node.nullable
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Packaged settings, after `preset: NAME`, that make a run compute what another system computes.
+
+    A preset sets how rewards become advantages and which loss is used. It sets no models, data, batch sizes, lengths or
+    learning rates. Whatever your file or the command line sets wins over it.
+    """
+
+    kind: str
+    name: str
+    summary: str  # its file's first line
+
+
+def presets(kind: str) -> list[Preset]:
+    """Those for one kind of run, by name."""
+    files = sorted((PRESETS_DIR / kind).glob("*.yaml"))
+    return [Preset(kind, file.stem, file.read_text("utf-8").split("\n")[0].removeprefix("#").strip()) for file in files]
+
+
+def _chosen_preset(kind: str, own: Tree, overrides: Sequence[str]) -> Tree:
+    """The settings of the preset that the command line or else the file names; nothing if neither does."""
+    name, origin = own.get(("preset",)), own.origin(("preset",))
+    for override in map(parse_override, overrides):
+        if override.path == ("preset",):
+            name, origin = (None if override.deletes else override.value), COMMAND_LINE
+    if name is None:
+        return Tree()
+    known = [preset.name for preset in presets(kind)]
+    if name not in known:
+        near = get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        there = f"no such preset for {kind}; {hint}There are {', '.join(known)}"
+        raise ConfigError(f"{origin}: `preset` = {name!r}: {there if known else f'there are no presets for {kind}'}")
+    text = (PRESETS_DIR / kind / f"{name}.yaml").read_text(encoding="utf-8")
+    return Tree.from_one_origin(parse_document(text, f"preset {name}").values, f"preset {name}")
 
 
 def _with_aligner_names(own: Tree, overrides: Sequence[str], warnings: list[str]) -> list[str]:
@@ -209,97 +261,59 @@ def _with_aligner_names(own: Tree, overrides: Sequence[str], warnings: list[str]
     return others
 
 
-def guess_kind(path: FilePath) -> Kind:
-    """The kind of run that a file is for, from its top-level sections."""
-    sections = read_with_defaults(path, lambda tree: None, lambda key: True, []).values
-    kinds = [kind for kind in ALL_KINDS if kind in sections]
-    if not kinds and "loss_fn" in sections:
-        return "grpo"
-    if not kinds and "dpo" in (sections.get("trainer") or {}):
-        return "dpo"
-    if len(kinds) != 1:
-        found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
-        raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(ALL_KINDS)}")
-    return kinds[0]
-
-
-def _known_kind(kind: str) -> Kind:
-    for known in ALL_KINDS:
-        if kind == known:
-            return known
-    raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(ALL_KINDS)} is needed")
-
-
-def _keeps_null(kind: Kind, path: Path) -> bool:
-    node = find(vocabulary_of(kind), path)
-    return node is None or node.nullable
-
-
-def _read_file(kind: Kind, path: FilePath, warnings: list[str]) -> Tree:
-    def rename(tree: Tree) -> None:
-        apply_renames(tree, kind, warnings)
-
-    return read_with_defaults(path, rename, lambda key: _keeps_null(kind, key), warnings)
-
-
-def _refuse_unknown(kind: Kind, tree: Tree) -> None:
-    """Everything that has the wrong shape, before values are looked at."""
-    vocabulary, foreign = vocabulary_of(kind), foreign_environments(tree)
-    lines = [
-        f"{tree.origin(path)}: {_describe_unknown(kind, path)}"
-        for path in unknown_keys(vocabulary, tree.values)
-        if path[:2] not in foreign
-    ]
-    lines += [
-        f"{tree.origin(path)}: `{dotted(path)}` = {shown_setting(dotted(path), tree.get(path))}: must be a map of settings"
-        for path in sections_that_are_not_maps(vocabulary, tree.values)
-    ]
+def _refuse_wrong_shape(root: Node, tree: Tree, kind: Kind | None = None) -> None:
+    """Unknown keys, and plain values in place of sections, before values are looked at."""
+    foreign = {} if kind is None else foreign_environments(tree)
+    lines = []
+    for path in unknown_keys(root, tree.values):
+        if path[:2] in foreign:
+            continue
+        hint = hint_for(root, path)
+        if kind is not None and len(path) == 1 and path[0] in ALL_KINDS:
+            hint = f" in a {kind} config; this section belongs to `posttrain {path[0]}`"
+        elif kind is not None and path[0] in ALIGNER_SECTIONS:
+            hint = f" in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
+        lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint}")
+    for path in sections_that_are_not_maps(root, tree.values):
+        shown = shown_setting(dotted(path), tree.get(path))
+        lines.append(f"{tree.origin(path)}: `{dotted(path)}` = {shown}: must be a map of settings")
     if lines or foreign:
         raise ConfigError("\n".join([*lines, *foreign.values()]))
 
 
-def _describe_unknown(kind: Kind, path: Path) -> str:
-    if len(path) == 1 and path[0] in ALL_KINDS:
-        return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
-    if path[0] in ALIGNER_SECTIONS:
-        return (
-            f"unknown key `{dotted(path)}` in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
-        )
-    return f"unknown key `{dotted(path)}`{hint_for(vocabulary_of(kind), path)}"
-
-
-def _forget_unfitting_validation(tree: Tree) -> None:
-    """The built-in validation set belongs to the built-in training set; it goes when you choose another one."""
-    validation = ("data", "validation")
+def _fit_defaults(kind: Kind, tree: Tree, is_set: Callable[[str], bool]) -> None:
+    """Defaults that follow from what else is set."""
+    # The built-in validation set belongs to the built-in training set; it goes when you choose another one.
+    validation, train = ("data", "validation"), tree.get(("data", "train"))
     given = any(origin != DEFAULT for path, origin in tree.origins.items() if path[:2] == validation)
-    if tree.get(validation) is None or tree.origin(validation) != DEFAULT or given:
+    if tree.get(validation) is not None and not given:
+        chosen = [key for key in ("dataset_name", "data_path") if tree.get(("data", "train", key)) is not None]
+        if isinstance(train, list) or any(tree.origin(("data", "train", key)) != DEFAULT for key in chosen):
+            tree.put(validation, None, DEFAULT)
+    if kind != "grpo" or is_set(dotted(_CORRECTION)):
         return
-    chosen = [("data", "train", key) for key in ("dataset_name", "data_path")]
-    is_list = isinstance(tree.get(("data", "train")), list)
-    if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
-        tree.put(validation, None, DEFAULT)
-
-
-def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
-    """A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its samples are
-    weighted, those of vLLM with truncated weights, unless the user says no."""
-    if kind != "grpo" or _is_set_by_user(tree, CORRECTION):
-        return
-    if tree.get(PRECISION) == "fp8":
-        tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
-    elif tree.get(BACKEND) == "vllm" and tree.get(VLLM_PYTHON):
-        tree.put(CORRECTION, True, f"{dotted(BACKEND)}: vllm")
-        if not any(_is_set_by_user(tree, key) for key in (TRUNCATION, TRUNCATION_RATIO)):
-            tree.put(TRUNCATION, "tis", f"{dotted(BACKEND)}: vllm")
-            tree.put(TRUNCATION_RATIO, 2.0, f"{dotted(BACKEND)}: vllm")
-    elif tree.get(FP8) is True:
-        tree.put(CORRECTION, True, f"{dotted(FP8)}: true")
+    # A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its
+    # samples are weighted, those of vLLM with truncated weights, unless the user says no.
+    generation = tree.get(("policy", "generation"))
+    truncation = {
+        "loss_fn.truncated_importance_sampling_type": "tis",
+        "loss_fn.truncated_importance_sampling_ratio": 2.0,
+    }
+    if Tree(generation).get(("native_cfg", "precision")) == "fp8":
+        tree.put(_CORRECTION, True, "policy.generation.native_cfg.precision: fp8")
+    elif generation.get("backend") == "vllm" and Tree(generation).get(("vllm_cfg", "python")):
+        origin = "policy.generation.backend: vllm"
+        tree.put(_CORRECTION, True, origin)
+        for key, value in truncation.items() if not any(map(is_set, truncation)) else ():
+            tree.put(tuple(key.split(".")), value, origin)
+    elif tree.get(("policy", "fp8")) is True:
+        tree.put(_CORRECTION, True, "policy.fp8: true")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
     """The resolved values. A default batch size that does not divide the samples is replaced by their number."""
     values = resolve(tree)
-    if kind != "grpo" or tree.origin(BATCH_SIZE) != DEFAULT:
+    if kind != "grpo" or tree.origin(_BATCH_SIZE) != DEFAULT:
         return values
     counts = [values["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
     if not all(isinstance(count, int) and count > 0 for count in counts):
@@ -307,45 +321,45 @@ def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
     samples = counts[0] * counts[1]
     if samples % values["policy"]["train_global_batch_size"] == 0:
         return values
-    tree.put(BATCH_SIZE, samples, "grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
+    tree.put(_BATCH_SIZE, samples, "grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
     return resolve(tree)
 
 
-def _validated(kind: Kind, values: Values, tree: Tree) -> Any:
+def _validated(model: type[S], values: Values, tree: Tree, file: str = "") -> S:
     try:
-        return RUN_CONFIGS[kind].model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         lines: dict[Path, str] = {}
         for problem in error.errors():
-            path = _key_of(kind, problem["loc"], problem["type"] == "missing", tree)
-            lines.setdefault(path, _explain(path, problem, tree))
+            path = _key_of(schema_of_model(model), problem, tree)
+            lines.setdefault(path, _explain(path, problem, tree, file))
         raise ConfigError("\n".join(lines.values())) from error
 
 
-def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree: Tree) -> Path:
-    """The key that pydantic's location points at. Pydantic also puts members of unions into a location; they are not keys."""
-    absent = object()
+def _key_of(root: Node, problem: ErrorDetails, tree: Tree) -> Path:
+    """The key that pydantic's location points at; members of unions in a location are no keys."""
     path: Path = ()
-    for index, part in enumerate(location):
+    for index, part in enumerate(problem["loc"]):
         here = (*path, str(part))
-        is_last = index == len(location) - 1
-        if tree.get(here, absent) is not absent or (is_missing and is_last and find(schema_of(kind), here)):
+        is_missing = problem["type"] == "missing" and index == len(problem["loc"]) - 1
+        if tree.get(here, _ABSENT) is not _ABSENT or (is_missing and find(root, here)):
             path = here
     return path
 
 
-def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
-    message = message_of(problem)
+def _explain(path: Path, problem: ErrorDetails, tree: Tree, file: str) -> str:
+    key, message, value = dotted(path), message_of(problem), problem["input"]
     if problem["type"] == "missing":
-        return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
-    value = problem["input"]
-    if problem["type"] == UNKNOWN_KEY:
-        return f"{tree.origin(path)}: `{dotted(path)}`: {message}"
-    if isinstance(value, dict):
-        shown = f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
-    else:
-        shown = shown_setting(dotted(path), value)
-    return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
+        where = f"{file}: " if file else ""
+        return f"{where}`{key}` is missing: set it in the file or with {key}=… on the command line"
+    if not path:
+        return f"{file}: {message}"
+    shown = ""
+    if isinstance(value, dict) and problem["type"] != "value_error":
+        shown = f" = a map with {', '.join(map(str, value)) or 'nothing in it'}"
+    elif not isinstance(value, dict | Section) and problem["type"] != UNKNOWN_KEY:
+        shown = f" = {shown_setting(key, value)}"
+    return f"{tree.origin(path)}: `{key}`{shown}: {message}"
 
 
 def _is_expression(value: object) -> bool:
@@ -353,8 +367,7 @@ def _is_expression(value: object) -> bool:
 
 
 def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, object], bool]:
-    """Says whether a value is what it would have been had the user not set it, everything else being equal."""
-    absent = object()
+    """A test whether a value is what it would have been had the user not set it, everything else being equal."""
 
     @cache
     def plain() -> Tree:
@@ -369,8 +382,8 @@ def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, object], bool]:
         return Tree(resolve(usual))
 
     def is_default(path: Path, value: object) -> bool:
-        if tree.origin(path) == DEFAULT or value == plain().get(path, absent):
+        if tree.origin(path) == DEFAULT or value == plain().get(path, _ABSENT):
             return True
-        return _is_expression(defaults.get(path)) and value == in_context().get(path, absent)
+        return _is_expression(defaults.get(path)) and value == in_context().get(path, _ABSENT)
 
     return is_default

@@ -90,7 +90,8 @@ class ClusterConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(
         default=0,
-        description="Times that a run begins again from its newest checkpoint by itself, after it has lost a rank or a machine.",
+        description="Times that a run begins again from its newest checkpoint by itself, after it has lost a rank or "
+        "a machine.",
     )
 
     @property

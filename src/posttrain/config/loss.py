@@ -46,7 +46,8 @@ class LossFnConfig(Section):
     )
     kl_importance_weight: Literal["on_policy", "sampler", "previous", "none"] | None = Field(
         default=None,
-        description="What the KL of a token is weighted by; null is on_policy, or follows use_on_policy_kl_approximation.",
+        description="What the KL of a token is weighted by; null is on_policy, or follows "
+        "use_on_policy_kl_approximation.",
     )
     use_on_policy_kl_approximation: bool = Field(
         default=False,
@@ -72,7 +73,8 @@ class LossFnConfig(Section):
     )
     sequence_ratio_type: Literal["geometric_mean", "product"] = Field(
         default="geometric_mean",
-        description="What the one ratio of an answer is made of: the mean over its tokens (GSPO), or their product (RLOO).",
+        description="What the one ratio of an answer is made of: the mean over its tokens (GSPO), or their product "
+        "(RLOO).",
     )
     token_level_loss: bool = Field(
         default=True,
@@ -112,8 +114,8 @@ class LossFnConfig(Section):
         yield from self._truncation_problems()
         if self.kl_importance_weight is not None and self.use_on_policy_kl_approximation:
             yield (
-                f"loss_fn.kl_importance_weight = {self.kl_importance_weight} and loss_fn.use_on_policy_kl_approximation both "
-                "say how the KL is weighted: set one of them"
+                f"loss_fn.kl_importance_weight = {self.kl_importance_weight} and "
+                "loss_fn.use_on_policy_kl_approximation both say how the KL is weighted: set one of them"
             )
         if self.loss_normalizer == "max_tokens" and self.max_response_tokens is None:
             yield (
@@ -129,8 +131,8 @@ class LossFnConfig(Section):
     def _ratio_problems(self) -> Iterator[str]:
         if self.sequence_level_importance_ratios and self.normalizer != "sequences":
             yield (
-                "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its ratio "
-                "belongs to an answer: set loss_fn.token_level_loss=false"
+                "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its "
+                "ratio belongs to an answer: set loss_fn.token_level_loss=false"
             )
         if self.sequence_ratio_type == "product" and not self.sequence_level_importance_ratios:
             yield (
@@ -139,12 +141,18 @@ class LossFnConfig(Section):
             )
         if self.ratio_ceiling is not None and (self.use_cispo or self.disable_ppo_ratio):
             other = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
-            yield f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss, which loss_fn.{other} does not have: unset one"
+            yield (
+                f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss, which loss_fn.{other} does not have: "
+                "unset one"
+            )
         if not self.use_cispo:
             return
         for name in ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c"):
             if getattr(self, name) not in (False, None):
-                yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO uses the ratio its own way; unset one"
+                yield (
+                    f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO uses the ratio its own way; "
+                    "unset one"
+                )
         if self.normalizer == "sequences":
             yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
 
@@ -156,7 +164,10 @@ class LossFnConfig(Section):
         field, upper = f"{prefix}_type = {kind}", self.truncated_importance_sampling_ratio
         lower = self.truncated_importance_sampling_ratio_min
         if not self.use_importance_sampling_correction:
-            yield f"{field} needs loss_fn.use_importance_sampling_correction = true: there is nothing to truncate otherwise"
+            yield (
+                f"{field} needs loss_fn.use_importance_sampling_correction = true: there is nothing to truncate "
+                "otherwise"
+            )
         if upper is None:
             yield f"{field} needs {prefix}_ratio, the upper bound, e.g. 2.0"
         if kind in ("icepop", "seq-mask-tis") and lower is None:

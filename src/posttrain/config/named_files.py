@@ -28,7 +28,7 @@ class Named:
 
 
 def files_named_in(values: object) -> list[Path]:
-    """Files such as `data.jsonl` and `rewards.py:score`, those below folders of data and models, and modules of functions."""
+    """Files such as `data.jsonl` and `rewards.py:score`, those below folders of data and models, and modules."""
     return list(dict.fromkeys(file for named in settings_with_files(values) for file in named.files))
 
 
@@ -69,7 +69,7 @@ def _below(text: str) -> Iterator[tuple[Path, str]]:
 
 
 def _module(text: str) -> Path | None:
-    """The file of `package.module:name` or `package.module.name`, looked for as an import would; nothing is imported."""
+    """The file of `package.module:name` or `package.module.name`, looked for as an import would be."""
     module = text.rpartition(":")[0] or text.rpartition(".")[0]
     inner = module.replace(".", os.sep)
     for folder in (os.getcwd(), *sys.path):

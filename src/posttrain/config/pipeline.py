@@ -7,19 +7,32 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, matching
 from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_CRON = re.compile(r"@(hourly|daily|weekly|monthly|yearly)|\S+(\s+\S+){4}")
+Cron = Annotated[
+    str,
+    matching(
+        r"\s*(@(hourly|daily|weekly|monthly|yearly)|\S+(\s+\S+){4})\s*",
+        "five fields as in cron (minute hour day month weekday) are expected, or @daily and the like",
+    ),
+]
+RegistryName = Annotated[
+    str,
+    matching(
+        rf"(?!.*\.history$){_NAME.pattern}", "letters, digits, '.', '_' and '-' are accepted, not beginning with a sign"
+    ),
+]
 
 
 class PipelineSettings(Section):
-    name: str = Field(description="Name of the model in the registry; also shown in reports.")
+    name: RegistryName = Field(description="Name of the model in the registry; also shown in reports.")
     folder: str = Field(description="Folder of the pipeline: iterations, reports, KPI.")
     start_from: Literal["production", "base"] = Field(
         default="production",
-        description="Model that a new iteration trains: the one in production (base_model while there is none), or base_model.",
+        description="Model that a new iteration trains: the one in production (base_model while there is none), or "
+        "base_model.",
     )
     gpu_hour_price: NonNegativeFloat | None = Field(
         default=None, description="Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
@@ -27,16 +40,9 @@ class PipelineSettings(Section):
 
     cluster_profile: str | None = Field(
         default=None,
-        description="Cluster profile (docs/launch.md) of the machines that train: time and cost of a training are predicted "
-        "for them, and its prices are used; null predicts from an earlier iteration only.",
+        description="Cluster profile (docs/launch.md) of the machines that train: time and cost of a training are "
+        "predicted for them, and its prices are used; null predicts from an earlier iteration only.",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _can_be_registered(cls, name: str) -> str:
-        if not _NAME.fullmatch(name) or name.endswith(".history"):
-            raise ValueError("letters, digits, '.', '_' and '-' are accepted, not beginning with a sign")
-        return name
 
 
 class DemoSection(Section):
@@ -66,8 +72,8 @@ class TracesSection(Section):
 class DatasetSection(Section):
     kind: Literal["auto", "pairs", "groups", "prompts"] = Field(
         default="auto",
-        description="What the traces become: pairs (DPO), groups of recorded answers or prompts with reference answers (GRPO); "
-        "auto is pairs for DPO and groups for GRPO.",
+        description="What the traces become: pairs (DPO), groups of recorded answers or prompts with reference "
+        "answers (GRPO); auto is pairs for DPO and groups for GRPO.",
     )
     pairs: PairRulesConfig = Field(default_factory=PairRulesConfig, description="How traces become pairs.")
 
@@ -79,8 +85,7 @@ class TrainSection(Section):
         default_factory=list, description="Settings over the file, as on the command line: key=value."
     )
     checkpoint: Literal["newest", "best"] = Field(
-        default="newest",
-        description="Which checkpoint goes on: the newest, or the best by checkpointing.metric_name.",
+        default="newest", description="Which checkpoint goes on: the newest, or the best by checkpointing.metric_name."
     )
     on_doctor_error: Literal["continue", "stop"] = Field(
         default="continue",
@@ -111,8 +116,7 @@ class GateSection(Section):
     config: str = Field(description="gate.yaml: what a candidate has to show.")
     overrides: list[str] = Field(default_factory=list, description="Settings over the file: key=value.")
     without_production: Literal["base", "skip"] = Field(
-        default="base",
-        description="While nothing is in production: compare with base_model, or skip what compares.",
+        default="base", description="While nothing is in production: compare with base_model, or skip what compares."
     )
 
 
@@ -140,7 +144,7 @@ class CanarySection(Section):
 
 class PipelineConfig(Section):
     pipeline: PipelineSettings = Field(description="What holds for all stages.")
-    schedule: str | None = Field(
+    schedule: Cron | None = Field(
         default=None,
         description="When to run, as cron writes it; posttrain starts nothing by itself: the cluster does.",
     )
@@ -156,15 +160,6 @@ class PipelineConfig(Section):
     gate: GateSection = Field(description="Who decides.")
     registry: RegistrySection = Field(default_factory=RegistrySection, description="Where versions are kept.")
     canary: CanarySection = Field(default_factory=CanarySection, description="How traffic is split.")
-
-    @field_validator("schedule")
-    @classmethod
-    def _is_cron(cls, schedule: str | None) -> str | None:
-        if schedule is not None and not _CRON.fullmatch(schedule.strip()):
-            raise ValueError(
-                "five fields as in cron (minute hour day month weekday) are expected, or @daily and the like"
-            )
-        return schedule
 
     @field_validator("evaluate")
     @classmethod

@@ -19,7 +19,8 @@ class TokenizerConfig(Section):
     name: str = Field(description="Folder or hub name of the tokenizer; normally that of the model.")
     chat_template: str | None = Field(
         default="default",
-        description="Chat template: default (the model's), null (none), extra_id (NeMo-Aligner's), a .jinja file or its text.",
+        description="Chat template: default (the model's), null (none), extra_id (NeMo-Aligner's), a .jinja file or "
+        "its text.",
     )
     chat_template_kwargs: FreeMap | None = Field(default=None, description="Extra variables for the chat template.")
 
@@ -44,11 +45,11 @@ class LoraConfig(Section):
 class DtensorConfig(Section):
     activation_checkpointing: bool | Literal["auto"] = Field(
         default=False,
-        description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
+        description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where "
+        "it has to.",
     )
     tensor_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Ranks that share each layer, in training and in sampling; all on one machine.",
+        default=1, description="Ranks that share each layer, in training and in sampling; all on one machine."
     )
     context_parallel_size: PositiveInt = Field(
         default=1,
@@ -69,11 +70,13 @@ class OptimizerConfig(Section):
     kwargs: FreeMap = Field(default_factory=dict, description="Its arguments: lr, weight_decay, betas and so on.")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
-        description="Number format of Adam's two moments, 4, 2 or 1 bytes each; the shorter ones are rounded stochastically.",
+        description="Number format of Adam's two moments, 4, 2 or 1 bytes each; the shorter ones are rounded "
+        "stochastically.",
     )
     master_weights: Literal["float32", "none"] = Field(
         default="float32",
-        description="Copies of bfloat16 weights that updates are added to; none rounds the weights themselves stochastically.",
+        description="Copies of bfloat16 weights that updates are added to; none rounds the weights themselves "
+        "stochastically.",
     )
     offload_states: bool = Field(
         default=False, description="Keeps moments and masters in CPU memory and streams them through the GPU."
@@ -89,7 +92,8 @@ class OptimizerConfig(Section):
         changed = self.state_dtype != "float32" or self.master_weights != "float32" or self.offload_states
         if changed and self.name not in ("torch.optim.AdamW", "torch.optim.Adam"):
             raise ValueError(
-                f"state_dtype, master_weights and offload_states are for torch.optim.AdamW and torch.optim.Adam, not {self.name}"
+                "state_dtype, master_weights and offload_states are for torch.optim.AdamW and torch.optim.Adam, not "
+                f"{self.name}"
             )
         return self
 
@@ -118,8 +122,7 @@ class SequencePackingConfig(Section):
 
 class RewardModelConfig(OpenSection):
     enabled: bool = Field(
-        default=False,
-        description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else.",
+        default=False, description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else."
     )
 
 
@@ -136,7 +139,8 @@ class PolicyConfig(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted one.",
+        description="The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted "
+        "one.",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16",
@@ -144,14 +148,15 @@ class PolicyConfig(Section):
     )
     fp8: bool = Field(
         default=False,
-        description="Computes products of the layers and gradients of their inputs in FP8, in training and log-probabilities; "
-        "on one GPU of Ada, Hopper or newer, with precision bfloat16.",
+        description="Computes products of the layers and gradients of their inputs in FP8, in training and "
+        "log-probabilities; on one GPU of Ada, Hopper or newer, with precision bfloat16.",
     )
     train_global_batch_size: PositiveInt = Field(
         description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
     )
     train_micro_batch_size: PositiveInt = Field(
-        description="Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching decides."
+        description="Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching "
+        "decides."
     )
     logprob_batch_size: PositiveInt = Field(description="Samples in one forward pass for log-probabilities.")
     max_total_sequence_length: PositiveInt = Field(description="Longest sequence in tokens, prompt and answer.")
@@ -167,7 +172,8 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     scheduler: list[FreeMap] | FreeMap | None = Field(
         default=None,
-        description="Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant.",
+        description="Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is "
+        "constant.",
     )
     dtensor_cfg: DtensorConfig = Field(default_factory=DtensorConfig, description="Training with PyTorch, and LoRA.")
     dynamic_batching: DynamicBatchingConfig = Field(
@@ -206,20 +212,23 @@ class PolicyConfig(Section):
                 "set policy.optimizer.kwargs.lr"
             )
         if self.fp8 and self.precision != "bfloat16":
-            yield f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: set that to bfloat16"
+            yield (
+                f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: set that to "
+                "bfloat16"
+            )
         if self.fp8 and self.device == "cpu":
             yield "policy.fp8 needs a GPU with FP8 matrix units (Ada, Hopper or newer), and policy.device = cpu"
         if self.fp8 and lora.enabled and lora.dropout:
             yield (
-                f"policy.fp8 with policy.dtensor_cfg.lora_cfg.dropout = {lora.dropout}: layers with dropout are not fused, and "
-                "their products would not be in FP8; set one of them to its default"
+                f"policy.fp8 with policy.dtensor_cfg.lora_cfg.dropout = {lora.dropout}: layers with dropout are not "
+                "fused, and their products would not be in FP8; set one of them to its default"
             )
         tp = self.dtensor_cfg.tensor_parallel_size
         for name in ("state_dtype", "master_weights"):
             if tp > 1 and (value := getattr(self.optimizer, name)) != "float32":
                 yield (
-                    f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state is kept "
-                    "by whole rows, and here ranks hold parts of rows; set one of them to its default"
+                    f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that "
+                    "state is kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
                 )
 
 

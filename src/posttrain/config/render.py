@@ -38,7 +38,7 @@ def plain_values(value: object) -> Any:
 
 
 def with_override_marks(values: object, defaults: object, path: Path = ()) -> Any:
-    """`values` with `_override_: true` in maps that lack a key of the default, which loading would bring back otherwise."""
+    """`values` with `_override_: true` in maps that lack a key of the default, which loading would bring back."""
     if not isinstance(values, dict) or not isinstance(defaults, dict) or path in REPLACES_BUILT_IN:
         return values
     marked = {key: with_override_marks(inner, defaults.get(key), (*path, key)) for key, inner in values.items()}
@@ -54,7 +54,7 @@ class Expression(str):
 def without_credentials_of_config(
     values: object, expressions: Mapping[str, str], replace: Replace, path: Path = ()
 ) -> Any:
-    """`values` without credentials. One that was written as a reference to an environment variable is that reference."""
+    """`values` without credentials; one that was written as `${oc.env:…}` is that reference."""
     if isinstance(values, dict):
         return {
             key: without_credentials_of_config(inner, expressions, replace, (*path, str(key)))

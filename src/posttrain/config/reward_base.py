@@ -1,4 +1,4 @@
-"""What every type of reward has in common. The types are in `rewards.py` and, of those with many keys, in files of their own."""
+"""What every type of reward has in common. The types are in `rewards.py` and `judge_reward.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The types of reward that `env` can name, and the keys of each: one strict section per type. Loads no package that scores.
+"""The types of reward that `env` can name, and the keys of each: a strict section a type. Loads no package that scores.
 
-To add a type: a section here with its `type`, an entry in `REWARD_TYPES`, and in `posttrain.environments.reward_types` the
-function that scores. `posttrain rewards list` and the errors for wrong keys come from the section by themselves.
+To add a type: a section here with its `type`, an entry in `REWARD_TYPES`, and in `posttrain.environments.reward_types`
+the function that scores. `posttrain rewards list` and the errors for wrong keys come from the section by themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class MathRewardConfig(RewardConfig):
     )
     as_math_verify: bool = Field(
         default=False,
-        description="Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off.",
+        description="Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut "
+        "off.",
     )
 
 
@@ -235,7 +236,7 @@ class CodeRewardConfig(RewardConfig):
 
 
 class RewardModelRewardConfig(RewardConfig):
-    """The score of a reward model, as `posttrain rm` trains one; any number, so give score_mean and score_std to weigh it."""
+    """The score of a reward model, as `posttrain rm` trains one: any number; score_mean and score_std scale it."""
 
     type: Literal["reward_model"] = Field(description=WHAT_TYPE_MEANS)
     model_name: str = Field(

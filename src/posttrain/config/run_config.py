@@ -22,7 +22,8 @@ class DoctorConfig(Section):
     )
     kl_period: NonNegativeInt | Literal["auto"] = Field(
         default="auto",
-        description="GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 without.",
+        description="GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 "
+        "without.",
     )
 
 
@@ -139,7 +140,10 @@ class RunConfig(Section):
 
     def scoring_layer_problems(self) -> Iterator[str]:
         if self.scores_answers:
-            yield "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must be false"
+            yield (
+                "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must "
+                "be false"
+            )
 
     def _data_problems(self) -> Iterator[str]:
         if not self.data.train_sets():
@@ -165,20 +169,20 @@ class RunConfig(Section):
             name, number, limit = "num_nodes", resources.num_nodes, cluster.num_nodes
             if resources.gpus_per_node not in (None, cluster.gpus_per_node):
                 yield (
-                    f"{field}.resources.gpus_per_node = {resources.gpus_per_node}: of several machines, whole ones sample; set "
-                    f"it to null or cluster.gpus_per_node = {cluster.gpus_per_node}"
+                    f"{field}.resources.gpus_per_node = {resources.gpus_per_node}: of several machines, whole ones "
+                    f"sample; set it to null or cluster.gpus_per_node = {cluster.gpus_per_node}"
                 )
         if number is None or number >= limit:
             yield (
-                f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = {limit}; it is "
-                f"{'null' if number is None else number}, and at least one must be left to train"
+                f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = "
+                f"{limit}; it is {'null' if number is None else number}, and at least one must be left to train"
             )
             return
         size, per_node = self.gpus_per_engine, number if cluster.num_nodes == 1 else cluster.gpus_per_node
         if per_node % size:
             yield (
-                f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a machine that "
-                "only sample: those that share an engine's layers are on one machine"
+                f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a "
+                "machine that only sample: those that share an engine's layers are on one machine"
             )
 
     def _parallel_problems(self) -> Iterator[str]:
@@ -190,14 +194,14 @@ class RunConfig(Section):
         )
         if num_ranks % (tp * cp * replicas):
             yield (
-                f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
-                f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
+                f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size "
+                f"{replicas} = {tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
                 f"{' less what only samples' if self.num_engine_gpus else ''} = {num_ranks}"
             )
         elif per_node % tp and self.cluster.num_nodes > 1:
             yield (
-                f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}: ranks that "
-                "share layers exchange sums several times in each, so they are on one machine"
+                f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}: "
+                "ranks that share layers exchange sums several times in each, so they are on one machine"
             )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
@@ -205,8 +209,8 @@ class RunConfig(Section):
         validates = self.data.validation_sets() or any(entry.split_validation_size for entry in trained)
         if metric and metric.startswith("val:") and is_set("checkpointing.metric_name") and not validates:
             yield (
-                f"checkpointing.metric_name: {metric} is not measured without data.validation or split_validation_size; "
-                "the newest checkpoints are kept"
+                f"checkpointing.metric_name: {metric} is not measured without data.validation or "
+                "split_validation_size; the newest checkpoints are kept"
             )
 
 
@@ -214,16 +218,17 @@ class SupervisedRunConfig(RunConfig):
     """A run that samples nothing: its batches are rows of the data."""
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
-        """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound. A pack of pairs
-        must hold two of the longest sequences."""
+        """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound. A pack of
+        pairs must hold two of the longest sequences."""
         yield from super().problems(is_set)
         is_paired = self.step_sizes().num_answers_per_unit == 2
         packing, longest = self.policy.sequence_packing, self.policy.max_total_sequence_length
         room = packing.train_mb_tokens
         if is_paired and packing.enabled and room is not None and room < 2 * longest:
             yield (
-                f"policy.sequence_packing.train_mb_tokens = {room} is less than twice policy.max_total_sequence_length = "
-                f"{longest}: a pack must hold both answers of a pair; set it to {2 * longest} or more"
+                f"policy.sequence_packing.train_mb_tokens = {room} is less than twice "
+                f"policy.max_total_sequence_length = {longest}: a pack must hold both answers of a pair; set it to "
+                f"{2 * longest} or more"
             )
         whole, part = self.policy.train_global_batch_size, self.policy.train_micro_batch_size
         if whole % part and is_set("policy.train_micro_batch_size"):

@@ -46,7 +46,10 @@ class RmRunConfig(SupervisedRunConfig):
 
     def scoring_layer_problems(self) -> Iterator[str]:
         if not self.scores_answers:
-            yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; leave it true"
+            yield (
+                "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; "
+                "leave it true"
+            )
 
 
 class SftConfig(Section):

@@ -1,4 +1,4 @@
-"""Nested plain values that remember where each of them was set, and how one tree is laid over another.
+"""Nested plain values that remember where each was set: laid over each other, and `${...}` replaced by OmegaConf.
 
 A tree is independent of the schema: `keeps_null` is true for the sections in which null is a value of its own.
 """
@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from posttrain.config.base import ConfigError
+from posttrain.files.redaction import shown_setting
 
 Path = tuple[str, ...]
 Values = dict[str, Any]  # of a YAML map: nested maps, lists and scalars
@@ -16,6 +23,7 @@ Values = dict[str, Any]  # of a YAML map: nested maps, lists and scalars
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 OVERRIDE_MARK = "_override_"
+MISSING = "???"  # a value that must be given
 
 # A dataset is one choice: the keys of the built-in one make no sense beside the keys of yours.
 REPLACES_BUILT_IN: frozenset[Path] = frozenset({("data", "train"), ("data", "validation")})
@@ -139,3 +147,45 @@ def without_marks(value: object) -> Any:
     if isinstance(value, list):
         return [without_marks(inner) for inner in value]
     return deepcopy(value)
+
+
+def resolve(tree: Tree) -> Values:
+    """The values of `tree` with every `${...}` replaced by what it stands for."""
+    _register_functions()
+    if missing := [path for path, value in leaves(tree.values) if value == MISSING]:
+        lines = [f"{tree.origin(path)}: `{dotted(path)}` is `???`: a value must be given" for path in missing]
+        raise ConfigError("\n".join(lines) + f", e.g. {dotted(missing[0])}=… on the command line")
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree.values), resolve=True)
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "")
+        path = tuple(key.replace("[", ".").replace("]", "").split("."))
+        written = f"{tree.origin(path)}: `{key}` = {shown_setting(key, tree.get(path)):.200} " if key else ""
+        reason = str(getattr(error, "msg", None) or error).split("\n")[0]
+        raise ConfigError(f"{written}cannot be resolved: {reason:.200}") from error
+    except RecursionError as error:
+        raise ConfigError("references (`${…}`) are nested too deep") from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+@cache
+def _register_functions() -> None:
+    """`${add:1,2}`, `${mul:…}`, `${div:…}` and `${max:…}` of two numbers."""
+
+    def register(name: str, compute: Callable[[Any, Any], int | float]) -> None:
+        def function(left: Any, right: Any) -> int | float:
+            for operand in (left, right):
+                if isinstance(operand, bool) or not isinstance(operand, int | float):
+                    raise ValueError(f"{name} takes two numbers, got {operand!r}")
+            result = compute(left, right)
+            # An exact result of two integers stays one, so that `${div:512,4}` fits where a count is expected.
+            both_whole = isinstance(left, int) and isinstance(right, int)
+            return int(result) if both_whole and isinstance(result, float) and result.is_integer() else result
+
+        OmegaConf.register_resolver(name, function, replace=True)
+
+    register("add", lambda left, right: left + right)
+    register("mul", lambda left, right: left * right)
+    register("div", lambda left, right: left / right)
+    register("max", max)

@@ -1,8 +1,7 @@
 """Reads YAML with the line of every key, and follows `defaults:`.
 
-Numbers are read as OmegaConf reads them: `1e-8` is a float, dates and times stay text. A text that would take much time or
-memory (aliases of aliases, endless nesting) is refused before its values are built. Renames of old keys are applied to each
-file on its own, before files are laid over each other.
+Numbers are read as OmegaConf reads them: `1e-8` is a float, dates and times stay text. Renames of old keys are applied
+to each file on its own, before files are laid over each other.
 """
 
 from __future__ import annotations
@@ -15,43 +14,31 @@ from typing import Any
 
 import yaml
 
-from posttrain.config.base import MAX_INTEGER, ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.tree import Path, Tree, overlay
 from posttrain.errors import near_path
 from posttrain.files.json_files import read_at_most
 
+MAX_FILE_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_VALUES = 20_000  # with every alias written out
-MAX_FILE_BYTES = 2**20
 DEFAULTS_DIR = FilePath(__file__).parent / "defaults"
 
 # NeMo RL's recipes inherit from these files of its source tree; posttrain carries the same defaults.
 EXEMPLARS = {"grpo_math_1B.yaml": "grpo", **{file.name: file.stem for file in DEFAULTS_DIR.glob("*.yaml")}}
 
 
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
+def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > 100 or abs(value := int(super().construct_yaml_int(node))) >= MAX_INTEGER:
-            raise _error(f"the number {node.value:.20}… is beyond 64 bits", node)
-        return value
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if key_node.tag != "tag:yaml.org,2002:merge" and key_node.value in seen:
-                raise _error(f"key `{key_node.value}` is set twice", key_node)
-            seen.add(key_node.value)
+        names = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for index, key in enumerate(names):
+            if any(key.value == other.value for other in names[:index]):
+                raise _error(f"key `{key.value}` is set twice", key)
         return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
-def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 def _use_plain_numbers(loader: type[_Loader]) -> None:
@@ -81,77 +68,41 @@ def parse_value(text: str) -> Any:
 def parse_document(text: str | bytes, label: str) -> Tree:
     """A YAML document whose origins are `label:line`."""
     try:
-        node, values = _parse(text)
+        lines, values = _parse(text)
     except ValueError as error:
         raise ConfigError(f"{label}: not valid YAML: {error}") from error
-    values = {} if node is None else values
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(
             f"{label}: expected a map of sections (`name:` at the beginning of a line), got {type(values).__name__}"
         )
-    origins: dict[Path, str] = {}
-    if node is not None:
-        _collect_lines(node, (), f"{label}:", origins)
-    return Tree(_with_text_keys(values), origins)
+    return Tree(values, {path: f"{label}:{line}" for path, line in lines.items()})
 
 
-def _parse(text: str | bytes) -> tuple[yaml.Node | None, Any]:
+def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
+    """The line of each value, and the values. A config.yaml may be from another machine: nothing that is short as a
+    text and endless as values is built from it."""
+    lines: dict[Path, int] = {}
     try:
-        _check_size(text)
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):  # before nodes are built, in C, which recurses without a limit
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _error(f"nested more than {MAX_DEPTH} deep", event)
         loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None, None
-            _check_node(node, {})
-            return node, loader.construct_document(node)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None:
+            return {}, None
+        _collect_lines(node, (), lines)
+        return lines, _with_text_keys(loader.construct_document(node))
     except yaml.YAMLError as error:
-        raise ValueError(_one_line(error)) from error
-    except LookupError as error:  # `!!bool maybe`
+        raise ValueError(re.sub(r"\s+", " ", str(error)).strip().replace('in "<unicode string>", ', "at ")) from error
+    except (LookupError, AttributeError) as error:  # `!!bool maybe`
         raise ValueError(f"{error} does not fit its tag") from error
 
 
-def _check_size(text: str | bytes) -> None:
-    """Before nodes are built from it: the C library recurses, and has no limit."""
-    depth = count = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        count += isinstance(event, yaml.NodeEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise _error(f"nested more than {MAX_DEPTH} deep", event)
-        if count > MAX_VALUES:
-            raise _error(f"more than {MAX_VALUES} values", event)
-
-
-def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values a node has, and how deep they are, with its aliases written out. `known`: of the nodes seen so far."""
-    if id(node) in known:
-        if known[id(node)] == (0, 0):
-            raise _error("an alias contains itself", node)
-        return known[id(node)]
-    if node.tag not in _TAGS:
-        raise _error(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not read", node)
-    known[id(node)] = 0, 0
-    inner = []
-    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-        raise _error("a text holds the character NUL", node)
-    if isinstance(node, yaml.SequenceNode):
-        inner = [_check_node(value, known) for value in node.value]
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _error("a key is a list or a map; keys are names", key)
-            inner += [_check_node(key, known), _check_node(value, known)]
-    count, depth = 1 + sum(count for count, _ in inner), 1 + max((depth for _, depth in inner), default=0)
-    if count > MAX_VALUES or depth > MAX_DEPTH + 1:
-        raise _error(f"more than {MAX_VALUES} values, or {MAX_DEPTH} levels, with its aliases written out", node)
-    known[id(node)] = count, depth
-    return count, depth
-
-
-def _collect_lines(node: yaml.Node, path: Path, prefix: str, origins: dict[Path, str]) -> None:
+def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
+    """The line of each value; an alias stands for values of its own."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(key.value), key, value) for key, value in node.value]
@@ -159,20 +110,17 @@ def _collect_lines(node: yaml.Node, path: Path, prefix: str, origins: dict[Path,
         children = [(str(index), value, value) for index, value in enumerate(node.value)]
     for key, marked, value in children:
         here = (*path, key)
-        is_leaf = not isinstance(value, yaml.MappingNode) or not value.value
-        if is_leaf:
-            origins[here] = f"{prefix}{marked.start_mark.line + 1}"
-        _collect_lines(value, here, prefix, origins)
+        if not isinstance(value, yaml.MappingNode) or not value.value:
+            lines[here] = marked.start_mark.line + 1
+        if len(lines) > MAX_VALUES or len(here) > MAX_DEPTH:
+            raise _error(f"more than {MAX_VALUES} values or {MAX_DEPTH} levels, with its aliases written out", marked)
+        _collect_lines(value, here, lines)
 
 
 def _with_text_keys(value: object) -> Any:
     if isinstance(value, dict):
         return {str(key): _with_text_keys(inner) for key, inner in value.items()}
     return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip().replace('in "<unicode string>", ', "at ")
 
 
 def display_path(path: FilePath) -> str:
@@ -188,7 +136,7 @@ def read_built_in(kind: str) -> Tree:
 
 def read_with_defaults(
     path: FilePath,
-    rename: Callable[[Tree], None],
+    rename: Callable[[Tree], object],
     keeps_null: Callable[[Path], bool],
     warnings: list[str],
     trail: tuple[FilePath, ...] = (),
@@ -206,8 +154,6 @@ def read_with_defaults(
     if resolved in trail:
         loop = " -> ".join(display_path(step) for step in (*trail, resolved))
         raise ConfigError(f"{label}: `defaults:` goes round in a circle: {loop}")
-    if len(trail) > MAX_DEPTH:
-        raise ConfigError(f"{label}: `defaults:` of more than {MAX_DEPTH} files, one below the other")
     own = read_document(path, label)
     parents = _parents(own, label)
     rename(own)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.aliases import MANY_EPOCHS, aliases_of, expand_aliases
 from posttrain.config.base import ConfigError
+from posttrain.config.command_line import MANY_EPOCHS, aliases_of, expand_aliases
 from posttrain.config.runs import ALL_KINDS, KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import find, schema_of
 

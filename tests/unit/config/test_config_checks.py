@@ -8,6 +8,8 @@ IS_CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 TIS = "loss_fn.truncated_importance_sampling_type"
 
 ASYNC = "grpo.async_grpo.enabled=true"
+DYNAMIC = "grpo.use_dynamic_sampling=true"
+SHAPED = "grpo.reward_shaping.enabled=true"
 
 REFUSED = [
     ([ASYNC, "grpo.use_dynamic_sampling=true"], ["grpo.async_grpo.enabled", "grpo.use_dynamic_sampling"]),
@@ -55,6 +57,40 @@ REFUSED = [
     (["data.train=null"], ["data.train is empty"]),
     (["data.train=[{split: train}]"], ["needs `dataset_name` or `data_path`"]),
     (["~policy.optimizer.kwargs.lr"], ["policy.optimizer.kwargs.lr is not set"]),
+    (["grpo.batch_multiplier=2"], ["batch_multiplier = 2", "use_dynamic_sampling"]),
+    ([DYNAMIC, "grpo.num_prompts_per_step=2", "grpo.batch_multiplier=0.4"], ["less than one prompt"]),
+    ([DYNAMIC, "grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"], ["never does", "at least 2"]),
+    (
+        [DYNAMIC, "loss_fn.force_on_policy_ratio=true"],
+        ["force_on_policy_ratio", "set dynamic_sampling_surplus=discard"],
+    ),
+    (
+        [
+            "grpo.adv_estimator.name=gdpo",
+            "data.train={dataset_name: gsm8k, env_name: two}",
+            "env.two.rewards={a: {type: math}, b: {type: regex, pattern: x, weight: 0}}",
+        ],
+        ["env.two.rewards.b.weight = 0", "reward_weights"],
+    ),
+    (["grpo.adv_estimator.name=gdpo"], ["env.math has a single one, of type math", "env.math.rewards"]),
+    (["grpo.reward_scaling={enabled: true, source_min: 1}"], ["source_min = 1", "source_max = 1"]),
+    (
+        [SHAPED, "grpo.reward_shaping.overlong_buffer_length=600"],
+        ["overlong_buffer_length = 600", "max_response_length"],
+    ),
+    ([SHAPED, "grpo.reward_shaping.overlong_buffer_penalty=null"], ["needs overlong_buffer_penalty"]),
+    ([SHAPED, "grpo.adv_estimator.name=gdpo"], ["reward_shaping", "gdpo"]),
+    (["loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0}"], ["use_kl_in_reward", "which is 0"]),
+    (
+        ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator={name: gdpo, kl_in_reward: sequence}"],
+        ["kl_in_reward = sequence", "gdpo"],
+    ),
+    (["grpo.adv_estimator.name=rloo", "grpo.num_generations_per_prompt=1"], ["rloo", "at least 2"]),
+    (["loss_fn={kl_importance_weight: none, use_on_policy_kl_approximation: true}"], ["kl_importance_weight = none"]),
+    (["loss_fn={loss_normalizer: max_tokens, max_response_tokens: null}"], ["max_response_tokens"]),
+    (["loss_fn.sequence_ratio_type=product"], ["sequence_level_importance_ratios = true"]),
+    (["loss_fn={ratio_ceiling: 2, use_cispo: true}"], ["ratio_ceiling", "use_cispo"]),
+    (["loss_fn={use_cispo: true, loss_normalizer: sequences}"], ["use_cispo", "token_level_loss"]),
 ]
 
 
@@ -77,6 +113,17 @@ def test_contradictions_name_the_fields_and_the_remedy(overrides: list[str], par
         ["policy.train_global_batch_size=128"],
         ["env.mine.function=r.py:f", "data.default.env_name=mine"],
         ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.9"],
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false}"],
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.group_of_one=reward"],
+        [DYNAMIC, "loss_fn.force_on_policy_ratio=true", "grpo.dynamic_sampling_surplus=discard"],
+        [
+            "grpo.adv_estimator={name: gdpo, reward_weights: [1, 0]}",
+            "checkpointing.metric_name=null",
+            "data.train={dataset_name: gsm8k, env_name: two}",
+            "env.two.rewards={a: {type: math}, b: {type: regex, pattern: x, weight: 0}}",
+        ],
+        [DYNAMIC, "grpo.batch_multiplier=3"],
+        ["loss_fn={sequence_level_importance_ratios: true, loss_normalizer: sequences}"],
     ],
 )
 def test_what_fits_together_is_accepted(overrides: list[str]) -> None:
@@ -148,3 +195,18 @@ def test_pack_that_cannot_hold_both_answers_of_a_pair_is_refused(kind: str) -> N
     with pytest.raises(ConfigError, match=r"train_mb_tokens = 1023 is less than twice .* = 512.*set it to 1024"):
         load_config(kind, None, [*packing, "policy.sequence_packing.train_mb_tokens=1023"])
     load_config("sft", None, [*packing, "policy.sequence_packing.train_mb_tokens=600"])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("grpo.reward_shaping.overlong_buffer_length=64", "grpo.reward_shaping.enabled is off"),
+        ("grpo.adv_estimator.kl_in_reward=token", "loss_fn.use_kl_in_reward is off"),
+        ("grpo.adv_estimator.reward_weights=[1, 2]", "read by gdpo only"),
+        ("grpo.adv_estimator.minus_baseline=false", "read by reinforce_plus_plus only"),
+        ("grpo.reward_shaping={enabled: true, max_response_length: 4096}", "begins at 3968 tokens"),
+    ],
+)
+def test_what_nothing_reads_is_mentioned(override: str, part: str) -> None:
+    (warning,) = load_config("grpo", None, [override]).warnings
+    assert part in warning

@@ -1,4 +1,4 @@
-"""Configs that would take gigabytes or hours are refused at once, with the reason and the place."""
+"""What cannot be a config: refused with the reason and the place."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ def aliases(first: str, line: str, count: int) -> str:
 
 
 REFUSED = {
-    "lists of aliases": (aliases("[x]", "[?, ?, ?, ?, ?, ?, ?, ?, ?]", 10), "values, or 64 levels, with its aliases"),
-    "merges of aliases": (aliases("{x: 1}", "{<<: [?, ?, ?]}", 20), "values, or 64 levels, with its aliases"),
-    "aliases in aliases": (aliases("[x]", "[?]", 3000), "values, or 64 levels, with its aliases"),
-    "an alias in itself": ("&a [*a]", "an alias contains itself"),
-    "flow nesting": ("[" * 200_000, "nested more than 64 deep"),
-    "block nesting": ("- " * 200_000, "nested more than 64 deep"),
-    "many values": ("[" + "a, " * 50_000 + "]", "more than 20000 values"),
-    "long integer": ("1" * 5000, "beyond 64 bits"),
-    "large integer": ("9223372036854775808", "beyond 64 bits"),
-    "tag": ("!!timestamp x", "the tag !!timestamp is not read"),
+    "lists of aliases": (aliases("[x]", "[?, ?, ?, ?, ?, ?, ?, ?, ?]", 10), "with its aliases"),
+    "an alias in itself": ("&a [*a]", "with its aliases"),
+    "nesting": ("[" * 200_000, "nested more than 64 deep"),
+    "long integer": ("1" * 5000, "integer string conversion"),
     "value that is not of its tag": ("!!bool maybe", "does not fit its tag"),
-    "key that is a list": ("{? [a]: b}", "a key is a list or a map"),
-    "NUL": ('"a\\0b"', "NUL"),
+    "tag of another language": ("!!python/name:os.system x", "could not determine a constructor"),
+    "key that is a list": ("{? [a]: b}", "unhashable key"),
+    "key twice": ("{a: 1, a: 2}", "key `a` is set twice"),
     "half a character": ("\udc80", "surrogates not allowed"),
 }
 
@@ -58,28 +53,9 @@ def test_a_file_that_many_files_inherit_from_is_read_once(tmp_path: Path) -> Non
     assert load_config("grpo", tmp_path / "0.yaml").config.grpo.seed == 7
 
 
-def test_a_long_chain_of_defaults_is_refused(tmp_path: Path) -> None:
-    for i in range(80):
-        (tmp_path / f"{i}.yaml").write_text(f"defaults: {i + 1}.yaml\n")
-    with pytest.raises(ConfigError, match="`defaults:` of more than 64 files"):
-        load_config("grpo", tmp_path / "0.yaml")
-
-
-@pytest.mark.parametrize(
-    "line", ["${.a?}${.a?}", "${logger.wandb.a?}${logger.wandb.a?}", "${oc.select:.a?}${oc.select:.a?}"]
-)
-def test_references_that_double_are_refused(line: str, tmp_path: Path) -> None:
-    keys = "".join(f"    a{i}: '{line.replace('?', str(i - 1))}'\n" for i in range(1, 40))
-    file = tmp_path / "x.yaml"
-    file.write_text(f"logger:\n  wandb:\n    a0: xxxxxxxx\n{keys}")
-    with pytest.raises(ConfigError, match="comes to more than 100000 characters"):
-        load_config("grpo", file)
-
-
-@pytest.mark.parametrize("text", ["${" * 3000, "${a:" * 90, "${a" + ".x" * 20_000 + "}"])
-def test_references_nested_without_end_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"references|cannot be resolved"):
-        load_config("grpo", None, [f"logger.wandb.name='{text}'"])
+def test_references_in_a_circle_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.name.*Recursive interpolation"):
+        load_config("grpo", None, ["logger.wandb.name='${logger.wandb.entity}'", "logger.wandb.entity='${.name}'"])
 
 
 @pytest.mark.parametrize(

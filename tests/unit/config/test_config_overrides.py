@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.overrides import parse_override
+from posttrain.config.command_line import parse_override
 
 
 def grpo(*overrides: str):

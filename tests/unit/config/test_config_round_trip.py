@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from posttrain.cli import config_command
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, load_config
-from posttrain.config.interpolation import resolve
 from posttrain.config.render import to_yaml_text
-from posttrain.config.tree import Tree
+from posttrain.config.tree import Tree, resolve
 from posttrain.config.yaml_files import parse_document
 
 REPOSITORY = Path(__file__).parents[3]

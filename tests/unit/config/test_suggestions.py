@@ -9,10 +9,9 @@ import pytest
 
 from posttrain.config.base import ConfigError
 from posttrain.config.gate import GateConfig
+from posttrain.config.loader import load_standalone
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.config.schema import ANY_NAME, Node, find, is_field, known_keys, schema_of, schema_of_model
-from posttrain.config.standalone import load_standalone
-from posttrain.config.suggestions import hint_for
+from posttrain.config.schema import ANY_NAME, Node, find, hint_for, is_field, known_keys, schema_of, schema_of_model
 from posttrain.config.tree import Path, dotted
 
 GATE, PIPELINE = schema_of_model(GateConfig), schema_of_model(PipelineConfig)

@@ -78,7 +78,7 @@ def dataset_block(
     kind: str, name: str, data: Data, inputs: Inputs, reward: Reward | None = None
 ) -> tuple[JsonObject, JsonMapping]:
     """The section `data.train` or `data.validation`, chosen by `name`, and the first row if it is known."""
-    from posttrain.config.aliases import file_dataset
+    from posttrain.config.command_line import file_dataset
     from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, find_spec
 
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):

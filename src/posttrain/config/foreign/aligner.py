@@ -1,8 +1,8 @@
-"""NeMo-Aligner's names of a DPO config, translated by `aligner.yaml`: `model.dpo.*`, `trainer.dpo.*`, `exp_manager.*` and so on.
+"""NeMo-Aligner's names of a DPO config, translated by `aligner.yaml`: `model.dpo.*`, `trainer.*`, `exp_manager.*` etc.
 
-`posttrain dpo` understands them in files and on the command line. All of them are translated together, because one setting here
-may come from several there. A key that posttrain has no counterpart for is refused with what to use, or, where it changes no
-result, mentioned. The value of posttrain's own name wins where both are given.
+`posttrain dpo` understands them in files and on the command line. All of them are translated together, because one
+setting here may come from several there. A key that posttrain has no counterpart for is refused with what to use, or,
+where it changes no result, mentioned. The value of posttrain's own name wins where both are given.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from posttrain.config.base import ConfigError
 from posttrain.config.foreign.nemo_rl import ABSENT, Rename, counterpart, read_data, read_renames, read_rules, rule_for
-from posttrain.config.interpolation import MISSING, resolve
-from posttrain.config.tree import COMMAND_LINE, Path, Tree, Values, dotted, leaves
+from posttrain.config.tree import COMMAND_LINE, MISSING, Path, Tree, Values, dotted, leaves, resolve
 
 FILE = "aligner.yaml"
 SECTIONS = ("model", "trainer", "exp_manager", "pretrained_checkpoint")
@@ -80,7 +79,7 @@ class _Translation:
         self._warnings.append(f"{origin}: `{old}` is now {' and '.join(f'`{name}`' for name in new)}")
 
     def _is_set_otherwise(self, path: Path, value: object, origin: str) -> bool:
-        """Whether posttrain's own name holds another value, which wins unless it is a file's against the command line's."""
+        """Whether posttrain's own name has another value, which wins unless only the command line has the other."""
         present = self._tree.get(path, ABSENT)
         is_overridden = origin == COMMAND_LINE and self._tree.origin(path) != COMMAND_LINE
         return present is not ABSENT and present != value and not is_overridden
@@ -148,7 +147,7 @@ class _Translation:
             self._put(f"{section}.target_modules", (f"{LORA}.target_modules",), adapted)
 
     def _rest(self) -> list[str]:
-        """What was not translated: returns the keys that change no result, and notes an error for each of the others."""
+        """What was not translated: returns keys that change no result, and notes an error for each other key."""
         ignored = []
         for path, value in leaves(self._given.values):
             key, origin = dotted(path), self._given.origin(path)
@@ -161,8 +160,8 @@ class _Translation:
                 ignored.append(key)
             else:
                 self._errors.append(
-                    f"{origin}: `{key}` is no key of NeMo-Aligner's DPO that posttrain knows; docs/seeds.md lists those it "
-                    "translates, and `posttrain config show dpo` its own"
+                    f"{origin}: `{key}` is no key of NeMo-Aligner's DPO that posttrain knows; docs/seeds.md lists "
+                    "those it translates, and `posttrain config show dpo` its own"
                 )
         return ignored
 

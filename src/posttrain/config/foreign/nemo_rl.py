@@ -1,4 +1,4 @@
-"""NeMo RL's keys that posttrain does not read, and its older names: `nemo_rl.yaml`, `rules.yaml` and `renames.yaml`, applied.
+"""NeMo RL's keys that posttrain does not read, and its older names: `nemo_rl.yaml`, `rules.yaml`, `renames.yaml`.
 
 Every key of NeMo RL may stand in a file. A value that would change results is refused, one that would not is mentioned.
 """
@@ -6,6 +6,7 @@ Every key of NeMo RL may stand in a file. A value that would change results is r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -14,8 +15,8 @@ from typing import Any
 
 from posttrain.config.base import Section
 from posttrain.config.runs import KINDS, Kind
-from posttrain.config.schema import Node, schema_of
-from posttrain.config.tree import Path, Tree, Values, dotted, overlay
+from posttrain.config.schema import Node, schema_of, unknown_keys
+from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, overlay
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import shown_setting
 
@@ -106,7 +107,7 @@ def _listed(one_or_many: Any) -> list[str]:
 
 
 def apply_renames(tree: Tree, kind: Kind, warnings: list[str]) -> bool:
-    """Rewrite old keys in `tree`, a file or one override. Appends one line to `warnings` for each; whether there was any.
+    """Rewrite old keys in `tree`, a file or one override, with a line in `warnings` for each; whether there was any.
 
     The new name wins where both are written.
     """
@@ -221,28 +222,10 @@ def _without_marks(values: object) -> Any:
 
 def separate(kind: Kind, values: Values) -> tuple[Values, Values]:
     """The values that belong to the schema, and those that do not."""
-    own, foreign = _separated(schema_of(kind), values)
-    return own or {}, foreign or {}
-
-
-def _separated(node: Node, values: object) -> tuple[Any, Any]:
-    if isinstance(values, list) and node.listed:
-        pairs = [_separated(node, item) for item in values]
-        foreign = {str(index): other for index, (_, other) in enumerate(pairs) if other}
-        return [own for own, _ in pairs], foreign or None
-    if not isinstance(values, dict) or node.shape == "free":
-        return values, None
-    own: Values = {}
-    others: Values = {}
-    for key, value in values.items():
-        child = node.child(str(key))
-        if child is None:
-            others[key] = value
-            continue
-        own[key], other = _separated(child, value)
-        if other:
-            others[key] = other
-    return own, others or None
+    own, foreign = Tree(deepcopy(values)), Tree()
+    for path in list(unknown_keys(schema_of(kind), values)):
+        foreign.put(path, own.remove(path), DEFAULT)
+    return own.values, foreign.values
 
 
 def _every_value(values: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
@@ -277,8 +260,8 @@ def review(
     notices = []
     if generation is not None and generation.backend == "vllm" and not vllm_samples:
         notices.append(
-            "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python, the Python of an environment that has "
-            "vLLM (docs/vllm.md); the native engine samples instead"
+            "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python, the Python of an environment "
+            "that has vLLM (docs/vllm.md); the native engine samples instead"
         )
     position = Tree(foreign).get(("policy", "dtensor_cfg", "lora_cfg", "dropout_position"))
     lora = None if policy is None else policy.dtensor_cfg.lora_cfg

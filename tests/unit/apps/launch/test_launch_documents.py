@@ -14,7 +14,7 @@ from posttrain.apps.launch.manifest_files import Manifest, read_text
 from posttrain.apps.launch.prices import PRICES
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
-from posttrain.config.standalone import load_standalone
+from posttrain.config.loader import load_standalone
 
 ROOT = Path(__file__).parents[4]
 GUIDES = (ROOT / "docs" / "launch-seeds.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from posttrain.apps.launch.instances import find_instance
 from posttrain.apps.launch.prices import price_of
 from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.config.loader import load_standalone
 from posttrain.config.pipeline import PipelineSettings
-from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.reporting.wording import duration

@@ -9,8 +9,8 @@ from pathlib import Path
 from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, about
 from posttrain.apps.ship.pipeline.stage import Stage, StageContext
 from posttrain.config.gate import GateConfig
+from posttrain.config.loader import load_standalone
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.files import durable
 from posttrain.files.digests import digest

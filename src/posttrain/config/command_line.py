@@ -1,0 +1,238 @@
+"""The command line: overrides in Hydra's grammar (`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, `~a.b=c`), and short names.
+
+Every key of the schema exists from the start, so the three ways to set mean the same here; what Hydra's `+` guards
+against, an unknown key, is an error in any case. Settings that are typed often have a short name: `lr=1e-5 lora=16
+steps=200`, or `--lr 1e-5`. A config file has the full names, and so has the `config.yaml` of a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from posttrain.config.base import ConfigError
+from posttrain.config.data import REWARD
+from posttrain.config.runs import KINDS, PAIR_KINDS
+from posttrain.config.tree import (
+    COMMAND_LINE,
+    DEFAULT,
+    REPLACES_BUILT_IN,
+    Path,
+    Tree,
+    dotted,
+    forget_arguments_of_another_class,
+    leaves,
+)
+from posttrain.config.yaml_files import parse_value
+from posttrain.files.redaction import redact_argument, shown_setting
+
+_KEY = re.compile(r"[A-Za-z_][\w\-]*(?:\.[\w\-]+|\[\d+\])*")
+_HYDRA_MAP_KEY = re.compile(r"([{,]\s*[\w.\-]+):(?=[^\s/])")
+LORA = "policy.dtensor_cfg.lora_cfg"
+MANY_EPOCHS = 1_000_000
+# {kind} is the kind of run, whose section has the same name.
+ALIASES = {
+    "model": "policy.model_name",
+    "lr": "policy.optimizer.kwargs.lr",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "weight_decay": "policy.optimizer.kwargs.weight_decay",
+    "steps": "{kind}.max_num_steps",
+    "max_steps": "{kind}.max_num_steps",
+    "epochs": "{kind}.max_num_epochs",
+    "seed": "{kind}.seed",
+    "batch_size": "policy.train_global_batch_size",
+    "max_length": "policy.max_total_sequence_length",
+    "precision": "policy.precision",
+    "device": "policy.device",
+    "folder": "checkpointing.checkpoint_dir",
+    "gpus": "cluster.gpus_per_node",
+    "nodes": "cluster.num_nodes",
+}
+ALIASES_OF_KIND = {
+    "grpo": {
+        "kl": "loss_fn.reference_policy_kl_penalty",
+        "prompts": "grpo.num_prompts_per_step",
+        "generations": "grpo.num_generations_per_prompt",
+        "temperature": "policy.generation.temperature",
+        "max_new_tokens": "policy.generation.max_new_tokens",
+    },
+    "dpo": {"beta": "dpo.reference_policy_kl_penalty"},
+}
+_CLOSE = 0.75  # no section of a config is that close to a short name
+# Written with their section, and in the wrong one.
+MISPLACED = {"policy.learning_rate": "lr", "policy.lr": "lr", "policy.optimizer.lr": "lr"}
+
+
+@dataclass(frozen=True)
+class Override:
+    text: str
+    path: Path
+    deletes: bool
+    has_value: bool
+    value: Any
+
+
+def parse_override(text: str) -> Override:
+    match = re.fullmatch(r"(\+\+|\+|~)?([^=]*)(?:(=)(.*))?", text, flags=re.DOTALL)
+    assert match is not None, "every string has this form"
+    sign, key, equals, raw = match.groups()
+    key = key.strip()
+    deletes = sign == "~"
+    if not _KEY.fullmatch(key) or (equals is None and not deletes):
+        hint = f"; a config file is given with --config {text}" if text.endswith((".yaml", ".yml")) else ""
+        raise ConfigError(
+            f"command line: {redact_argument(text)!r} is not an override; write key=value (e.g. "
+            f"policy.precision=float32), or ~key to remove{hint}"
+        )
+    try:
+        if (raw or "").lstrip().startswith("{"):
+            raw = _HYDRA_MAP_KEY.sub(r"\1: ", raw)  # Hydra accepts {a:1}; YAML needs {a: 1}
+        value = (parse_value(raw) if raw.strip() else "") if equals else None
+    except ValueError as error:
+        shown = redact_argument(text)
+        reason = f" ({error})" if shown == text else ""  # it may quote a part of the value
+        raise ConfigError(
+            f"command line: the value of {shown!r:.200} is not valid{reason}; put it in quotes if it is text"
+        ) from error
+    return Override(text, tuple(re.sub(r"\[(\d+)\]", r".\1", key).split(".")), deletes, bool(equals), value)
+
+
+def apply_overrides(
+    tree: Tree,
+    overrides: Sequence[str],
+    rename: Callable[[Tree], bool],
+    has_default: Callable[[Path], bool],
+) -> Tree:
+    """`tree` with the overrides applied in order. `rename` rewrites old keys of one; whether it did is returned."""
+    result = tree.copy()
+    for text in overrides:
+        override = parse_override(text)
+        if override.deletes:
+            _delete(result, override, has_default)
+            continue
+        written = Tree()
+        written.put(override.path, override.value, COMMAND_LINE)
+        if not rename(written):
+            _assign(result, override.path, override.value, override)
+            continue
+        for path, value in leaves(written.values):
+            if value != {}:  # the section of a key that was dropped
+                _assign(result, path, value, override)
+    return result
+
+
+def _delete(tree: Tree, override: Override, has_default: Callable[[Path], bool]) -> None:
+    absent = object()
+    present = tree.get(override.path, absent)
+    if present is absent:
+        if has_default(override.path):
+            return  # it has nothing but the default of the schema
+        raise ConfigError(f"command line: {redact_argument(override.text)!r} removes a key that is not there")
+    if override.has_value and present != override.value:
+        raise ConfigError(
+            f"command line: {redact_argument(override.text)!r} does not apply: `{dotted(override.path)}` is "
+            f"{shown_setting(dotted(override.path), present)} "
+            f"({tree.origin(override.path)})"
+        )
+    tree.remove(override.path)
+
+
+def _assign(tree: Tree, path: Path, value: object, override: Override) -> None:
+    _check_way(tree, path, override)
+    below = tree.get(path)
+    if path[-1] == "name" and isinstance(tree.get(path[:-1]), dict):
+        forget_arguments_of_another_class(tree, path[:-1], {"name": value})
+    replaces = path in REPLACES_BUILT_IN and tree.origin(path) == DEFAULT
+    if isinstance(value, dict) and value and isinstance(below, dict) and not replaces:
+        if "name" in value:
+            forget_arguments_of_another_class(tree, path, value)
+        for rest, inner in leaves(value):
+            tree.put((*path, *rest), inner, COMMAND_LINE)
+        return
+    tree.put(path, value, COMMAND_LINE)
+
+
+def _check_way(tree: Tree, path: Path, override: Override) -> None:
+    """What is on the way to the key must be a map, or a list with that entry."""
+    for length in range(1, len(path)):
+        node = tree.get(path[:length])
+        key = path[length]
+        if isinstance(node, list) and not (key.isdigit() and int(key) < len(node)):
+            raise ConfigError(
+                f"command line: {redact_argument(override.text)!r}: `{dotted(path[:length])}` is a list of "
+                f"{len(node)}; name an entry, e.g. {dotted(path[:length])}[0]"
+            )
+        if node is not None and not isinstance(node, dict | list):
+            raise ConfigError(
+                f"command line: {redact_argument(override.text)!r}: `{dotted(path[:length])}` is "
+                f"{shown_setting(dotted(path[:length]), node)}, which has no keys"
+            )
+
+
+def aliases_of(kind: str) -> dict[str, str]:
+    """The full name of each short one. `lora`, `data` and `reward` set several keys and are not among them."""
+    found = {name: key.format(kind=kind) for name, key in ALIASES.items()}
+    return {**found, **ALIASES_OF_KIND.get(kind, {})}
+
+
+def file_dataset(kind: str) -> str:
+    """The dataset_name of a file that is named without one."""
+    return "PreferenceDataset" if kind in PAIR_KINDS else "ResponseDataset"
+
+
+def short_names(kind: str) -> tuple[str, ...]:
+    return ("lora", "data", *(("reward",) if kind == "grpo" else ()), *aliases_of(kind))
+
+
+def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides with full names.
+
+    `steps` alone is the length of a run: epochs end it earlier only if they are given on the command line, too.
+    """
+    known = aliases_of(kind)
+    expanded = [text for override in overrides for text in _expanded(kind, known, override)]
+    if kind in KINDS and any(
+        override.lstrip("+").partition("=")[0].strip() in ("steps", "max_steps") for override in overrides
+    ):
+        return [f"{kind}.max_num_epochs={MANY_EPOCHS}", *expanded]  # first: what else is given replaces it
+    return expanded
+
+
+def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
+    sign = text[: len(text) - len(text.lstrip("+"))]
+    name, equals, value = text[len(sign) :].partition("=")
+    name = name.strip()
+    name = MISPLACED.get(name, name)
+    if not equals or ("." in name):
+        return [text]
+    if name in known:
+        return [f"{known[name]}={value}"]
+    if name == "lora":
+        return _lora(text)
+    if name == "data" and not value.lstrip().startswith(("{", "[")):
+        return [f"data.train={{dataset_name: {file_dataset(kind)}, data_path: {_quoted(value)}}}"]
+    if name == "reward" and kind == "grpo" and not value.lstrip().startswith(("{", "[")):
+        key = "function" if {":", "."} & set(value) else "type"
+        return [f"env.{REWARD}.{key}={_quoted(value)}", f"data.default.env_name={REWARD}"]
+    if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):
+        raise ConfigError(f"command line: unknown key `{name}`; did you mean `{near[0]}`?")
+    return [text]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _lora(text: str) -> list[str]:
+    """`lora=16` is the rank; `lora=true` keeps the default rank."""
+    value = parse_override(text).value
+    if isinstance(value, bool):
+        return [f"{LORA}.enabled={str(value).lower()}"]
+    if isinstance(value, int) and value >= 0:
+        return [f"{LORA}.enabled=true", f"{LORA}.dim={value}"] if value else [f"{LORA}.enabled=false"]
+    if isinstance(value, dict):
+        return [text.replace("lora=", f"{LORA}=", 1)]
+    raise ConfigError(f"command line: {text!r}: lora takes the rank of the adapters, true or false, e.g. lora=16")
