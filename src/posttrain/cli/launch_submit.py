@@ -41,8 +41,7 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
 
 
 def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
-    from posttrain.apps.launch.prices import price_of
-    from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster
+    from posttrain.apps.launch.cost import cost_on_cluster, price_of
 
     try:
         return cost_on_cluster(request.profile, config).lines()

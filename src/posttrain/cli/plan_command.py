@@ -67,11 +67,11 @@ def _price(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    from posttrain.apps.launch.cost import cost_on_cluster, gpu_of
     from posttrain.apps.plan.cost import cost_of
     from posttrain.apps.plan.measured import read_measured
     from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s, splits_of
     from posttrain.apps.plan.proposal import explain, propose
-    from posttrain.apps.ship.pipeline.predicted_cost import cost_on_cluster, gpu_of
     from posttrain.config.cluster_profile import ClusterProfile
     from posttrain.config.loader import load_standalone
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from posttrain.apps.launch.cost_report import CostReport
+from posttrain.apps.launch.cost import CostReport
 from posttrain.apps.plan.measured import Measured, compare
 from posttrain.apps.plan.plan import RunEstimate, assumptions
 from posttrain.apps.plan.proposal import Proposal

@@ -1,4 +1,4 @@
-"""What a run costs: hours × machines × price, start-up, storage, and what interruptions of Spot machines waste.
+"""What a run costs on a cluster: hours × machines × price, start-up, storage, and what interruptions of Spot machines waste.
 
 With M the mean time between interruptions of the gang (that of one machine over their number), C the seconds that a
 save blocks training, τ the time between saves, q the share of interruptions before which a notice lets the run save,
@@ -7,16 +7,72 @@ and R the seconds from an interruption to the next step, the share of time that 
     C / τ + ((1 − q) · τ / 2 + R) / M,   least at   τ* = √(2 · C · M / (1 − q))
 
 q = 0 is the formula of Young (1974). M is never assumed silently: it is given, or a range is shown.
+
+Prices are USD an hour of a machine, each with its day, source and region; a profile's own price replaces them. Spot prices
+move hourly and by zone: a row has the lowest and the highest of its region's zones on that day.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import date
 
-from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.apps.launch.instances import find_instance
+from posttrain.config import RunConfig
+from posttrain.config.cluster_profile import ClusterProfile, PriceSection
+from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
 
 SHOWN_MTBF_HOURS = (12.0, 24.0, 72.0)  # of one machine, where none is given: no rates of H100 and newer were found
+OLD_AFTER_DAYS = 90
+_AWS = ("us-east-2", "2026-08-22", "skypilot-catalog v7")
+_GCP = ("us-central1", "2026-08-21", "skypilot-catalog v8, GPU row and host row")
+
+
+@dataclass(frozen=True)
+class Price:
+    on_demand: float | None  # of a whole machine
+    spot: tuple[float, float] | None  # lowest and highest zone
+    region: str
+    as_of: str
+    source: str
+
+    def range_of(self, capacity: str) -> tuple[float, float] | None:
+        if capacity == "spot":
+            return self.spot
+        return None if self.on_demand is None else (self.on_demand, self.on_demand)
+
+
+PRICES = {
+    "p4d.24xlarge": Price(21.96, (9.86, 19.87), *_AWS),
+    "p5.48xlarge": Price(55.04, (19.97, 20.39), *_AWS),
+    "p5e.48xlarge": Price(None, (23.99, 25.19), *_AWS),
+    "p5en.48xlarge": Price(63.30, (26.28, 26.92), *_AWS),
+    "p6-b200.48xlarge": Price(113.93, (41.6, 42.2), *_AWS),
+    "a3-highgpu-8g": Price(87.83, (52.70, 52.70), *_GCP),
+    "a3-megagpu-8g": Price(92.21, (55.32, 55.32), *_GCP),
+    "a3-ultragpu-8g": Price(86.76, (50.38, 50.38), *_GCP),
+    "a4-highgpu-8g": Price(
+        90.22, (39.63, 39.63), _GCP[0], _GCP[1], "skypilot-catalog v8; its host row is 0: least certain"
+    ),
+}
+
+
+def price_of(instance_type: str, own: PriceSection | None) -> Price:
+    """The profile's price, or that of the table."""
+    if own is not None:
+        spot = None if own.spot is None else (own.spot, own.spot)
+        return Price(own.on_demand, spot, "", own.as_of, own.source)
+    if instance_type not in PRICES:
+        raise InputError(
+            f"no price is known for {instance_type or 'a machine without a type'}; give cost.price with as_of, "
+            "and on_demand or spot"
+        )
+    return PRICES[instance_type]
+
+
+# -- of a run ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,3 +141,183 @@ def launch_cost(
     cost = profile.cost
     storage = profile.storage.size_gib * cost.storage_per_gib_month * cost.storage_months
     return LaunchCost(hours, num_nodes, node_price, overhead, cost.boot_s, storage, cost.other)
+
+
+# -- as a table: Spot beside on-demand, per run and per year, with what was assumed ------------------------------------
+
+
+@dataclass(frozen=True)
+class CostRow:
+    capacity: str
+    node_mtbf_hours: float | None  # None: not interrupted
+    overhead: float
+    low: LaunchCost
+    high: LaunchCost
+
+
+@dataclass(frozen=True)
+class CostReport:
+    rows: list[CostRow]
+    price: Price
+    num_nodes: int
+    num_steps: int
+    step_s: float
+    step_source: str
+    save_period: int
+    best_save_period: int | None  # at the given, or the middle, MTBF
+    runs_per_year: int
+    assumed: list[str]
+    warnings: list[str]
+
+    @property
+    def hours(self) -> float:
+        return self.num_steps * self.step_s / 3600
+
+    def lines(self) -> list[str]:
+        where = f" in {self.price.region}" if self.price.region else ""
+        lines = [
+            f"  {self.num_steps:,} steps of {self.step_s:.1f} s ({self.step_source}): {self.hours:,.1f} hours on "
+            f"{self.num_nodes} machine{'s' if self.num_nodes > 1 else ''}",
+            f"  price{where} of {self.price.as_of}, {self.price.source}",
+            f"  {'':<34}{'wasted':>8}{'a run':>20}{self.runs_per_year:>8} runs",
+        ]
+        for row in self.rows:
+            name = row.capacity.replace("_", "-")
+            if row.node_mtbf_hours is not None:
+                name += f", a machine lost every {row.node_mtbf_hours:g} h"
+            yearly = _span(row.low.in_all * self.runs_per_year, row.high.in_all * self.runs_per_year)
+            lines.append(f"  {name:<34}{row.overhead:>8.1%}{_span(row.low.in_all, row.high.in_all):>20}{yearly:>24}")
+        first = self.rows[0].low
+        lines.append(
+            f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}"
+        )
+        lines += [f"  {line}" for line in self.assumed]
+        if self.best_save_period is not None:
+            lines.append(
+                f"  best checkpointing.save_period on Spot: {self.best_save_period} (this config: {self.save_period})"
+            )
+        return [*lines, *(f"  warning: {warning}" for warning in self.warnings)]
+
+    def as_json(self) -> JsonObject:
+        return {
+            "hours": self.hours,
+            "num_nodes": self.num_nodes,
+            "num_steps": self.num_steps,
+            "step_s": self.step_s,
+            "step_source": self.step_source,
+            "price": {"region": self.price.region, "as_of": self.price.as_of, "source": self.price.source},
+            "best_save_period": self.best_save_period,
+            "assumed": self.assumed,
+            "warnings": self.warnings,
+            "rows": [
+                {
+                    "capacity": row.capacity,
+                    "node_mtbf_hours": row.node_mtbf_hours,
+                    "overhead": row.overhead,
+                    "usd": [row.low.in_all, row.high.in_all],
+                    "usd_per_year": [row.low.in_all * self.runs_per_year, row.high.in_all * self.runs_per_year],
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def report_cost(
+    profile: ClusterProfile,
+    *,
+    num_nodes: int,
+    num_steps: int,
+    step_s: float,
+    step_source: str,
+    save_period: int,
+    today: date,
+) -> CostReport:
+    instance = find_instance(profile.nodes, profile.cluster.kind)
+    price = price_of(instance.name, profile.cost.price)
+    given = profile.cost.node_mtbf_hours
+    mtbf_hours = (given,) if given is not None else SHOWN_MTBF_HOURS
+    hours, interval_s = num_steps * step_s / 3600, min(save_period, num_steps) * step_s
+    rows, warnings = [], []
+
+    def row(capacity: str, mtbf: float | None, overhead: float, prices: tuple[float, float]) -> CostRow:
+        low, high = (
+            launch_cost(profile, hours=hours, num_nodes=num_nodes, node_price=node_price, overhead=overhead)
+            for node_price in prices
+        )
+        return CostRow(capacity, mtbf, overhead, low, high)
+
+    best = None
+    if (spot := price.range_of("spot")) is not None:
+        for mtbf in mtbf_hours:
+            rows.append(row("spot", mtbf, interruptions_of(profile, num_nodes, mtbf).overhead(interval_s), spot))
+        usual = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2])
+        best = usual.steps_between_saves(step_s)
+        best = best and min(best, num_steps)
+        if given is None:
+            warnings.append(
+                "how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours"
+            )
+    if (on_demand := price.range_of("on_demand")) is not None:
+        rows.append(row("on_demand", None, profile.cost.save_s / interval_s, on_demand))
+    if (days := (today - date.fromisoformat(price.as_of)).days) > OLD_AFTER_DAYS:
+        warnings.append(
+            f"the price is {days} days old ({price.source}, {price.as_of}); give today's in the profile: cost.price"
+        )
+    if num_nodes > 1 and step_source == "planned":
+        warnings.append(
+            "the planner does not count traffic between machines: the time is a lower bound until a run is measured"
+        )
+    cost = profile.cost
+    assumed = [
+        f"counted with a save of {cost.save_s:g} s, {cost.restart_s:g} s to the next step after an interruption, and "
+        f"{cost.notice_share:.0%} of them announced (cost.save_s, restart_s, notice_share)"
+    ]
+    return CostReport(
+        rows, price, num_nodes, num_steps, step_s, step_source, save_period, best, cost.runs_per_year, assumed, warnings
+    )
+
+
+def _usd(value: float) -> str:
+    return f"${value:,.0f}"
+
+
+def _span(low: float, high: float) -> str:
+    return _usd(low) if round(low) == round(high) else f"{_usd(low)}–{high:,.0f}"
+
+
+def gpu_of(profile: ClusterProfile) -> str:
+    name = find_instance(profile.nodes, profile.cluster.kind).gpu
+    if not name:
+        raise InputError(
+            "the profile names no instance_type, so its GPU is not known: name one, or give --gpu NAME to `posttrain plan`"
+        )
+    return name
+
+
+def cost_on_cluster(
+    profile: ClusterProfile, config: RunConfig, step_s: float | None = None, step_source: str = "measured"
+) -> CostReport:
+    """By the planned time of a step, unless one is given. InputError where it cannot be planned."""
+    from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s
+
+    steps = num_steps_of(config)
+    if step_s is None:
+        found = estimate_run(config, find_gpu(gpu_of(profile)))
+        step_s, step_source = planned_step_s(found, config), "planned"
+    return report_cost(
+        profile,
+        num_nodes=config.cluster.num_nodes,
+        num_steps=steps,
+        step_s=step_s,
+        step_source=step_source,
+        save_period=config.checkpointing.save_period,
+        today=date.today(),
+    )
+
+
+def num_steps_of(config: RunConfig) -> int:
+    from posttrain.apps.plan.cost import NO_LIMIT
+
+    if config.schedule.max_num_steps >= NO_LIMIT:
+        raise InputError("how many steps the run has depends on the data; give the section's max_num_steps")
+    return config.schedule.max_num_steps

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from posttrain.apps.launch.launch_request import LaunchRequest
-from posttrain.apps.launch.log_shipping import with_log_shipping
 from posttrain.apps.launch.pod_template import (
     CONTAINER,
     DASHBOARD_PORT,
@@ -26,6 +25,7 @@ from posttrain.apps.launch.pod_template import (
     labels_of,
     pod_template,
 )
+from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import ExitCode, InputError
 
 MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` ends a run that makes no progress earlier
@@ -34,6 +34,12 @@ KEEP_FINISHED_S = 7 * 24 * 3600
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # otherwise KubeRay wraps the command in a shell
 REPLICATED_JOB = "node"
+_LOG_OUTPUTS = {
+    "gke": "[OUTPUT]\n    Name stackdriver\n    Match *\n    Resource gce_instance\n",
+    "eks": "[OUTPUT]\n    Name cloudwatch_logs\n    Match *\n    Region {region}\n    Log_Group_Name /posttrain\n"
+    "    Log_Stream_Prefix ${HOSTNAME}-\n    Auto_Create_Group On\n",
+    "kubernetes": "[OUTPUT]\n    Name stdout\n    Match *\n",
+}
 
 
 def render_run(request: LaunchRequest) -> list[Object]:
@@ -242,7 +248,53 @@ def _raycluster(request: LaunchRequest) -> list[Object]:
         "metadata": _metadata(request),
         "spec": {**_suspended(request), **ray_cluster_spec(request)},
     }
-    return with_log_shipping(request, cluster)
+    return _with_log_shipping(request, cluster)
+
+
+def _fluent_bit_config(profile: ClusterProfile) -> str:
+    kind, zone = profile.cluster.kind, profile.nodes.zone
+    if kind == "eks" and zone is None:
+        raise InputError("log_image on EKS needs nodes.zone: CloudWatch wants the region")
+    output = _LOG_OUTPUTS[kind].replace("{region}", (zone or "")[:-1])
+    inputs = (
+        "[INPUT]\n    Name tail\n    Path /tmp/ray/session_latest/logs/*\n    Exclude_Path *debug_state*\n    Tag ray\n"
+    )
+    return f"[SERVICE]\n    Flush 5\n{inputs}{output}"
+
+
+def _with_log_shipping(request: LaunchRequest, cluster: Object) -> list[Object]:
+    """A Fluent Bit sidecar in every pod, which ships Ray's logs to the provider's log service, and its ConfigMap; the cluster
+    alone if no image is given."""
+    image = request.profile.log_image
+    if image is None:
+        return [cluster]
+    name = f"{request.name}-logs"
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        spec = group["template"]["spec"]
+        spec["containers"].append(
+            {
+                "name": "fluent-bit",
+                "image": image,
+                "resources": {
+                    "requests": {"cpu": "500m", "memory": "512Mi"},
+                    "limits": {"cpu": "1", "memory": "512Mi"},
+                },
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "volumeMounts": [
+                    {"name": "log-config", "mountPath": "/fluent-bit/etc", "readOnly": True},
+                    {"name": "scratch", "mountPath": "/tmp", "readOnly": True},
+                ],
+            }
+        )
+        spec["volumes"].append({"name": "log-config", "configMap": {"name": name}})
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": request.profile.cluster.namespace, "labels": labels_of(request)},
+        "data": {"fluent-bit.conf": _fluent_bit_config(request.profile)},
+    }
+    return [config, cluster]
 
 
 _RENDERERS: dict[str, Callable[[LaunchRequest], list[Object]]] = {

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from launch_profiles import EKS, make_profile, write_profile
 
-from posttrain.apps.launch.cost import Interruptions, LaunchCost
-from posttrain.apps.launch.cost_report import CostReport, report_cost
-from posttrain.apps.launch.prices import PRICES, age_warning, price_of
+from posttrain.apps.launch.cost import PRICES, CostReport, Interruptions, LaunchCost, price_of, report_cost
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
@@ -139,7 +137,7 @@ def test_price_of_the_profile_replaces_the_table(tmp_path: Path) -> None:
     price = price_of("p5en.48xlarge", profile.cost.price)
     assert price.spot == (20.0, 20.0)
     assert price.on_demand is None
-    assert age_warning(price, date(2026, 11, 20)) is None
+    assert not any("days old" in warning for warning in report(profile, today=date(2026, 11, 20)).warnings)
     with pytest.raises(InputError, match=r"cost\.price"):
         price_of("", None)
 

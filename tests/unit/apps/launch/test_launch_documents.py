@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.apps.launch.admin_objects import render_setup
+from posttrain.apps.launch.cost import PRICES
 from posttrain.apps.launch.instances import INSTANCES
 from posttrain.apps.launch.lint.check import RULES, check_manifests
 from posttrain.apps.launch.manifest_files import Manifest, read_text
-from posttrain.apps.launch.prices import PRICES
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone

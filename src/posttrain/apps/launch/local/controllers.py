@@ -8,8 +8,8 @@ waits for resources.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from posttrain.apps.launch.local.pods import Machine, Object, Pod
 
@@ -38,23 +38,47 @@ class Backoff:
         return self.scale * min(BACKOFF_S * 2.0 ** (self.num_failures - 1), MAX_BACKOFF_S)
 
 
-class Controller(Protocol):
-    ending: Ending | None
+class Controller(ABC):
+    """A workload, from its start to the end of its last pod."""
+
+    kind = "Job"
+    name: str
+    machine: Machine
+    ending: Ending | None = None
+
+    @property
+    @abstractmethod
+    def all_pods(self) -> list[Pod]: ...
+
+    @abstractmethod
+    def reconcile(self, now: float) -> None: ...
+
+    @abstractmethod
+    def status(self) -> Object:
+        """The `status` of its object."""
 
     @property
     def is_over(self) -> bool:
         """The workload and its pods have ended."""
+        return self.ending is not None and all(pod.is_over for pod in self.all_pods)
 
-    def reconcile(self, now: float) -> None: ...
+    def end(self, ending: Ending) -> None:
+        if self.ending is None:
+            self.ending = ending
+            self.machine.note(ending.reason, f"{self.kind} {self.name}: {ending.message or ending.kind}")
 
-    def status(self) -> Object:
-        """The `status` of its object."""
+    def end_pods(self) -> bool:
+        """Whether none is alive."""
+        alive = [pod for pod in self.all_pods if not pod.is_over]
+        for pod in alive:
+            self.machine.end(pod)
+        return not alive
 
 
 # -- Job -----------------------------------------------------------------------------------------------------------------
 
 
-class JobController:
+class JobController(Controller):
     """An Indexed Job, alone or in a JobSet."""
 
     def __init__(
@@ -69,7 +93,6 @@ class JobController:
         num_restarts: int = 0,
     ) -> None:
         self.name, self.spec, self.machine = name, spec, machine
-        self.ending: Ending | None = None
         self.pods: dict[int, list[Pod]] = {index: [] for index in range(spec["completions"])}
         self.succeeded: set[int] = set()
         self.num_failed = 0
@@ -84,19 +107,13 @@ class JobController:
     def all_pods(self) -> list[Pod]:
         return [pod for pods in self.pods.values() for pod in pods]
 
-    @property
-    def is_over(self) -> bool:
-        return self.ending is not None and all(pod.is_over for pod in self.all_pods)
-
     def reconcile(self, now: float) -> None:
         for index, pods in self.pods.items():
             if pods and pods[-1].is_over and pods[-1].uid not in self._seen:
                 self._seen.add(pods[-1].uid)
                 self._judge(index, pods[-1], now)
         if self.ending is not None:
-            for pod in self.all_pods:
-                if not pod.is_over:
-                    self.machine.end(pod)
+            self.end_pods()
             return
         for index, pods in self.pods.items():
             is_free = not pods or pods[-1].is_over
@@ -122,21 +139,22 @@ class JobController:
             self.succeeded.add(index)
             self._backoff.num_failures = 0
             if self._is_success():
-                self._end(Ending("Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached"))
+                self.end(Ending("Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached"))
             return
         rule = self._failure_rule(pod)
         if rule is not None and rule[1]["action"] == "FailJob":
+            container = pod.template["spec"]["containers"][0]["name"]
             what = (
-                f"Container {_container_of(pod)} for pod {pod.name} failed with exit code {pod.exit_code}"
+                f"Container {container} for pod {pod.name} failed with exit code {pod.exit_code}"
                 if "onExitCodes" in rule[1]
                 else f"Pod {pod.name} has condition DisruptionTarget"
             )
-            self._end(Ending("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}"))
+            self.end(Ending("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}"))
             return
         if rule is None or rule[1]["action"] != "Ignore":
             self.num_failed += 1
             if self.num_failed > self.spec.get("backoffLimit", 6):
-                self._end(Ending("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"))
+                self.end(Ending("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"))
                 return
         self._start_at[index] = now + self._backoff.next_s()
 
@@ -156,19 +174,10 @@ class JobController:
                 return True
         return len(self.succeeded) == len(self.pods)
 
-    def _end(self, ending: Ending) -> None:
-        if self.ending is None:
-            self.ending = ending
-            self.machine.note(ending.reason, f"Job {self.name}: {ending.message or ending.kind}")
-
     def status(self) -> Object:
         active = sum(not pod.is_over for pod in self.all_pods)
         status: Object = {"active": active, "succeeded": len(self.succeeded), "failed": self.num_failed}
         return {**status, "conditions": conditions_of(self.ending)}
-
-
-def _container_of(pod: Pod) -> str:
-    return str(pod.template["spec"]["containers"][0]["name"])
 
 
 def _indexes(text: str) -> set[int]:
@@ -190,7 +199,7 @@ def conditions_of(ending: Ending | None) -> list[Object]:
 
 
 @dataclass
-class JobSetController:
+class JobSetController(Controller):
     """Jobs that are started and restarted together. No pod of the next attempt starts while one of the current is
     alive.
     """
@@ -199,15 +208,15 @@ class JobSetController:
     spec: Object
     machine: Machine
     backoff_scale: float
-    ending: Ending | None = None
     num_restarts: int = 0
     num_counted_restarts: int = 0
     jobs: list[JobController] = field(default_factory=list)
     is_restarting: bool = False
+    kind = "JobSet"
 
     @property
-    def is_over(self) -> bool:
-        return self.ending is not None and all(pod.is_over for job in self.jobs for pod in job.all_pods)
+    def all_pods(self) -> list[Pod]:
+        return [pod for job in self.jobs for pod in job.all_pods]
 
     def reconcile(self, now: float) -> None:
         if not self.jobs:
@@ -219,12 +228,10 @@ class JobSetController:
             if failed is not None:
                 self._on_failure(failed)
             elif all(job.is_over for job in self.jobs):
-                self._end(Ending("Completed", "AllJobsCompleted", "jobset completed successfully"))
+                self.end(Ending("Completed", "AllJobsCompleted", "jobset completed successfully"))
         if self.ending is not None or self.is_restarting:
-            alive = [pod for job in self.jobs for pod in job.all_pods if not pod.is_over]
-            for pod in alive:
-                self.machine.end(pod)
-            if self.is_restarting and not alive:
+            none_alive = self.end_pods()
+            if self.is_restarting and none_alive:
                 self.is_restarting = False
                 self._create_jobs()
 
@@ -256,20 +263,16 @@ class JobSetController:
             (rule["action"] for rule in policy.get("rules", []) if _matches(rule, job.ending)), "RestartJobSet"
         )
         if action == "FailJobSet":
-            self._end(Ending("Failed", "FailJobSetFailurePolicyAction", job.ending.message))
+            self.end(Ending("Failed", "FailJobSetFailurePolicyAction", job.ending.message))
             return
         if action == "RestartJobSet":
             if self.num_counted_restarts >= policy.get("maxRestarts", 0):
-                self._end(Ending("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}"))
+                self.end(Ending("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}"))
                 return
             self.num_counted_restarts += 1
         self.num_restarts += 1
         self.is_restarting = True
         self.machine.note("Restarting", f"JobSet {self.name}: restart {self.num_restarts}: {job.ending.message}")
-
-    def _end(self, ending: Ending) -> None:
-        self.ending = ending
-        self.machine.note(ending.reason, f"JobSet {self.name}: {ending.message}")
 
     def status(self) -> Object:
         return {

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.apps.launch.local.controllers import Backoff, Ending
+from posttrain.apps.launch.local.controllers import Backoff, Controller, Ending
 from posttrain.apps.launch.local.pods import Command, Machine, Object, Pod
 from posttrain.apps.launch.pod_template import RAY_PORT
 
 
 @dataclass
-class VolcanoController:
+class VolcanoController(Controller):
     """A Volcano Job. The first policy that fits decides, those of the task before those of the job."""
 
     name: str
     spec: Object
     machine: Machine
-    ending: Ending | None = None
     num_retries: int = 0
     pods: list[tuple[Object, Pod]] = field(default_factory=list)  # with their tasks, of this attempt
     is_restarting: bool = False
     _seen: set[str] = field(default_factory=set)
 
     @property
-    def is_over(self) -> bool:
-        return self.ending is not None and all(pod.is_over for _, pod in self.pods)
+    def all_pods(self) -> list[Pod]:
+        return [pod for _, pod in self.pods]
 
     def reconcile(self, now: float) -> None:
         if not self.pods:
@@ -32,10 +31,8 @@ class VolcanoController:
         if self.ending is None and not self.is_restarting:
             self._judge()
         if self.ending is not None or self.is_restarting:
-            alive = [pod for _, pod in self.pods if not pod.is_over]
-            for pod in alive:
-                self.machine.end(pod)
-            if self.is_restarting and not alive:
+            none_alive = self.end_pods()
+            if self.is_restarting and none_alive:
                 self.is_restarting = False
                 self._start_all()
 
@@ -83,7 +80,8 @@ class VolcanoController:
         if all(pod.is_over for _, pod in self.pods):
             succeeded = sum(pod.exit_code == 0 for _, pod in self.pods)
             enough = succeeded >= int(self.spec.get("minSuccess") or self.spec.get("minAvailable") or len(self.pods))
-            self._end("Completed" if enough else "Failed", f"{succeeded} of {len(self.pods)} pods succeeded")
+            phase = "Completed" if enough else "Failed"
+            self.end(Ending(phase, phase, f"{succeeded} of {len(self.pods)} pods succeeded"))
 
     def _action(self, task: Object, event: str, exit_code: int | None) -> str | None:
         for policy in [*task.get("policies", []), *self.spec.get("policies", [])]:
@@ -96,16 +94,13 @@ class VolcanoController:
         if action == "RestartJob":
             self.num_retries += 1
             if self.num_retries >= self.spec.get("maxRetry", 3):
-                self._end("Failed", f"maxRetry is reached: {why}")
+                self.end(Ending("Failed", "Failed", f"maxRetry is reached: {why}"))
                 return
             self.is_restarting = True
             self.machine.note("Restarting", f"Job {self.name}: retry {self.num_retries}: {why}")
         elif action is not None:
-            self._end({"AbortJob": "Aborted", "CompleteJob": "Completed"}.get(action, "Terminated"), why)
-
-    def _end(self, phase: str, why: str) -> None:
-        self.ending = Ending(phase, phase, why)
-        self.machine.note(phase, f"Job {self.name}: {why}")
+            phase = {"AbortJob": "Aborted", "CompleteJob": "Completed"}.get(action, "Terminated")
+            self.end(Ending(phase, phase, why))
 
     def status(self) -> Object:
         phase = "Restarting" if self.is_restarting else "Running"
@@ -114,7 +109,7 @@ class VolcanoController:
 
 
 @dataclass
-class RayJobController:
+class RayJobController(Controller):
     """A RayJob: a Ray cluster, and the entrypoint on its head, as Ray's Jobs API starts it. A failure is retried with a new
     cluster, which does not wait for the pods of the old one."""
 
@@ -123,36 +118,31 @@ class RayJobController:
     spec: Object
     machine: Machine
     backoff_scale: float
-    ending: Ending | None = None
     num_failures: int = 0
     head: Pod | None = None
     workers: list[Pod] = field(default_factory=list)
     old: list[Pod] = field(default_factory=list)
     entrypoint: Command | None = None
     _start_at: dict[int, float] = field(default_factory=dict)  # of workers, by their place
+    kind = "RayJob"
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.backoff_scale)
 
     @property
-    def is_over(self) -> bool:
-        return self.ending is not None and all(pod.is_over for pod in self._all_pods())
-
-    def _all_pods(self) -> list[Pod]:
+    def all_pods(self) -> list[Pod]:
         return [*self.old, *self.workers, *([self.head] if self.head is not None else [])]
 
     def reconcile(self, now: float) -> None:
         if self.ending is not None:
-            for pod in self._all_pods():
-                if not pod.is_over:
-                    self.machine.end(pod)
+            self.end_pods()
             return
         if self.head is None:
             self._start_cluster()
         assert self.head is not None
         code = self.entrypoint.poll() if self.entrypoint is not None else None
         if code == 0:
-            self._end(Ending("Complete", "JobSucceeded", "the entrypoint ended with 0"))
+            self.end(Ending("Complete", "JobSucceeded", "the entrypoint ended with 0"))
         elif code is not None:
             self._on_failure(f"the entrypoint ended with {code}")
         elif self.head.is_over:
@@ -227,18 +217,12 @@ class RayJobController:
     def _on_failure(self, why: str) -> None:
         self.num_failures += 1
         if self.num_failures > self.spec.get("backoffLimit", 0):
-            self._end(Ending("Failed", "AppFailed", why))
+            self.end(Ending("Failed", "AppFailed", why))
             return
         self.machine.note("Retrying", f"RayJob {self.name}: retry {self.num_failures}: {why}")
-        for pod in self._all_pods():
-            if not pod.is_over:
-                self.machine.end(pod)
-        self.old, self.workers, self.head, self.entrypoint = self._all_pods(), [], None, None
+        self.end_pods()
+        self.old, self.workers, self.head, self.entrypoint = self.all_pods, [], None, None
         self._start_at.clear()
-
-    def _end(self, ending: Ending) -> None:
-        self.ending = ending
-        self.machine.note(ending.reason, f"RayJob {self.name}: {ending.message}")
 
     def status(self) -> Object:
         status: Object = {"failed": self.num_failures, "jobDeploymentStatus": "Running"}

@@ -6,8 +6,7 @@
 | `checks.py` | GPUs, EFA devices, shared memory, file system: before anything is started |
 | `notices.py` | notices of the metadata service of AWS or Google Cloud that this machine will end |
 | `control.py` | the connection of each member to rank 0: lines of JSON |
-| `children.py` | starting, reaping and ending processes |
-| `member.py`, `head.py` | what every member does; what rank 0 does beside it |
+| `member.py`, `head.py` | what every member does, with its processes; what rank 0 does beside it |
 | `driver.py` | the driver of a RayJob, beside the head |
 
 Nothing here imports torch or Ray: Ray is started as a command.

@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.launch.cost import launch_cost
-from posttrain.apps.launch.cost_report import CostReport, report_cost
+from posttrain.apps.launch.cost import cost_on_cluster, launch_cost, num_steps_of, price_of
 from posttrain.apps.launch.instances import find_instance
-from posttrain.apps.launch.prices import price_of
 from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
@@ -22,47 +19,6 @@ from posttrain.config.pipeline import PipelineSettings
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.reporting.wording import duration
-
-
-def gpu_of(profile: ClusterProfile) -> str:
-    name = find_instance(profile.nodes, profile.cluster.kind).gpu
-    if not name:
-        raise InputError(
-            "the profile names no instance_type, so its GPU is not known: name one, or give --gpu NAME to `posttrain plan`"
-        )
-    return name
-
-
-def cost_on_cluster(
-    profile: ClusterProfile, config: RunConfig, step_s: float | None = None, step_source: str = "measured"
-) -> CostReport:
-    """By the planned time of a step, unless one is given. InputError where it cannot be planned."""
-    from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s
-
-    steps = _num_steps(config)
-    if step_s is None:
-        found = estimate_run(config, find_gpu(gpu_of(profile)))
-        step_s, step_source = planned_step_s(found, config), "planned"
-    return report_cost(
-        profile,
-        num_nodes=config.cluster.num_nodes,
-        num_steps=steps,
-        step_s=step_s,
-        step_source=step_source,
-        save_period=config.checkpointing.save_period,
-        today=date.today(),
-    )
-
-
-def _num_steps(config: RunConfig) -> int:
-    from posttrain.apps.plan.cost import NO_LIMIT
-
-    if config.schedule.max_num_steps >= NO_LIMIT:
-        raise InputError("how many steps the run has depends on the data; give the section's max_num_steps")
-    return config.schedule.max_num_steps
-
-
-# -- of a pipeline's training --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,9 +69,9 @@ def _predicted(
         raise InputError(
             "no machine is known to plan for, and no iteration before it had these settings; pipeline.cluster_profile names one"
         )
-    hours = _num_steps(config) * step_s / 3600
+    hours = num_steps_of(config) * step_s / 3600
     cost = None if price is None else [hours * hourly for hourly in price["hourly"]]
-    return {"hours": hours, "num_steps": _num_steps(config), "cost": cost}
+    return {"hours": hours, "num_steps": num_steps_of(config), "cost": cost}
 
 
 def _price(config: RunConfig, settings: PipelineSettings, profile: ClusterProfile | None) -> JsonObject | None:
