@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import uvicorn
-from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathPart
 from fastapi.responses import Response, StreamingResponse
 
@@ -65,176 +65,6 @@ class UiResponse(Response):
         return as_json(content)
 
 
-def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], bool] = lambda: False) -> FastAPI:
-    app = FastAPI(
-        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=UiResponse
-    )
-    app.add_middleware(Guard, access=access)
-
-    @app.exception_handler(InputError)
-    def unreadable(request: Request, error: InputError) -> UiResponse:
-        return UiResponse({"error": "a record cannot be read"}, 500)
-
-    def run_of(run_id: str) -> RunView:
-        found = catalogue.run(run_id)
-        if found is None:
-            raise HTTPException(404, "no such run")
-        return found
-
-    Run = Annotated[RunView, Depends(run_of)]
-
-    # -------------------------------------------------------------- runs
-
-    @app.get("/api/runs")
-    def runs() -> UiResponse:
-        return UiResponse({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
-
-    @app.get("/api/runs/{run_id}")
-    def run(run: Run) -> UiResponse:
-        return UiResponse({"now": time.time(), **run.page()})
-
-    @app.get("/api/runs/{run_id}/curves")
-    def curves(
-        run: Run,
-        key: Annotated[list[str], Query(max_length=MAX_KEYS)],
-        points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 300,
-        first: int | None = None,
-        last: int | None = None,
-    ) -> UiResponse:
-        return UiResponse({name: run.metrics.curve(name, points, first, last) for name in key})
-
-    @app.get("/api/runs/{run_id}/doctor")
-    def doctor(run: Run, again: bool = False) -> UiResponse:
-        found = run.examined() if again else run.findings
-        return UiResponse({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
-
-    @app.get("/api/runs/{run_id}/cluster")
-    def cluster(run: Run) -> UiResponse:
-        return UiResponse(run.cluster())
-
-    @app.get("/api/runs/{run_id}/config")
-    def config(run: Run) -> UiResponse:
-        return UiResponse({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
-
-    @app.get("/api/config-differences")
-    def differences(run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> UiResponse:
-        return UiResponse(config_differences([run_of(one) for one in run]))
-
-    # -------------------------------------------------------------- rollouts
-
-    @app.get("/api/runs/{run_id}/rollouts/{kind}")
-    def steps(run: Run, kind: Kind) -> UiResponse:
-        return UiResponse(
-            {"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)}
-        )
-
-    @app.get("/api/runs/{run_id}/rollouts/{kind}/search")
-    def search(
-        run: Run,
-        kind: Kind,
-        filters: Annotated[Filters, Depends(filters_of)],
-        step: Annotated[int | None, Query(ge=0)] = None,
-        index: Annotated[int, Query(ge=0)] = 0,
-    ) -> UiResponse:
-        found = run.rollouts.search(kind, filters, None if step is None else Cursor(step, index))
-        cursor = None if found.cursor is None else {"step": found.cursor.step, "index": found.cursor.index}
-        return UiResponse({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
-
-    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}")
-    def step_groups(
-        run: Run,
-        kind: Kind,
-        step: int,
-        filters: Annotated[Filters, Depends(filters_of)],
-        sort: str = "order",
-        offset: Annotated[int, Query(ge=0)] = 0,
-    ) -> UiResponse:
-        found, total = run.rollouts.listing(kind, step, filters)
-        if sort in SORTS:
-            name, descending = SORTS[sort]
-            known = [row for row in found if row[name] is not None]
-            found = sorted(known, key=lambda row: row[name], reverse=descending) + [
-                row for row in found if row[name] is None
-            ]
-        page = found[offset : offset + PAGE_GROUPS]
-        return UiResponse({"total": total, "matching": len(found), "groups": page, "offset": offset})
-
-    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}/{index}")
-    def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> UiResponse:
-        found = run.rollouts.group(kind, step, index)
-        if found is None:
-            raise HTTPException(404, "no such group")
-        lines = run.rollouts.lines(kind, step)
-        return UiResponse({"group": found, "num_groups": len(lines.lines) if lines else 0})
-
-    @app.get("/api/runs/{run_id}/tokens/{step}/{draw}/{sample}")
-    def tokens(run: Run, step: int, draw: int, sample: int) -> UiResponse:
-        found = token_table(run.place, step, draw, sample)
-        if found is None:
-            raise HTTPException(404, "no token data of this answer")
-        return UiResponse(found)
-
-    # -------------------------------------------------------------- pipelines and registries
-
-    @app.get("/api/pipelines")
-    def pipelines() -> UiResponse:
-        return UiResponse({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
-
-    @app.get("/api/pipelines/{pipeline_id}")
-    def pipeline(pipeline_id: str) -> UiResponse:
-        return UiResponse(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
-
-    @app.get("/api/registries")
-    def registries() -> UiResponse:
-        names = {one: Path(text).name for one, text in catalogue.registries.items()}
-        return UiResponse({"registries": [{"id": one, "name": name} for one, name in names.items()]})
-
-    @app.get("/api/registries/{registry_id}")
-    def registry(registry_id: str) -> UiResponse:
-        return UiResponse(registry_page(_known(catalogue.registries, registry_id)))
-
-    # -------------------------------------------------------------- changes, login, files
-
-    @app.get("/api/events")
-    async def events(request: Request, run: str | None = None) -> StreamingResponse:
-        async def stream() -> AsyncIterator[str]:
-            yield "retry: 1000\n\n"
-            seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
-            while not is_ending() and not await request.is_disconnected():
-                await asyncio.sleep(CHANGE_PERIOD_S)
-                found = await asyncio.to_thread(stamps, catalogue, run)
-                changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
-                quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
-                if changed:
-                    yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
-                elif quiet_s > PING_S:
-                    quiet_s = 0.0
-                    yield ": still here\n\n"
-                seen = found
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
-    @app.post("/api/login")
-    def login(token: Annotated[str, Body(embed=True, max_length=4096)]) -> UiResponse:
-        if not access.is_token(token):
-            raise HTTPException(401, "this is not the token")
-        answer = UiResponse({})
-        answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
-        return answer
-
-    _add_files(app)
-    return app
-
-
-SORTS = {
-    "reward": ("mean", True),
-    "reward_up": ("mean", False),
-    "spread": ("spread", True),
-    "length": ("mean_length", True),
-    "length_up": ("mean_length", False),
-}
-
-
 def filters_of(
     q: Annotated[str, Query(max_length=500)] = "",
     task: Annotated[str, Query(max_length=500)] = "",
@@ -271,10 +101,214 @@ def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
     return {one: run.stamps() for one, run in runs.items()}
 
 
+def catalogue_of(request: Request) -> Catalogue:
+    found: Catalogue = request.app.state.catalogue
+    return found
+
+
+Known = Annotated[Catalogue, Depends(catalogue_of)]
+
+
+def run_of(run_id: str, catalogue: Known) -> RunView:
+    found = catalogue.run(run_id)
+    if found is None:
+        raise HTTPException(404, "no such run")
+    return found
+
+
+Run = Annotated[RunView, Depends(run_of)]
+router = APIRouter(prefix="/api")
+
+
 def _known(found: Mapping[str, T], name: str) -> T:
     if name not in found:
         raise HTTPException(404, "not found")
     return found[name]
+
+
+SORTS = {
+    "reward": ("mean", True),
+    "reward_up": ("mean", False),
+    "spread": ("spread", True),
+    "length": ("mean_length", True),
+    "length_up": ("mean_length", False),
+}
+
+
+# -------------------------------------------------------------- runs
+
+
+@router.get("/runs")
+def runs(catalogue: Known) -> UiResponse:
+    return UiResponse({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
+
+
+@router.get("/runs/{run_id}")
+def run_page(run: Run) -> UiResponse:
+    return UiResponse({"now": time.time(), **run.page()})
+
+
+@router.get("/runs/{run_id}/curves")
+def curves(
+    run: Run,
+    key: Annotated[list[str], Query(max_length=MAX_KEYS)],
+    points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 300,
+    first: int | None = None,
+    last: int | None = None,
+) -> UiResponse:
+    return UiResponse({name: run.metrics.curve(name, points, first, last) for name in key})
+
+
+@router.get("/runs/{run_id}/doctor")
+def doctor(run: Run, again: bool = False) -> UiResponse:
+    found = run.examined() if again else run.findings
+    return UiResponse({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
+
+
+@router.get("/runs/{run_id}/cluster")
+def cluster(run: Run) -> UiResponse:
+    return UiResponse(run.cluster())
+
+
+@router.get("/runs/{run_id}/config")
+def config(run: Run) -> UiResponse:
+    return UiResponse({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
+
+
+@router.get("/config-differences")
+def differences(catalogue: Known, run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> UiResponse:
+    return UiResponse(config_differences([run_of(one, catalogue) for one in run]))
+
+
+# ------------------------------------------------------------------------------------------- rollouts
+
+
+@router.get("/runs/{run_id}/rollouts/{kind}")
+def steps(run: Run, kind: Kind) -> UiResponse:
+    return UiResponse({"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)})
+
+
+@router.get("/runs/{run_id}/rollouts/{kind}/search")
+def search(
+    run: Run,
+    kind: Kind,
+    filters: Annotated[Filters, Depends(filters_of)],
+    step: Annotated[int | None, Query(ge=0)] = None,
+    index: Annotated[int, Query(ge=0)] = 0,
+) -> UiResponse:
+    found = run.rollouts.search(kind, filters, None if step is None else Cursor(step, index))
+    cursor = None if found.cursor is None else {"step": found.cursor.step, "index": found.cursor.index}
+    return UiResponse({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
+
+
+@router.get("/runs/{run_id}/rollouts/{kind}/{step}")
+def step_groups(
+    run: Run,
+    kind: Kind,
+    step: int,
+    filters: Annotated[Filters, Depends(filters_of)],
+    sort: str = "order",
+    offset: Annotated[int, Query(ge=0)] = 0,
+) -> UiResponse:
+    found, total = run.rollouts.listing(kind, step, filters)
+    if sort in SORTS:
+        name, descending = SORTS[sort]
+        known = [row for row in found if row[name] is not None]
+        found = sorted(known, key=lambda row: row[name], reverse=descending) + [
+            row for row in found if row[name] is None
+        ]
+    page = found[offset : offset + PAGE_GROUPS]
+    return UiResponse({"total": total, "matching": len(found), "groups": page, "offset": offset})
+
+
+@router.get("/runs/{run_id}/rollouts/{kind}/{step}/{index}")
+def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> UiResponse:
+    found = run.rollouts.group(kind, step, index)
+    if found is None:
+        raise HTTPException(404, "no such group")
+    lines = run.rollouts.lines(kind, step)
+    return UiResponse({"group": found, "num_groups": len(lines.lines) if lines else 0})
+
+
+@router.get("/runs/{run_id}/tokens/{step}/{draw}/{sample}")
+def tokens(run: Run, step: int, draw: int, sample: int) -> UiResponse:
+    found = token_table(run.place, step, draw, sample)
+    if found is None:
+        raise HTTPException(404, "no token data of this answer")
+    return UiResponse(found)
+
+
+# ------------------------------------------------------------------------------------------- pipelines and registries
+
+
+@router.get("/pipelines")
+def pipelines(catalogue: Known) -> UiResponse:
+    return UiResponse({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
+
+
+@router.get("/pipelines/{pipeline_id}")
+def pipeline(catalogue: Known, pipeline_id: str) -> UiResponse:
+    return UiResponse(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
+
+
+@router.get("/registries")
+def registries(catalogue: Known) -> UiResponse:
+    names = {one: Path(text).name for one, text in catalogue.registries.items()}
+    return UiResponse({"registries": [{"id": one, "name": name} for one, name in names.items()]})
+
+
+@router.get("/registries/{registry_id}")
+def registry(catalogue: Known, registry_id: str) -> UiResponse:
+    return UiResponse(registry_page(_known(catalogue.registries, registry_id)))
+
+
+# ------------------------------------------------------------------------------------------- changes, login, files
+
+
+@router.get("/events")
+async def events(request: Request, catalogue: Known, run: str | None = None) -> StreamingResponse:
+    async def stream() -> AsyncIterator[str]:
+        yield "retry: 1000\n\n"
+        seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
+        while not request.app.state.is_ending() and not await request.is_disconnected():
+            await asyncio.sleep(CHANGE_PERIOD_S)
+            found = await asyncio.to_thread(stamps, catalogue, run)
+            changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
+            quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
+            if changed:
+                yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
+            elif quiet_s > PING_S:
+                quiet_s = 0.0
+                yield ": still here\n\n"
+            seen = found
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+@router.post("/login")
+def login(request: Request, token: Annotated[str, Body(embed=True, max_length=4096)]) -> UiResponse:
+    access: Access = request.app.state.access
+    if not access.is_token(token):
+        raise HTTPException(401, "this is not the token")
+    answer = UiResponse({})
+    answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
+    return answer
+
+
+def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], bool] = lambda: False) -> FastAPI:
+    app = FastAPI(
+        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=UiResponse
+    )
+    app.state.catalogue, app.state.access, app.state.is_ending = catalogue, access, is_ending
+    app.add_middleware(Guard, access=access)
+    app.include_router(router)
+
+    @app.exception_handler(InputError)
+    def unreadable(request: Request, error: InputError) -> UiResponse:
+        return UiResponse({"error": "a record cannot be read"}, 500)
+
+    _add_files(app)
+    return app
 
 
 def _add_files(app: FastAPI) -> None:

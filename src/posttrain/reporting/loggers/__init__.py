@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from posttrain.reporting.loggers.sink import RecordedRun, Sink
 from posttrain.reporting.run_files import read_info
 
 RECORD_ID = "record_id"  # in run.json: what trackers know a run by
+# The class in the module of each tracker's name.
+SINKS = {
+    "tensorboard": "TensorboardSink",
+    "wandb": "WandbSink",
+    "mlflow": "MlflowSink",
+    "trackio": "TrackioSink",
+    "swanlab": "SwanlabSink",
+}
 
 
 def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> RecordedRun:
@@ -26,37 +35,14 @@ def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> 
 
 
 def enabled_trackers(config: LoggerConfig) -> list[str]:
-    switches = {
-        "tensorboard": config.tensorboard_enabled,
-        "wandb": config.wandb_enabled,
-        "mlflow": config.mlflow_enabled,
-        "trackio": config.trackio_enabled,
-        "swanlab": config.swanlab_enabled,
-    }
-    return [tool for tool, is_enabled in switches.items() if is_enabled]
+    return [tool for tool in SINKS if getattr(config, f"{tool}_enabled")]
 
 
 def make_sink(tool: str, config: LoggerConfig) -> Sink:
-    if tool == "tensorboard":
-        from posttrain.reporting.loggers.tensorboard import TensorboardSink
-
-        return TensorboardSink()
-    if tool == "wandb":
-        from posttrain.reporting.loggers.wandb import WandbSink
-
-        return WandbSink(config.wandb)
-    if tool == "mlflow":
-        from posttrain.reporting.loggers.mlflow import MlflowSink
-
-        return MlflowSink(config.mlflow)
-    if tool == "trackio":
-        from posttrain.reporting.loggers.trackio import TrackioSink
-
-        return TrackioSink(config.trackio)
-    assert tool == "swanlab", tool
-    from posttrain.reporting.loggers.swanlab import SwanlabSink
-
-    return SwanlabSink(config.swanlab)
+    """TensorBoard has no section of settings."""
+    sink = getattr(import_module(f"posttrain.reporting.loggers.{tool}"), SINKS[tool])
+    made: Sink = sink(getattr(config, tool)) if tool != "tensorboard" else sink()
+    return made
 
 
 def missing_client(tool: str) -> str:

@@ -19,7 +19,7 @@ from posttrain.errors import reason_of
 from posttrain.files.json_files import parse_json
 from posttrain.files.redaction import redact
 from posttrain.reporting.doctor.findings import Finding
-from posttrain.reporting.loggers.sink import LoggedStep, LoggerProblem, RecordedRun, Sink
+from posttrain.reporting.loggers.sink import TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun, Sink
 from posttrain.reporting.rows import read_rollouts
 from posttrain.reporting.run_files import (
     FINDINGS_FILE,
@@ -173,9 +173,8 @@ class Follower:
             if last is None or row["step"] > last:
                 found.append(self._logged(row))
             elif row["step"] == last and self._last_keys and (added := row.keys() - self._last_keys):
-                found.append(
-                    self._logged({"step": last, **{key: row[key] for key in added}})
-                )  # its validation came later
+                # its validation came later
+                found.append(self._logged({"step": last, **{key: row[key] for key in added}}))
             if last is None or row["step"] >= last:
                 last, self._last_keys = row["step"], frozenset(row)
             if len(found) == STEPS_AT_ONCE:
@@ -219,10 +218,7 @@ class Follower:
                 step,
                 group["prompt"][-MAX_TEXT:],
                 answer["text"][:MAX_TEXT],
-                answer["reward"],
-                answer["advantage"],
-                answer["finish_reason"],
-                answer["error"],
+                *(answer[name] for name in TABLE_COLUMNS[3:]),
             ]
             for group in groups
             for answer in group["completions"]

@@ -36,15 +36,13 @@ class TrackioSink:
 
     def send(self, steps: Sequence[LoggedStep]) -> None:
         for one in steps:
-            table = self._table(one.answers)
-            self._run.log({**one.values, **table}, step=one.step)
+            values: dict[str, Any] = dict(one.values)
+            if one.answers:
+                import pandas
 
-    def _table(self, answers: Sequence[Sequence[object]]) -> dict[str, Any]:
-        if not answers:
-            return {}
-        import pandas
-
-        return {TABLE: self._trackio.Table(dataframe=pandas.DataFrame(answers, columns=list(TABLE_COLUMNS)))}
+                frame = pandas.DataFrame(one.answers, columns=list(TABLE_COLUMNS))
+                values[TABLE] = self._trackio.Table(dataframe=frame)
+            self._run.log(values, step=one.step)
 
     def alert(self, finding: Finding) -> None:
         levels = self._trackio.AlertLevel

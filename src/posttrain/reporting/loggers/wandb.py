@@ -54,11 +54,8 @@ class WandbSink:
 
     def send(self, steps: Sequence[LoggedStep]) -> None:
         for one in steps:
-            table = (
-                {TABLE: self._wandb.Table(list(TABLE_COLUMNS), [list(row) for row in one.answers])}
-                if one.answers
-                else {}
-            )
+            rows = [list(row) for row in one.answers]
+            table = {TABLE: self._wandb.Table(list(TABLE_COLUMNS), rows)} if rows else {}
             self._run.log({**one.values, **table}, step=one.step)  # kept open until the next
 
     def alert(self, finding: Finding) -> None:
