@@ -1,4 +1,5 @@
-"""The charts of report.html in a real Chromium, opened from a file; the arithmetic of `chart.js` against slow references."""
+"""The charts of report.html in a real Chromium, opened from a file; the arithmetic of `chart.js` against slow
+references."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ CHARTS = (
     ChartSpec(
         "Rewards of the pairs",
         (("train/rewards_chosen_mean", "chosen"), ("train/rewards_rejected_mean", "rejected")),
-        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. The gap should open.",
+        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. "
+        "The gap should open.",
     ),
     ChartSpec(
         "KL to the reference",
@@ -127,7 +128,8 @@ def chart(
     marks: Sequence[JsonObject] = (),
     max_points: int = MAX_POINTS,
 ) -> JsonObject:
-    """A chart as `assets/chart.js` takes it, with the latest value of each curve. Series without a finite value are left out.
+    """A chart as `assets/chart.js` takes it, with the latest value of each curve. Series without a finite value are
+    left out.
 
     `marks` are steps at which something was found: step, kind (note, warning or error) and text.
     """
@@ -153,8 +155,8 @@ def chart(
 
 
 def points_of(steps: np.ndarray, values: np.ndarray, max_points: int) -> dict[str, list[float | None]]:
-    """At most `max_points` buckets of neighbouring steps, nearly equal in size: the last step of each, mean, and, where a
-    bucket has several steps, lowest and highest value. What is not finite is a gap: None."""
+    """At most `max_points` buckets of neighbouring steps, nearly equal in size: the last step of each, mean, and,
+    where a bucket has several steps, lowest and highest value. What is not finite is a gap: None."""
     if not len(steps):
         return {"steps": [], "mean": []}
     count = min(len(steps), max_points)

@@ -26,7 +26,8 @@ svg { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Aria
 @media (prefers-color-scheme: dark) {
 .page { fill: #181c22; stroke: #2a3039 } .grid { stroke: #242a32 } .axis, .mark { stroke: #2a3039 }
 .tick { fill: #8b94a3 } .key { fill: #a0a8b5 } .title, .name { fill: #e6e9ee } .a, .reach { stroke: #6ea3f7 }
-.b { stroke: #f0a04b } .dot { fill: #181c22 } .bar, .high { fill: #6ea3f7 } .mid { fill: #6a7280 } .low { fill: #f0a04b } }
+.b { stroke: #f0a04b } .dot { fill: #181c22 } .bar, .high { fill: #6ea3f7 } .mid { fill: #6a7280 } .low { fill: #f0a04b
+} }
 """
 
 

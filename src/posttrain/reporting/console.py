@@ -1,8 +1,8 @@
 """What a run prints, and the same in `logs/train.log` of its folder.
 
-A terminal gets colours, live progress bars and short forms; a console that is no terminal, and the log, get plain lines in the
-long form. Plain lines have no control characters: no colours, no carriage returns, progress as a line every half minute. Text
-from models and tracebacks is sanitised here.
+A terminal gets colours, live progress bars and short forms; a console that is no terminal, and the log, get plain lines
+in the long form. Plain lines have no control characters: no colours, no carriage returns, progress as a line every half
+minute. Text from models and tracebacks is sanitised here.
 """
 
 from __future__ import annotations

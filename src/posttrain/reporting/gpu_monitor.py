@@ -13,7 +13,7 @@ Sample = Mapping[str, float]  # by metric
 
 
 class GpuMonitor:
-    """Looks at the GPUs in a thread, from `start` to `close`. Without GPUs, or without NVML, there is nothing to see."""
+    """Looks at the GPUs in a thread, from `start` to `close`. Without GPUs or NVML it sees nothing."""
 
     def __init__(self, interval_s: float, look: Callable[[], Sample] | None = None) -> None:
         self._interval_s = interval_s

@@ -1,4 +1,5 @@
-"""Pages that are one file: no network, no fonts, no library; the style sheet, the script and the numbers of charts are inside.
+"""Pages that are one file: no network, no fonts, no library; the style sheet, the script and the numbers of charts are
+inside.
 
 A page is a Jinja2 template that extends `assets/page.html` and takes parts (tiles, tables, charts) from
 `assets/parts.html`. Values are escaped, so that text of models, datasets and configs cannot inject markup.
@@ -132,7 +133,8 @@ def tiles(shown: Iterable[Html]) -> Html:
 def table(
     headings: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Collection[int] = (), kind: str = ""
 ) -> Html:
-    """`numbers` are the indices of the columns that are aligned to the right. Without headings there is no first row."""
+    """`numbers` are the indices of the columns that are aligned to the right. Without headings there is no first
+    row."""
 
     def line(name: str, cells: Sequence[object]) -> Html:
         return tag("tr", *(tag(name, cell, kind="n" if index in numbers else "") for index, cell in enumerate(cells)))

@@ -1,7 +1,7 @@
 """How a kind of run is shown: the metrics of a step on the console, and the headline of its summary and report.
 
-Recipes define these values; this package does not depend on the kinds. The headline is stored in `run.json`, so that a report
-can be rendered from the run folder alone.
+Recipes define these values; this package does not depend on the kinds. The headline is stored in `run.json`, so that a
+report can be rendered from the run folder alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RunSettings:
 
 
 def headline_from_json(row: object, keys: Collection[str]) -> Headline:
-    """The headline that `run.json` holds. Earlier versions stored none: then it follows from `keys`, the metrics of the run."""
+    """The headline that `run.json` holds. Earlier versions stored none: then it follows from the metrics."""
     try:
         assert isinstance(row, Mapping)
         chart = row["chart"]

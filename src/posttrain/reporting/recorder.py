@@ -1,8 +1,8 @@
 """The recorder of a run: writes each step to the run folder and shows it on the console.
 
-Everything of a step is on disk when `record_step` returns. The row of `metrics.jsonl` is written last, so a row that exists
-has its rollouts. The loop records a step before it saves the checkpoint of that step, so a resumed run finds a row for
-every step that it does not repeat.
+Everything of a step is on disk when `record_step` returns. The row of `metrics.jsonl` is written last, so a row that
+exists has its rollouts. The loop records a step before it saves the checkpoint of that step, so a resumed run finds a
+row for every step that it does not repeat.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class RunRecorder:
         return self._problem if self._run.stop_on_error else None
 
     def record_validation(self, step: int, validation: StepReport) -> None:
-        """A validation that comes without its training step: the one before training (step 0), or one that was left out when
-        the run was stopped, and completes the row of its step."""
+        """A validation that comes without its training step: the one before training (step 0), or one that was left
+        out when the run was stopped, and completes the row of its step."""
         row = self._write(validation_row(step, validation), train_groups=None, validation_groups=validation.groups)
         self._display.validation(row, validation)
         for warning in validation.warnings:
@@ -232,12 +232,13 @@ class RunRecorder:
         if num_rollouts := num_all_unscored(rows):
             code = ExitCode.NO_PROGRESS
             reason += (
-                f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
-                f"the reasons; fix the reward, and begin again with {RESTART}"
+                f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. "
+                f"{UNSCORED_FILE} has the reasons; fix the reward, and begin again with {RESTART}"
             )
         elif self._lost_step is not None:
             code = ExitCode.CRASHED
-            reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
+            lost = f"the record of the steps up to {self._lost_step} is lost"
+            reason += f", but {self.folder} was deleted meanwhile, and {lost}"
         if not self._is_complete:
             if is_finished:
                 self._examine(None, ())
@@ -391,8 +392,8 @@ class RunRecorder:
         durable.write_bytes(self.folder / CONFIG_FILE, self._config_bytes())
         self._open_log()
         self.warn(
-            f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again and the run "
-            "goes on, but what was in it is lost, and the run will not end with exit code 0"
+            f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again "
+            "and the run goes on, but what was in it is lost, and the run will not end with exit code 0"
         )
         self._write_info("running")
         self._num_losses, self._has_rows = num_losses, False
@@ -412,7 +413,7 @@ class RunRecorder:
         return self._run.config_yaml.encode("utf-8", "backslashreplace")
 
     def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
-        """Write the counts per reason. Rare reasons are summed up: a reward function may fail with a new message each time."""
+        """Write the counts per reason. Rare reasons are summed up: messages of a reward may all differ."""
         scores = [rollout.score for group in groups for rollout in group.rollouts]
         tracebacks = {
             score.error: score.traceback for score in reversed(scores) if not score.scored and score.traceback

@@ -96,7 +96,8 @@ def final_lines(
         found = summarise(rows, metric, lower_is_better=lower_is_better)
         if found.metric:
             since = f" at step {found.first_step}" if found.first_step > 1 else ""
-            trend = f"{number(found.first)}{since} → {number(found.last)}, best {number(found.best)} at step {found.best_step}"
+            best = f"best {number(found.best)} at step {found.best_step}"
+            trend = f"{number(found.first)}{since} → {number(found.last)}, {best}"
             if sum(row.get(metric) is not None for row in rows) == 1:
                 trend = f"{number(found.first)} at step {found.first_step}, measured once"
             lines.append(Line(f"  • {shown_name(metric, rows)}: {trend}"))

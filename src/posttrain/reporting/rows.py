@@ -1,9 +1,10 @@
 """The rows of a step on disk: one flat row of `metrics.jsonl`, with NeMo RL's key names, and the rollouts of the step.
 
-Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample) in
-every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on every
-kind of device, so that dashboards made for NeMo RL find them. Three deviations: the rates of training count the samples that
-were computed; FLOPS are reported with packing too; the utilisation is called `train_mfu` (there: `train_fp_utilization`).
+Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample)
+in every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on
+every kind of device, so that dashboards made for NeMo RL find them. Three deviations: the rates of training count the
+samples that were computed; FLOPS are reported with packing too; the utilisation is called `train_mfu` (there:
+`train_fp_utilization`).
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _number(value: SupportsFloat | None) -> float | int | None:
 
 
 def top_level_stages(timings_s: Mapping[str, float]) -> dict[str, float]:
-    """The stages that add up to a step. `a/b` is inside `a`, or inside `a/total` where that is timed. Totals and background
-    work are left out."""
+    """The stages that add up to a step. `a/b` is inside `a`, or inside `a/total` where that is timed. Totals and
+    background work are left out."""
     stages = {}
     for name, seconds in timings_s.items():
         parent = name.split("/", 1)[0]
@@ -132,8 +133,8 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
 
 
 def _sampled_by_trained(report: StepReport) -> float:
-    """Tokens of answers that were sampled in this step, divided by those that it trained on. They differ where groups are
-    filtered, kept for later steps or recorded."""
+    """Tokens of answers that were sampled in this step, divided by those that it trained on. They differ where
+    groups are filtered, kept for later steps or recorded."""
     trained = sum(rollout.completion.num_sampled for group in report.groups for rollout in group.rollouts)
     sampled = report.metrics.get("num_generated_tokens")
     return 1.0 if sampled is None or not trained else sampled / trained

@@ -15,8 +15,8 @@
     earlier_NNN/                          the same files of a run that used this folder before
     attempts/NNNN.json                    see `files/run_folder_lock.py`
 
-Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn last
-line or a temporary file, and `open_run` repairs both.
+Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn
+last line or a temporary file, and `open_run` repairs both.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def append_log(folder: Path, lines: Sequence[str]) -> None:
 
 
 def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
-    """The lines of a file of JSON objects as (raw line, object), the object None where the line is torn or no object."""
+    """The lines of a file of JSON objects as (raw line, object), the object None where the line is none."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -116,8 +116,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_info(folder: Path) -> Row:
-    """`run.json`; empty if it is missing or unreadable, because the report has to work without it. Values of another type than
-    `Recorder` writes are left out."""
+    """`run.json`; empty if it is missing or unreadable, because the report has to work without it. Values of another
+    type than `Recorder` writes are left out."""
     try:
         info = parse_json(read_at_most(folder / INFO_FILE, MAX_FILE_BYTES))
     except (OSError, ValueError):
@@ -174,8 +174,8 @@ def newest_config(folder: Path) -> Path:
 
 
 def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
-    """Prepare the folder for the steps after `resumed_step`. Returns a line for each thing that had to be done, and one for
-    each part of the record that is missing.
+    """Prepare the folder for the steps after `resumed_step`. Returns a line for each thing that had to be done, and one
+    for each part of the record that is missing.
 
     A fresh run (`resumed_step` 0) moves the files of an earlier run to `earlier_NNN/`. A resumed one truncates them to
     `resumed_step`, because the steps after it run again.

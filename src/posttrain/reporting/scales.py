@@ -62,7 +62,7 @@ def label(value: float) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Labels of ticks: as short as they can be and still differ. Ticks around 1.0000001 are shown as what is above 1."""
+    """Labels of ticks: as short as they can be and still differ. Ticks around 1.0000001 show what is above 1."""
     short = [label(value) for value in values]
     if len(set(short)) == len(short):
         return short

@@ -1,6 +1,7 @@
 """What a run shows of its steps: stages, the block or line of a step, an answer, validations, what could not be scored.
 
-The log file and a console that is no terminal get the long form; a terminal gets one line per step, or both with `verbose`.
+The log file and a console that is no terminal get the long form; a terminal gets one line per step, or both with
+`verbose`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`workers.jsonl`: what the processes of a run are doing, for readers outside the run.
 
     {"step": 7, "time": 1763290000.1, "phase": "Training policy"}            a phase begins
-    {"step": 7, "time": 1763290004.9, "phase": "step done", "ranks": [...]}  with host, process, device and memory of each rank
+    {"step": 7, "time": 1763290004.9, "phase": "step done", "ranks": [...]}  host, process, device, memory of each rank
 
 The file is not a record: a run continues if it cannot be written.
 """

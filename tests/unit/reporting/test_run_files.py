@@ -193,9 +193,16 @@ def test_non_finite_numbers_cannot_reach_a_file(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ['{"config_changes": 5}', '{"config_changes": [5, {"from_step": "x"}]}', '{"warnings": [{"step": 1}], "wall_s": "x"}', "[]",
-     "[" * 200_000, '{"resumed_at_steps": {"a": 1}, "started_at": 5, "max_steps": "x", "headline": []}', ""],
-)  # fmt: skip
+    [
+        '{"config_changes": 5}',
+        '{"config_changes": [5, {"from_step": "x"}]}',
+        '{"warnings": [{"step": 1}], "wall_s": "x"}',
+        "[]",
+        "[" * 200_000,
+        '{"resumed_at_steps": {"a": 1}, "started_at": 5, "max_steps": "x", "headline": []}',
+        "",
+    ],
+)
 def test_a_damaged_run_file_does_not_keep_a_run_from_going_on(content: str, bench: Any, report: Any) -> None:
     bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
     (bench.folder / "run.json").write_text(content)

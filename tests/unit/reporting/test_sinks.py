@@ -1,4 +1,5 @@
-"""TensorBoard and MLflow through their own clients. The others, and a run that is really killed: integration/test_trackers.py."""
+"""TensorBoard and MLflow through their own clients. The others, and a run that is really killed:
+integration/test_trackers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Access to the dashboard: the guard in front of the pages, and headers that keep a page from loading or sending anything.
+"""Access to the dashboard: the guard in front of the pages, and headers that keep a page from loading or sending
+anything.
 
 Without a token, only names of this machine are accepted as Host, so that another page cannot read runs by DNS
 rebinding. With a token, every request for data needs it, as a cookie or as `Authorization: Bearer`.

@@ -1,13 +1,13 @@
 """Runs of other systems, with the metrics under our names, so that the doctor can look at them. Read only.
 
-TRL       `trainer_state.json` of the output folder or its newest checkpoint, and `completions/*.parquet`. The rewards of its
-          DPO are beta times ours. `training_args.bin` is a pickle and is not opened, so settings are unknown but for what is
-          logged.
+TRL       `trainer_state.json` of the output folder or its newest checkpoint, and `completions/*.parquet`. The
+          rewards of its DPO are beta times ours. `training_args.bin` is a pickle and is not opened, so settings are
+          unknown but for what is logged.
 verl      the JSON lines of its file logger (`trainer.logger=[file]`), and the answers in `trainer.rollout_data_dir`
-NeMo RL   TensorBoard's event files of `logger.log_dir/exp_NNN`, and the answers in `train_data_stepN.jsonl`. Our metrics and
-          settings have its names, so few need another.
-prime-rl  the `metrics.jsonl` of its file monitor. Trainer and orchestrator write rows of their own for the same step. It has
-          no KL to the starting model, and its file monitor keeps no answers.
+NeMo RL   TensorBoard's event files of `logger.log_dir/exp_NNN`, and the answers in `train_data_stepN.jsonl`. Our
+          metrics and settings have its names, so few need another.
+prime-rl  the `metrics.jsonl` of its file monitor. Trainer and orchestrator write rows of their own for the same step.
+          It has no KL to the starting model, and its file monitor keeps no answers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 
 EXPECTED = (
-    "a run folder of posttrain (metrics.jsonl, run.json), or the output of TRL (trainer_state.json), NeMo RL (TensorBoard's "
-    "event files), verl (the file of its file logger) or prime-rl (metrics.jsonl of its file monitor)"
+    "a run folder of posttrain (metrics.jsonl, run.json), or the output of TRL (trainer_state.json), NeMo RL "
+    "(TensorBoard's event files), verl (the file of its file logger) or prime-rl (metrics.jsonl of its file monitor)"
 )
 EVENTS = "events.out.tfevents.*"
 OF_PRIME_RL = {"optim/grad_norm", "reward/all/mean", "reward/mean"}

@@ -1,6 +1,7 @@
 """Folders that are only read: on this machine, or wherever fsspec reaches (s3://, gs://, …).
 
-A file that is missing or cannot be read has no stamp and is empty: runs are looked at while they are written, moved and deleted.
+A file that is missing or cannot be read has no stamp and is empty: runs are looked at while they are written, moved and
+deleted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which groups a reader asks for: limits of rewards, lengths and reward parts, how answers ended, and text that they contain.
+"""Which groups a reader asks for: limits of rewards, lengths and reward parts, how answers ended, and text that they
+contain.
 
 A group is shown if one of its answers has everything that is asked of an answer; those answers are marked.
 """

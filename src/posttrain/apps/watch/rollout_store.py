@@ -1,8 +1,8 @@
 """The rollouts of a run: every group of every step, read one step at a time.
 
 A step's file is unpacked on request. The newest unpacked ones are kept, up to a number of bytes. Searching a whole
-run is done in slices of a fraction of a second, each with a cursor for the next, so that no request takes long and nothing has
-to be indexed or written.
+run is done in slices of a fraction of a second, each with a cursor for the next, so that no request takes long and
+nothing has to be indexed or written.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class RolloutStore:
         return found, len(lines.lines)
 
     def search(self, kind: Kind, filters: Filters, cursor: Cursor | None, *, slice_s: float = SLICE_S) -> Found:
-        """From the newest step to the oldest, until there are enough hits or the time is over. At least one step is read."""
+        """From the newest step to the oldest, until there are enough hits or the time is over. One step at least."""
         steps = [step for step in reversed(self.steps(kind)) if cursor is None or step <= cursor.step]
         started, hits = self._clock(), list[JsonObject]()
         for place, step in enumerate(steps):

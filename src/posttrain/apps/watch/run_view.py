@@ -262,7 +262,7 @@ class RunView:
             yield {"title": chart.title, "key": key, "value": value, "level": level}
 
     def examined(self) -> list[Finding]:
-        """The findings of all rules over the whole run, computed now; those of the file where it is not on this machine."""
+        """The findings of all rules over the whole run, computed now; of a run elsewhere, those of its file."""
         if not isinstance(self.place, LocalPlace):
             return self.findings
         stamp = self.place.stamp(METRICS_FILE)

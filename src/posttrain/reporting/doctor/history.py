@@ -1,6 +1,6 @@
 """The metrics of a run up to a step, as rules read them: series by key, and the settings of the run.
 
-Rules look at the start of a series, at its end, and at running extremes. So the work per step does not grow with the run.
+Rules look at the start of a series, at its end, and at running extremes. The work per step does not grow with the run.
 """
 
 from __future__ import annotations

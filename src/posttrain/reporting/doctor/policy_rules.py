@@ -1,7 +1,7 @@
 """Rules about policies that are trained on their own answers (GRPO).
 
-Thresholds are relative to the start of the run wherever the absolute value depends on model and task. Entropy, length and
-norms differ by orders of magnitude between a small model on sums and a large one on proofs.
+Thresholds are relative to the start of the run wherever the absolute value depends on model and task. Entropy, length
+and norms differ by orders of magnitude between a small model on sums and a large one on proofs.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def memorised(run: History) -> Sighting | None:
     train, held_out = run.recent(ACCURACY), run.values("validation/accuracy")
     if train is None or len(held_out) < 2 or train < 0.95 or held_out[-1] > train - 0.2:
         return None
-    text = f"{percent(train)} of the training pairs are ranked correctly, but {percent(held_out[-1])} of the held-out pairs"
+    shares = percent(train), percent(held_out[-1])
+    text = f"{shares[0]} of the training pairs are ranked correctly, but {shares[1]} of the held-out pairs"
     fixes = (run.fix(f"{run.kind}.max_num_epochs", "1"), "remove duplicated pairs", lower_lr(run))
     severity: Severity = "error" if held_out[-1] < 0.6 and train > 0.98 else "warning"
     return Sighting(severity, "validation/accuracy", held_out[-1], text, fixes)
@@ -65,7 +66,8 @@ def equal_pairs(run: History) -> Sighting | None:
     if not all_are_equal and max(abs(run.now(key) or 0.0) for key in (CHOSEN, REJECTED)) < MOVED:
         return None  # so small an update does not show in the rewards of any pair
     share = min(ties)
-    text = f"{percent(share)} of the pairs stay tied after updates: chosen and rejected are the same text, or the same tokens"
+    what = "chosen and rejected are the same text, or the same tokens"
+    text = f"{percent(share)} of the pairs stay tied after updates: {what}"
     severity: Severity = "error" if share > 0.3 else "warning"
     return Sighting(
         severity, "train/tie_rate", share, text, ("remove pairs whose two answers are equal from data.train",)

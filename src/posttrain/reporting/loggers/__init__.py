@@ -1,4 +1,4 @@
-"""Trackers beside the run folder: which ones a run has, and how its rows get there. Clients are imported when they are used."""
+"""Trackers beside the run folder: which ones a run has, and how its rows get there. Clients are imported late."""
 
 from __future__ import annotations
 

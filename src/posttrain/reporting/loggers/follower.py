@@ -1,8 +1,9 @@
 """Replays `metrics.jsonl` to a tracker, in a thread: it never delays the run and never ends it.
 
-There is no position to be saved. Whenever a connection is opened, the tracker is asked for the last step that it has, and the
-rows after it are sent. So after a kill of the run, an outage of the tracker, or both, every step arrives once. A step that was
-sent and is trained again after a kill is not sent again; its losses and rewards are the same, its times may differ.
+There is no position to be saved. Whenever a connection is opened, the tracker is asked for the last step that it has,
+and the rows after it are sent. So after a kill of the run, an outage of the tracker, or both, every step arrives once.
+A step that was sent and is trained again after a kill is not sent again; its losses and rewards are the same, its times
+may differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of a tracker, and the values that it gets. One implementation per tracker, each in the file of its name."""
+"""The interface of a tracker, and the values that it gets. Each tracker has a file of its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs of other systems in their own formats; tests/foreign_runs/README.md says what is recorded and what is made up."""
+"""Runs of other systems in their own formats; tests/foreign_runs/README.md says what is recorded and what is made
+up."""
 
 from __future__ import annotations
 

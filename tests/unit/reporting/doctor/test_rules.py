@@ -273,7 +273,8 @@ def test_clipped_tokens() -> None:
 
 
 def test_a_policy_that_breaks_at_once_is_blamed_on_the_learning_rate_not_on_the_length() -> None:
-    """As with a learning rate that is a hundred times too high: after the first update no answer ends or earns anything."""
+    """As with a learning rate that is a hundred times too high: after the first update no answer ends or earns
+    anything."""
 
     def broken(before: float, after: float) -> Curve:
         return lambda step: before if step == 1 else after
@@ -583,7 +584,8 @@ def test_no_rule_needs_a_metric_that_a_run_may_not_have(kind: str) -> None:
         doctor.finish()
 
 
-# -- a recorded run of a real model -------------------------------------------------------------------------------------
+# -- a recorded run of a real model
+# -------------------------------------------------------------------------------------
 
 
 def recorded(lr: str) -> list[Finding]:
