@@ -18,7 +18,7 @@ from workloads import Workload
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.parallel import shard, whole_parameters
+from posttrain.policy.parallel.fsdp import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"

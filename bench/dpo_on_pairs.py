@@ -200,7 +200,7 @@ def accuracy(model: str, base: str, rows: list[dict[str, Any]], device: str) -> 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from posttrain.algorithms.supervised_batches import pair_batch
+    from posttrain.algorithms.batches import pair_batch
     from posttrain.data.chat import ChatFormat
     from posttrain.models.attention_interface import attention_context
     from posttrain.policy.logprobs import TokenLogprobs

@@ -26,7 +26,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.weights import SharedWeights
 from posttrain.policy.hardware import peak_flops
-from posttrain.recipes.grpo_credit import build_credit, build_objective
+from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.reporting.rows import Hardware, performance
 from posttrain.roles import Engine, Objective, Progress, Trainer
 from posttrain.rollouts.fresh import FreshRollouts

@@ -38,8 +38,7 @@ from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.orchestration.weights import SharedWeights
 from posttrain.orchestration.workers import LocalWorker
-from posttrain.recipes.grpo import GrpoRecipe
-from posttrain.recipes.grpo_credit import build_credit, build_objective
+from posttrain.recipes.grpo import GrpoRecipe, build_credit, build_objective
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import RunSettings
 from posttrain.reporting.rows import TOTAL_STEP, Hardware, top_level_stages

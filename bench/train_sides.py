@@ -50,7 +50,7 @@ def posttrain_side(job: TrainJob) -> dict[str, Any]:
     """`ShardedTrainer.update`, as every algorithm calls it: packing, micro-batches, backward, clipping, optimizer."""
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
-    from posttrain.algorithms.supervised_batches import example_batch
+    from posttrain.algorithms.batches import example_batch
     from posttrain.policy.objectives import NegativeLogLikelihood
     from posttrain.types import Example
 

@@ -125,7 +125,7 @@ def open_sampler(
     import torch
     from shapes import make_model, make_tokenizer
 
-    from posttrain.engines.vllm_sampler import VllmSampler
+    from posttrain.engines.vllm.sampler import VllmSampler
     from posttrain.policy.runtime import enable_expandable_segments
 
     device = torch.device("cpu") if args.tiny or in_host_memory else torch.device("cuda", 0)

@@ -10,7 +10,7 @@ The trainer packs its weights into buckets that the engine has opened over CUDA 
 own parameters in place. Every route must first bring weights that the engine can draw itself from the seed. Two jobs,
 each a pair of processes: torch's usual memory, and `expandable_segments:True` on both sides with several ways to have
 buckets that can be shared nevertheless. Section `handover` is what a run with engines of its own does, calls of Ray
-excepted: over CUDA IPC, and through its file (src/posttrain/engines/weight_handover.py). A section that fails is shown
+excepted: over CUDA IPC, and through its file (src/posttrain/engines/weights.py). A section that fails is shown
 with its error, its engine is replaced, and the others go on. See transfer_buckets.py.
 """
 
@@ -239,7 +239,7 @@ class Engine(Side):
     def do_handover(self, pipe: Any, sent: Any, lot: int | None) -> str:
         """Why the trainer's memory cannot be opened; empty: all is taken."""
         if not hasattr(self, "receiver"):
-            from posttrain.engines.weight_handover import WeightReceiver
+            from posttrain.engines.weights import WeightReceiver
 
             self.receiver = WeightReceiver(module_of(self.weights["weights"]))
         why = self.receiver.open_buckets([sent]) if lot is not None else ""
@@ -683,7 +683,7 @@ class Trainer(Side):
         return found
 
     def section_handover(self, options: argparse.Namespace) -> dict[str, Any]:
-        from posttrain.engines.weight_handover import Handover, WeightSender
+        from posttrain.engines.weights import Handover, WeightSender
 
         found: dict[str, Any] = {}
         sender = WeightSender(module_of(self.weights["weights"]))

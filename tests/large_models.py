@@ -31,8 +31,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from posttrain.config import load_config
 from posttrain.config.policy import DtensorConfig
 from posttrain.models.attention_interface import ATTENTION, attention_context
-from posttrain.policy import tensor_parallel
-from posttrain.policy.context_parallel import RowGroup
 from posttrain.policy.fused import layers as fused_layers
 from posttrain.policy.fused import trials
 from posttrain.policy.fused.layers import fuse_layers
@@ -42,7 +40,10 @@ from posttrain.policy.memory.model_shape import shape_of_config
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import Mesh, local_part, shard
+from posttrain.policy.parallel import tensor as tensor_parallel
+from posttrain.policy.parallel.context import RowGroup
+from posttrain.policy.parallel.fsdp import local_part, shard
+from posttrain.policy.parallel.mesh import Mesh
 from posttrain.types import TokenBatch
 
 WORLD = 64

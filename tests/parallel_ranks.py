@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from posttrain.config import DpoConfig, LossFnConfig, load_config
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.engines.choose_engine import engine_for_training
-from posttrain.policy import parallel, trainer
+from posttrain.policy import trainer
 from posttrain.policy.fused.layers import FusedLayer
 from posttrain.policy.objectives import BradleyTerry, ClippedPolicyGradient, PreferenceLoss
+from posttrain.policy.parallel import fsdp
 from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.roles import Objective
 from posttrain.types import NoiseKey, Sampling, Task, TokenBatch
@@ -183,7 +184,7 @@ def sampled(rank: PolicyTrainer, number: int) -> tuple[list[Any], int]:
     tasks = [Task(at, str(at), "", tuple(range(5 + at, 9 + 2 * at))) for at in range(3)]
     mesh = rank.mesh.for_sampling
     with rank.sampling():
-        held = sum(parallel.local_part(parameter).numel() for parameter in set(rank.model.parameters()))
+        held = sum(fsdp.local_part(parameter).numel() for parameter in set(rank.model.parameters()))
         own = engine.generate(tasks[mesh.dp_index(number) :: mesh.dp], 3, SAMPLING, NoiseKey(seed=0, step=1))
     answers = [[completion.token_ids for completion in group] for group in own]
     if not dist.is_initialized():
@@ -206,7 +207,7 @@ def run(number: int, world: int, cases: Sequence[str], folder: Path) -> None:
         exact = case.split("/")[2] == "float64"
         trainer.DTYPES["float32"] = torch.float64 if exact else torch.float32
         # FSDP would add up in float32, as it should outside of this file.
-        parallel.MixedPrecisionPolicy = (lambda reduce_dtype: MixedPrecisionPolicy()) if exact else MixedPrecisionPolicy
+        fsdp.MixedPrecisionPolicy = (lambda reduce_dtype: MixedPrecisionPolicy()) if exact else MixedPrecisionPolicy
         mode: AbstractContextManager[None] = float64() if exact else nullcontext()
         with mode:
             found = train(case, folder)

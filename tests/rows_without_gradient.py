@@ -35,8 +35,9 @@ from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.orchestration.weights import SharedWeights
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
-from posttrain.policy import parallel, trainer
+from posttrain.policy import trainer
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.policy.parallel import fsdp
 from posttrain.types import Completion, Group, Rollout, Score, TakenGroups, Task
 
 STEPS = 2
@@ -175,7 +176,7 @@ def run(number: int, world: int, folder: Path) -> None:
     if world > 1:
         dist.init_process_group("gloo", f"file://{folder}/meeting", rank=number, world_size=world)
     trainer.DTYPES["float32"] = torch.float64
-    parallel.MixedPrecisionPolicy = lambda reduce_dtype: MixedPrecisionPolicy()  # it would add up in float32
+    fsdp.MixedPrecisionPolicy = lambda reduce_dtype: MixedPrecisionPolicy()  # it would add up in float32
     found = {}
     for name, case in CASES.items():
         for packing, batching in PACKINGS.items():

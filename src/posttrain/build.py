@@ -20,7 +20,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.engines.weight_handover import Handover
+from posttrain.engines.weights import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.files.digests import digest
 from posttrain.loop import LoopSettings, TrainingLoop
@@ -32,11 +32,10 @@ from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.weights import PushedWeights, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.hardware import peak_flops
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
-from posttrain.recipes.header import header_lines
-from posttrain.recipes.recipe import RunParts
+from posttrain.recipes.recipe import RunParts, header_lines
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import Loggers
@@ -173,15 +172,15 @@ class TrainingRun:
         engine, weights = self._sampling(workers, trainer, recorder.warn)
         algorithm = prepared.algorithm(
             RunParts(
-                trainer,
-                engine,
-                weights,
-                recorder.progress,
-                recorder.stage,
-                recorder.warn,
-                max_steps,
-                self._cleanup,
-                interruption.tell,
+                policy=trainer,
+                engine=engine,
+                weights=weights,
+                show_progress=recorder.progress,
+                announce=recorder.stage,
+                warn=recorder.warn,
+                max_steps=max_steps,
+                cleanup=self._cleanup,
+                when_stopped=interruption.tell,
             )
         )
         return TrainingLoop(
@@ -279,8 +278,11 @@ class TrainingRun:
         header: list[str],
         decode: Callable[[Sequence[int]], str],
     ) -> RunRecorder:
-        config = self.config
+        config, generation = self.config, self.config.policy.generation
         on_gpu = facts.device == "cuda"
+        refit = "" if config.num_engines else "the sampler shares the trainer's weights"
+        if generation is not None and generation.uses_vllm:
+            refit = "the trainer's weights go to vLLM"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
             RunSettings(
@@ -299,7 +301,7 @@ class TrainingRun:
                 title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
                 num_val_samples_to_print=config.logger.num_val_samples_to_print,
                 device_word="GPU" if on_gpu else "device",
-                refit_remark=_refit_remark(config),
+                refit_remark=refit,
                 settings=self.loaded.flat(),
                 stop_on_error=config.doctor.on_error == "stop",
             ),
@@ -354,7 +356,7 @@ class TrainingRun:
 
 
 def start_samplers(config: RunConfig, chat: ChatFormat) -> WorkerGroup:
-    """An engine on each device of the run's cluster, or on the GPUs of one vLLM, with the run's initial weights. Independent."""
+    """Independent engines with the run's initial weights: on each device of its cluster, or on the GPUs of one vLLM."""
     size = config.gpus_per_engine if config.vllm_spans_gpus else 1
     layout = RankLayout(
         config.cluster.num_nodes,
@@ -392,9 +394,3 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
         section = policy.generation.vllm_cfg.model_copy(update={"python": python})
         changes["generation"] = policy.generation.model_copy(update={"vllm_cfg": section})
     return policy.model_copy(update=changes)
-
-
-def _refit_remark(config: RunConfig) -> str:
-    if config.policy.generation is not None and config.policy.generation.uses_vllm:
-        return "the trainer's weights go to vLLM"
-    return "" if config.num_engines else "the sampler shares the trainer's weights"

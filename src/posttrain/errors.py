@@ -182,6 +182,10 @@ class RankLostError(HardwareError):
     """A rank, an engine or the connection between them ended or did not answer in time. Another attempt may succeed."""
 
 
+class EngineLostError(RankLostError):
+    """The process of an engine that had started ended or did not answer in time. Another engine can repeat the call."""
+
+
 class OutOfGpuMemoryError(HardwareError):
     """`stage` is the operation of the rank; `gpu_bytes` the memory of its GPU, 0 where it is not known."""
 

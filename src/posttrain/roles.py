@@ -1,8 +1,8 @@
 """The roles that posttrain is made of. Protocols only: implementations are chosen in the composition root.
 
-One training step: a `RolloutSource` asks an `Engine` for completions and an `Environment` for their scores; an `Algorithm`
-turns them into batches for the `Trainer`, which minimises an `Objective`; `WeightSync` hands the new weights to the engine.
-The loop drives the algorithm, the `Recorder` writes what happened, the `Saver` keeps it.
+One training step: a `RolloutSource` asks an `Engine` for completions and an `Environment` for their scores; an
+`Algorithm` turns them into batches for the `Trainer`, which minimises an `Objective`; `WeightSync` hands the new
+weights to the engine. The loop drives the algorithm, the `Recorder` writes what happened, the `Saver` keeps it.
 """
 
 from __future__ import annotations
@@ -127,9 +127,36 @@ class RoundEngine(Engine, Protocol):
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """The groups, in order, with more tokens: their `Unfinished` answers continue where they were, until `quota` is met,
-        or to their ends if there is none. `versions` are as given."""
+        """The groups, in order, with more tokens: their `Unfinished` answers continue where they were, until `quota` is
+        met, or to their ends if there is none. `versions` are as given."""
         ...
+
+
+UNKNOWN_VERSION = -1  # of weights that an engine took before any were published
+
+
+class RankEngine(RoundEngine, Protocol):
+    """The engine of one rank. It samples with the weights of the rank's trainer."""
+
+    shares_tensors: bool  # samples from the trainer's own tensors, so ranks that share layers sample together
+    should_stop: Callable[[], bool]  # checked while sampling; True ends the call with StopRequested
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can sample. If not, `take_weights` comes first."""
+        ...
+
+    def take_weights(self, version: int) -> None:
+        """Sample from here on with the trainer's weights as they are now. Collective on sharded ranks."""
+
+    def forget_weights(self) -> None:
+        """The trainer has loaded other weights: take them before the next sampling call."""
+
+    def make_room(self) -> None:
+        """Free memory of the device for the trainer, unless what is held is small and worth keeping."""
+
+    def close(self) -> None:
+        """Stop processes that the engine has started."""
 
 
 class WeightSync(Protocol):
@@ -177,7 +204,9 @@ class Algorithm(Protocol):
 
 
 class StopPoints(Protocol):
-    """Where a step may end early because the run was asked to stop: StopRequested is raised, and the step is repeated later."""
+    """Where a step may end early because the run was asked to stop: StopRequested is raised, and the step is repeated
+    later.
+    """
 
     def check(self) -> None: ...
 
@@ -256,8 +285,8 @@ class Saver(Protocol):
     def save_and_stop(
         self, step: int, finished: Finished | None, *, owes_validation: bool, seconds_left: float | None
     ) -> str:
-        """Save the state after `step`, unless that would take longer than `seconds_left`. Returns why it is not saved; empty
-        if it is.
+        """Save the state after `step`, unless that would take longer than `seconds_left`. Returns why it is not saved;
+        empty if it is.
 
         `finished` is None if the step after `step` was begun and left undone.
         """

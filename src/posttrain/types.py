@@ -1,12 +1,13 @@
 """Values that cross a boundary between two parts of posttrain. Data only: no behaviour that needs a model.
 
-The words: a *Task* is a prompt with what is needed to judge an answer; a *Completion* is one sampled answer; a *Rollout*
-is a completion with its score; a *Group* is the rollouts of one task; a *TokenBatch* is what a policy trains on.
+The words: a *Task* is a prompt with what is needed to judge an answer; a *Completion* is one sampled answer; a
+*Rollout* is a completion with its score; a *Group* is the rollouts of one task; a *TokenBatch* is what a policy trains
+on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,8 +24,8 @@ FinishReason = Literal["stop", "length"]
 class Task:
     """A prompt in the model's format, and the data that the environment needs to score an answer.
 
-    `draw` is the position of this task in the run's stream of tasks. It is unique within a run, so it, and never the text,
-    is what groups are formed by and what sampling noise is keyed by.
+    `draw` is the position of this task in the run's stream of tasks. It is unique within a run, so it, and never the
+    text, is what groups are formed by and what sampling noise is keyed by.
     """
 
     draw: int
@@ -36,8 +37,9 @@ class Task:
     messages: tuple[Message, ...] = ()  # the conversation before the chat template
     metadata: Mapping[str, object] = field(default_factory=dict)
     recorded: tuple[Rollout, ...] = ()  # answers from elsewhere, with their rewards, to train on
-    # A later turn of one sample is a task of its own. These two keep its sampling noise apart from that of the turns and
-    # samples beside it: which sample of `draw` it is, and how many tokens stand between the first prompt and what follows.
+    # A later turn of one sample is a task of its own. These two keep its sampling noise apart from that of the turns
+    # and samples beside it: which sample of `draw` it is, and how many tokens stand between the first prompt and what
+    # follows.
     first_sample: int = 0
     first_token: int = 0
 
@@ -75,8 +77,8 @@ class NoiseKey:
 class Completion:
     """One sampled answer. `logprobs[i]` is the sampler's log-probability of `token_ids[i]` under the temperature used.
 
-    A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens. In a conversation
-    of several turns, the environment's tokens stand between the model's turns; `mask` separates the two.
+    A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens. In a
+    conversation of several turns, the environment's tokens stand between the model's turns; `mask` separates the two.
     """
 
     token_ids: tuple[int, ...]
@@ -85,8 +87,9 @@ class Completion:
     finish_reason: FinishReason
     mask: tuple[bool, ...] = ()  # True: the model's own token, to be trained; empty: all of them are
     conversation: Conversation | None = None  # set when the environment took turns with the model
-    # Which weights sampled which tokens: (index of the first token, version), each up to the next pair. Version v is the
-    # weights after v training steps of the run, -1 an unknown earlier one; empty: unknown, taken as the current weights.
+    # Which weights sampled which tokens: (index of the first token, version), each up to the next pair. Version v is
+    # the weights after v training steps of the run, -1 an unknown earlier one; empty: unknown, taken as the current
+    # weights.
     versions: tuple[tuple[int, int], ...] = ()
     error: str | None = None  # why no answer came (a request to a server failed); such a completion stays unscored
 
@@ -145,6 +148,10 @@ class OpenGroup:
     @property
     def is_whole(self) -> bool:
         return all(answer.is_finished for answer in self.answers)
+
+
+def completions_of(groups: Iterable[OpenGroup]) -> list[list[Completion]]:
+    return [[answer for answer in group.answers if isinstance(answer, Completion)] for group in groups]
 
 
 @dataclass(frozen=True)
@@ -282,8 +289,8 @@ class TokenBatch:
 
     `columns` holds one value per *response token*, all responses one after another in order; prompt tokens are never
     trained and have no column. `mask` is the column that always exists: 1 where the token counts, 0 where it does not.
-    `num_tokens` and `num_sequences` are the denominators of the *whole* optimizer batch. They travel with every part that
-    is cut from it, so that losses do not depend on micro-batches, packing or the number of ranks. So does
+    `num_tokens` and `num_sequences` are the denominators of the *whole* optimizer batch. They travel with every part
+    that is cut from it, so that losses do not depend on micro-batches, packing or the number of ranks. So does
     `num_computed_tokens`, the denominator of metrics: rows may be left out whose share of the loss is known to be 0.
     """
 
@@ -335,7 +342,9 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def select(self, rows: Sequence[int], *, recount: bool = False) -> TokenBatch:
-        """The responses `rows`, with the prompts they need. `recount` makes the selection an optimizer batch of its own."""
+        """The responses `rows`, with the prompts they need. `recount` makes the selection an optimizer batch of its
+        own.
+        """
         prompt_rows = sorted({self.prompt_of[row] for row in rows})
         place = {prompt: index for index, prompt in enumerate(prompt_rows)}
         ends = self._ends

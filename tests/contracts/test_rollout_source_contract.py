@@ -16,13 +16,12 @@ from posttrain.data.chat import ChatFormat
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
 from posttrain.roles import Progress, RolloutSource
-from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
-from posttrain.rollouts.next_turn import NextTurn
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
-from posttrain.rollouts.surplus import StreamAndSurplus
+from posttrain.rollouts.turn_prompts import NextTurn
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Rollout, Sampling, Score, Task
 
 NUM_SAMPLES, STEP = 2, 5

@@ -17,8 +17,8 @@ from tiny_models import tiny_model
 from tiny_runs import command, grpo, results_of, run, same_up_to_rounding, save_data, save_model, weights_of
 from torch import nn
 
-from posttrain.engines import weight_handover
-from posttrain.engines.weight_handover import Handover, WeightReceiver, WeightSender, checksum
+from posttrain.engines import weights
+from posttrain.engines.weights import Handover, WeightReceiver, WeightSender, checksum
 from posttrain.policy.runtime import enable_expandable_segments
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_another_process_gets_the_same_bits_over_cuda_ipc_and_memory_stays_flat(
     engine: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file, written in the background, has them too. Buckets are shared from a process with expandable segments."""
-    monkeypatch.setattr(weight_handover, "BUCKET_BYTES", 16 << 20)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 16 << 20)
     enable_expandable_segments()
     trained = large_model()
     sender, to = WeightSender(trained), Handover(tmp_path.name, tmp_path, on_one_machine=True)

@@ -20,7 +20,7 @@ from posttrain.models.attention_interface import attention_context
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import shard, whole_parameters
+from posttrain.policy.parallel.fsdp import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
 pytestmark = [

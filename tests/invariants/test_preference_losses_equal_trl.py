@@ -20,9 +20,9 @@ from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from posttrain.algorithms.batches import judged_batch, pair_batch
 from posttrain.algorithms.kto import Kto
 from posttrain.algorithms.step_reports import StageClock
-from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, weights_of
 
-from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
+from posttrain.algorithms.batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
 from posttrain.config.dpo import LOSSES
 from posttrain.data.packing import MicroBatching

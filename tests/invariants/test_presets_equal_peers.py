@@ -18,11 +18,11 @@ import torch
 from float64 import TOLERANCE, approx
 from torch import Tensor
 
-from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
+from posttrain.algorithms.batches import rollout_batch, scored_places
 from posttrain.config import GrpoRunConfig, load_config
 from posttrain.config.loader import presets
 from posttrain.policy.objectives import clipped as clipped_objective
-from posttrain.recipes.grpo_credit import build_credit, build_objective
+from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
 LENGTHS = [[3, 1, 5, 2], [2, 6, 4, 1], [1, 3, 2, 2]]

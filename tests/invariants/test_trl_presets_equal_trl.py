@@ -17,13 +17,13 @@ from float64 import TOLERANCE, approx, assert_same_gradients
 from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 
-from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
+from posttrain.algorithms.batches import rollout_batch, scored_places
 from posttrain.config import load_config
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import clipped
 from posttrain.policy.packed import PackedRow
-from posttrain.recipes.grpo_credit import build_credit, build_objective
+from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task, TokenBatch
 
 pytest.importorskip("trl", reason="the bench extra is not installed")

@@ -168,7 +168,9 @@ class AdvantagesPerReward:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Advantages minus their mean, divided by their standard deviation, over the scored rollouts or the trained tokens."""
+    """Advantages minus their mean, divided by their standard deviation, over the scored rollouts or the
+    trained tokens.
+    """
 
     over: Literal["rollouts", "tokens"]
     spread: Spread
@@ -187,7 +189,7 @@ class Whitening:
         return centred / self.spread.divisor(variance)
 
 
-# -- estimators by name --------------------------------------------------------------------------------------------------
+# -- estimators by name ------------------------------------------------------------------------------------------------
 
 
 class EstimatorOptions(Protocol):

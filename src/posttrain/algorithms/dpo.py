@@ -14,8 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from posttrain.algorithms.batches import pair_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
-from posttrain.algorithms.supervised_batches import pair_batch
 from posttrain.policy.objectives import PreferenceLoss
 from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport, TokenBatch

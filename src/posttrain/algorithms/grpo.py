@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.credit import Credit
-from posttrain.algorithms.pass_at_k import ANY_POSITIVE_REWARD, reward_metrics
-from posttrain.algorithms.rollout_batches import (
+from posttrain.algorithms.batches import (
     minibatches,
     of_tokens,
     rollout_batch,
@@ -28,12 +26,19 @@ from posttrain.algorithms.rollout_batches import (
     with_reference_as_behavior,
     without_logprob_errors,
 )
-from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
-from posttrain.algorithms.step_reports import StageClock, num_sequence_tokens
-from posttrain.algorithms.token_traces import TokenSampling, token_traces
+from posttrain.algorithms.credit import Credit
+from posttrain.algorithms.pass_at_k import ANY_POSITIVE_REWARD, reward_metrics
+from posttrain.algorithms.step_reports import (
+    StageClock,
+    TokenSampling,
+    num_sequence_tokens,
+    rollout_metrics,
+    rollout_warnings,
+    token_traces,
+)
 from posttrain.data.reward_values import total
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.policy.objectives.reduce import kl_estimate
+from posttrain.policy.objectives.kl import kl_estimate
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, TokenTrace, UpdateReport
 
@@ -75,8 +80,8 @@ class Grpo:
             batch, facts = self._with_logprobs(batch, taken.groups, is_fresh)
             facts |= self._kl_to_start(batch, is_fresh, step)
 
-        # Compute advantages within each group. A group whose rewards are all equal gives no gradient: unless the loss has
-        # another term, its rows are left out from here on.
+        # Compute advantages within each group. A group whose rewards are all equal gives no gradient: unless the loss
+        # has another term, its rows are left out from here on.
         self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))

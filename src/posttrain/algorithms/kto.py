@@ -1,13 +1,13 @@
 """Kahneman-Tversky optimisation (arXiv:2402.01306): learns from single answers, each labelled good or bad.
 
 Answers are compared with a baseline, an estimate of KL(policy || reference): the mean over the batch of log p - log
-p_reference of answers to *other* prompts, clamped at 0. Each prompt is paired with the answer to
-the prompt before it, as in TRL. The baseline is computed before the update, with the weights that the update starts from,
-and carries no gradient.
+p_reference of answers to *other* prompts, clamped at 0. Each prompt is paired with the answer to the prompt before it,
+as in TRL. The baseline is computed before the update, with the weights that the update starts from, and carries no
+gradient.
 
-Deviations from TRL: the batch is the whole optimizer batch, not the part that one device holds at a time, so that neither
-micro-batches nor ranks change the loss; and where a batch has several answers to one prompt, the shift is the one that
-leaves the fewest with their own.
+Deviations from TRL: the batch is the whole optimizer batch, not the part that one device holds at a time, so that
+neither micro-batches nor ranks change the loss; and where a batch has several answers to one prompt, the shift is the
+one that leaves the fewest with their own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
+from posttrain.algorithms.batches import judged_batch, mismatched_batch
 from posttrain.algorithms.dpo import Reference
 from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
-from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
 from posttrain.policy.objectives import KtoLoss
 from posttrain.roles import Trainer
 from posttrain.types import Judged, StepReport, TokenBatch

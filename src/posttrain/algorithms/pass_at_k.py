@@ -57,8 +57,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def cons_at_k(answers: Sequence[Hashable | None], passed: Sequence[bool], k: int) -> float:
     """The share of k-subsets whose majority answer passes. `None` abstains; a subset in which all abstain fails.
 
-    A subset is won by answer `a` with m votes, the first of them at place p, if every other answer has fewer votes, or m
-    votes that all come after p. Each factor below counts the ways to choose votes of one answer, by their number.
+    A subset is won by answer `a` with m votes, the first of them at place p, if every other answer has fewer votes, or
+    m votes that all come after p. Each factor below counts the ways to choose votes of one answer, by their number.
     """
     assert len(answers) == len(passed) >= k >= 1
     places: dict[Hashable, list[int]] = {}
@@ -91,7 +91,9 @@ def _losing_ways(others: Sequence[Sequence[int]], num_abstain: int, num_votes: i
 
 @lru_cache(maxsize=4096)
 def _factor(num_votes: int, limit: int, num_later: int, left: int) -> tuple[int, ...]:
-    """Ways to choose 0, 1, … votes of an answer that has `num_votes`: fewer than `limit`, or exactly `limit` later ones."""
+    """Ways to choose 0, 1, … votes of an answer that has `num_votes`: fewer than `limit`, or exactly `limit` later
+    ones.
+    """
     fewer = [math.comb(num_votes, count) for count in range(min(num_votes, limit - 1, left) + 1)]
     tied = math.comb(num_later, limit) if limit <= left else 0
     return (*fewer, tied) if tied else tuple(fewer)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from posttrain.algorithms.batches import pair_batch
 from posttrain.algorithms.dpo import PairStream
 from posttrain.algorithms.step_reports import StageClock, batch_report
-from posttrain.algorithms.supervised_batches import pair_batch
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport

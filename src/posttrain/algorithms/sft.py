@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from posttrain.algorithms.batches import example_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report
-from posttrain.algorithms.supervised_batches import example_batch
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.roles import Trainer
 from posttrain.types import Example, StepReport

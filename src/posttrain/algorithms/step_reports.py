@@ -1,12 +1,18 @@
-"""Step reports: timings of stages, batch reports, and metrics that are ratios of counts."""
+"""What a step reports: timings of its stages, metrics and warnings of its rollouts, and values of single tokens."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from posttrain.types import StepReport, TokenBatch
+from torch import Tensor
+
+from posttrain.algorithms.advantages import has_signal
+from posttrain.algorithms.batches import scored_places
+from posttrain.types import Group, StepReport, TokenBatch, TokenTrace
 
 
 class StageClock:
@@ -54,3 +60,140 @@ def with_accuracy(measured: Mapping[str, float], num_rows: float) -> dict[str, f
     right, ties = metrics.pop("num_ranked_right"), metrics.pop("num_ties")
     rows = max(num_rows, 1.0)
     return {**metrics, "accuracy": (right + ties / 2) / rows, "tie_rate": ties / rows}
+
+
+MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # limits the cost of the repetition metric to milliseconds
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards over scored rollouts only; without any, `reward` is omitted."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
+    lengths = [r.completion.num_sampled for r in rollouts]
+    metrics = {
+        "unscored": float(len(rollouts) - len(rewards)),
+        "mean_generation_length": statistics.fmean(lengths),
+        "max_generation_length": float(max(lengths)),
+        "num_generated_tokens": float(num_generated_tokens(groups)),
+        "truncation_rate": statistics.fmean(r.truncated for r in rollouts),
+        "groups_with_signal": statistics.fmean(has_signal(group) for group in groups),
+        "num_samples": float(len(rollouts)),
+        "distinct_answers": statistics.fmean(_share_of_distinct(group) for group in groups),
+        "repetition": _repetition(groups),
+    }
+    if rewards:
+        metrics["reward"] = statistics.fmean(rewards)
+        metrics["reward_std"] = statistics.pstdev(rewards)
+        metrics["reward_min"] = min(rewards)
+        metrics["reward_max"] = max(rewards)
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.score.parts.items():
+            parts.setdefault(name, []).append(value)
+    metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
+    return metrics | _conversation_metrics(groups)
+
+
+def _share_of_distinct(group: Group) -> float:
+    return len({rollout.completion.token_ids for rollout in group.rollouts}) / len(group.rollouts)
+
+
+def _repetition(groups: Sequence[Group]) -> float:
+    """Fraction of 4-grams that occurred earlier in the same answer, over the first answer of each group."""
+    shares = []
+    for group in groups[:MAX_GROUPS_COMPARED]:
+        ids = group.rollouts[0].completion.token_ids[:MAX_TOKENS_COMPARED]
+        runs = [ids[i : i + 4] for i in range(len(ids) - 3)]
+        shares.append(1 - len(set(runs)) / len(runs) if runs else 0.0)
+    return statistics.fmean(shares)
+
+
+def num_generated_tokens(groups: Sequence[Group]) -> int:
+    """Tokens sampled in this run, without recorded answers."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    return sum(completion.num_sampled for completion in completions if completion.logprobs)
+
+
+def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over multi-turn rollouts, if there are any."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    found = [(c, c.conversation) for c in completions if c.conversation is not None]
+    if not found:
+        return {}
+    names = dict.fromkeys(name for _, conversation in found for name in conversation.counts)
+    return {
+        "turns": statistics.fmean(conversation.num_turns for _, conversation in found),
+        "environment_tokens": statistics.fmean(len(c.token_ids) - c.num_sampled for c, _ in found),
+        **{name: statistics.fmean(conversation.counts.get(name, 0.0) for _, conversation in found) for name in names},
+    }
+
+
+def rollout_warnings(groups: Sequence[Group], step: int) -> list[str]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
+    if not rewards:
+        first = next((r.score.error for r in rollouts if r.score.error), "no reason given")
+        return [f"step {step}: none of the {len(rollouts)} rollouts could be scored, so nothing was learnt ({first})"]
+    if len(set(rewards)) == 1:
+        truncated = statistics.fmean(r.truncated for r in rollouts)
+        hint = (
+            f"{truncated:.0%} of the completions were cut off at policy.generation.max_new_tokens"
+            if truncated > 0.5
+            else "the prompts are too easy or too hard for the model, or the reward does not see what differs"
+        )
+        return [
+            f"step {step}: all {len(rewards)} rewards are {rewards[0]:g}, so every advantage is 0 and nothing is "
+            f"learnt; {hint}"
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class TokenSampling:
+    """Which answers to trace: all answers of `num_groups` groups, every `period` steps; period 0: none."""
+
+    period: int
+    num_groups: int
+
+    def is_due(self, step: int) -> bool:
+        """Always true for the first step."""
+        return self.period > 0 and (step == 1 or step % self.period == 0)
+
+
+def token_traces(
+    groups: Sequence[Group], batch: TokenBatch, num_groups: int, logprobs: Callable[[TokenBatch], Tensor]
+) -> tuple[TokenTrace, ...]:
+    """Traces of groups spread evenly over the step. `batch` has a row for each scored rollout, with its advantages.
+
+    `logprobs` computes log-probabilities under the current policy if the step has not. Recorded answers are skipped
+    because their sampler is unknown.
+    """
+    count = min(num_groups, len(groups))
+    chosen = {len(groups) * index // count for index in range(count)}
+    places = scored_places(groups)
+    rows = [row for row, (g, r) in enumerate(places) if g in chosen and groups[g].rollouts[r].completion.logprobs]
+    if not rows:
+        return ()
+    part = batch.select(rows)
+    if "current_logprobs" not in part.columns:
+        part = part.with_columns(current_logprobs=logprobs(part))
+    columns = {name: [piece.tolist() for piece in part.column_parts(name)] for name in part.columns}
+    found = []
+    for index, row in enumerate(rows):
+        g, r = places[row]
+        completion = groups[g].rollouts[r].completion
+        found.append(
+            TokenTrace(
+                draw=groups[g].task.draw,
+                sample=r,
+                token_ids=completion.token_ids,
+                trained=completion.trained,
+                sampler_logprobs=completion.logprobs,
+                trainer_logprobs=tuple(columns["current_logprobs"][index]),
+                advantages=tuple(columns["advantages"][index]),
+                reference_logprobs=tuple(columns["reference_logprobs"][index])
+                if "reference_logprobs" in columns
+                else (),
+            )
+        )
+    return tuple(found)

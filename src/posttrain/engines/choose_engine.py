@@ -12,15 +12,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from posttrain.config import PolicyConfig
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.engine import NativeEngine, native_settings
-from posttrain.engines.vllm_sampler import VllmSampler
+from posttrain.engines.vllm.sampler import VllmSampler
 from posttrain.models.accepted_names import ResolvedModel, resolve_model
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
+from posttrain.roles import RankEngine
 
 
 def engine_for_training(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
-) -> NativeEngine | VllmSampler | None:
+) -> RankEngine | None:
     """The engine that samples from the trained modules or from their weights; None if the run does not sample."""
     if policy.generation is None:
         return None

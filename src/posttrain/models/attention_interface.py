@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -29,18 +29,17 @@ _NOT_COMPUTED = {
 }
 
 
+class AttendOptions(TypedDict):
+    """How a layer scores its keys."""
+
+    scale: float
+    window: int | None  # a token sees itself and the window-1 tokens before it; None: all of them
+    softcap: float | None
+
+
 class AttentionContext(Protocol):
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [tokens, heads, head_dim]
-        key: Tensor,  # [tokens, kv_heads, head_dim]
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,  # a token sees itself and the window-1 tokens before it; None: all of them
-        softcap: float | None,
-    ) -> Tensor:  # [tokens, heads, head_dim]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        """Queries and the result are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]."""
         ...
 
 

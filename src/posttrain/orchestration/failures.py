@@ -85,8 +85,8 @@ _OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _GPU_REMEDIES = {
-    "generate": "Lower native_cfg.max_batch_size, native_cfg.kv_cache_gib or gpu_memory_utilization under `generation`, or the "
-    "longest answer (max_new_tokens)",
+    "generate": "Lower native_cfg.max_batch_size, native_cfg.kv_cache_gib or gpu_memory_utilization under `generation`, or "
+    "the longest answer (max_new_tokens)",
     "update": "Set policy.dtensor_cfg.activation_checkpointing=true, lower policy.sequence_packing.train_mb_tokens or "
     "policy.train_micro_batch_size, or spread the optimizer's state over more GPUs (cluster.gpus_per_node)",
     "logprobs": "Lower policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size",
@@ -121,16 +121,18 @@ def explain(error: BaseException, where: Where) -> HardwareError | None:
         return _out_of_gpu_memory(text, where)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate memory" in text):
         return HardwareError(
-            f"{where.prefix} ran out of the machine's memory {where.when}: {_first_line(text) or 'no details'}. {_HOST_REMEDY}"
+            f"{where.prefix} ran out of the machine's memory {where.when}: {_first_line(text) or 'no details'}. "
+            f"{_HOST_REMEDY}"
         )
     return _network(text, where) if _is_network(error) else None
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 _HOST_REMEDY = (
-    "Start fewer ranks on this machine (cluster.gpus_per_node), give it or its container more memory, keep the optimizer's state "
-    "on the GPU (policy.optimizer.offload_states=false), or save without a background copy (checkpointing.async_save=false)"
+    "Start fewer ranks on this machine (cluster.gpus_per_node), give it or its container more memory, keep the "
+    "optimizer's state on the GPU (policy.optimizer.offload_states=false), or save without a background copy "
+    "(checkpointing.async_save=false)"
 )
 
 
@@ -154,7 +156,7 @@ def _num_bytes(number: str, unit: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-# -- ranks that lost each other --------------------------------------------------------------------------------------------
+# -- ranks that lost each other ----------------------------------------------------------------------------------------
 
 
 def _is_network(error: BaseException) -> bool:
@@ -173,20 +175,21 @@ def _network(text: str, where: Where) -> RankLostError:
         happened = "waited too long for the other ranks" if timed_out else "lost its connection to the other ranks"
     remedies = [
         "another rank may have failed first: its error is in a training run's logs/rank_N.log",
-        "every node must reach every other on all ports; on AWS with EFA the security group needs a rule in both directions that "
-        "names the group itself, and FI_PROVIDER=efa",
-        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) names the network interface, NCCL_DEBUG=INFO prints what NCCL chose",
+        "every node must reach every other on all ports; on AWS with EFA the security group needs a rule in both "
+        "directions that names the group itself, and FI_PROVIDER=efa",
+        "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) names the network interface, NCCL_DEBUG=INFO prints what NCCL "
+        "chose",
     ]
     if timed_out:
         remedies.append(
-            f"if a step is only slow, set {NCCL_TIMEOUT_VARIABLE} and TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC to more seconds, such as "
-            "7200, on every node before `ray start`"
+            f"if a step is only slow, set {NCCL_TIMEOUT_VARIABLE} and TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC to more "
+            "seconds, such as 7200, on every node before `ray start`"
         )
     listed = "".join(f"\n  - {remedy}" for remedy in remedies)
     return RankLostError(f"{where.prefix} {happened} {where.when}: {_first_line(text)}{listed}")
 
 
-# -- processes that ended ----------------------------------------------------------------------------------------------------
+# -- processes that ended ----------------------------------------------------------------------------------------------
 
 
 def _died(text: str, where: Where) -> WorkerDiedError:
@@ -200,9 +203,9 @@ def _died(text: str, where: Where) -> WorkerDiedError:
         cause = f"its machine ran out of memory. {_HOST_REMEDY}"
     else:
         cause = (
-            f"{_first_line(text)[:120]}; the kernel may have ended it for lack of memory (`dmesg`), or NCCL after a time-out "
-            f"({NCCL_TIMEOUT_VARIABLE}); its last lines are in a training run's logs/{where.unit}_{where.rank}.log, and in Ray's "
-            "log folder, session_latest/logs, of its node"
+            f"{_first_line(text)[:120]}; the kernel may have ended it for lack of memory (`dmesg`), or NCCL after a "
+            f"time-out ({NCCL_TIMEOUT_VARIABLE}); its last lines are in a training run's "
+            f"logs/{where.unit}_{where.rank}.log, and in Ray's log folder, session_latest/logs, of its node"
         )
     resume = "" if where.operation == "build" else ". The same command continues from what was saved"
     return WorkerDiedError(f"{where.unit} {where.rank} died {where.when}: {cause}{resume}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.errors import InputError
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.choose_engine import engine_for_training
-from posttrain.engines.native import NativeEngine
-from posttrain.engines.vllm_sampler import UNKNOWN, VllmSampler
-from posttrain.engines.weight_handover import Handover, SentWeights, WeightReceiver, WeightSender
-from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
+from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
-from posttrain.roles import Objective, Progress
+from posttrain.roles import UNKNOWN_VERSION, Objective, Progress, RankEngine
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
 MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank, while others have one
@@ -34,40 +31,17 @@ def build_rank(setup: RankSetup) -> Rank:
     return Rank(PolicyTrainer(setup))
 
 
-class DeviceLease:
-    """Which of trainer and engine may use the memory of a GPU that they share.
-
-    A large KV cache is freed for the trainer. A small one stays, with the CUDA graphs captured for it. vLLM frees all
-    its memory.
-    """
-
-    def __init__(self, device: torch.device, engine: NativeEngine | VllmSampler | None) -> None:
-        self._device, self._engine = device, engine
-
-    def to_trainer(self) -> None:
-        if self._device.type != "cuda" or self._engine is None:
-            return
-        if isinstance(self._engine, VllmSampler):
-            self._engine.release()
-            return
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        if self._engine.num_held_bytes > KEPT_CACHE_SHARE * total:
-            self._engine.release()
-
-
 class Rank:
     def __init__(self, trainer: PolicyTrainer) -> None:
         self.trainer = trainer
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
-        self._lease = DeviceLease(trainer.device, self.engine)
         self._is_asked_to_stop = False
-        if isinstance(self.engine, VllmSampler):
-            self.engine.should_stop = lambda: self._is_asked_to_stop
-        elif self.engine is not None:
-            self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
+        if self.engine is not None:
+            agreed = trainer.agreed if self.engine.shares_tensors else lambda is_so: is_so
+            self.engine.should_stop = agreed(lambda: self._is_asked_to_stop)
         self._sender, self._receiver = WeightSender(trainer.model), WeightReceiver(trainer.model)
         if trainer.optimizer is not None:
-            trainer.optimizer.before_change = self._before_change
+            trainer.optimizer.before_change = self._wait_until_copied
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()
@@ -94,19 +68,19 @@ class Rank:
     def update(
         self, parts: MicroBatches, objective: Objective, seed: int, progress: Progress | None
     ) -> dict[str, float]:
-        self._lease.to_trainer()
+        self._make_room()
         return self.trainer.update(parts, objective, seed, progress)
 
     def evaluate(self, parts: MicroBatches, objective: Objective, progress: Progress | None) -> dict[str, float]:
-        self._lease.to_trainer()
+        self._make_room()
         return self.trainer.evaluate(parts, objective, progress)
 
     def logprobs(self, parts: MicroBatches) -> list[Tensor | None]:
-        self._lease.to_trainer()
+        self._make_room()
         return self.trainer.logprobs(parts)
 
     def reference_logprobs(self, parts: MicroBatches) -> list[Tensor | None]:
-        self._lease.to_trainer()
+        self._make_room()
         return self.trainer.reference_logprobs(parts)
 
     def reference_fingerprint(self) -> str:
@@ -115,8 +89,13 @@ class Rank:
     def end_step(self) -> None:
         self.trainer.end_step()
 
-    def _before_change(self) -> None:
-        """Wait until running copies of the weights are complete."""
+    def _make_room(self) -> None:
+        """Trainer and engine share the memory of the device: before the trainer computes."""
+        if self.engine is not None:
+            self.engine.make_room()
+
+    def _wait_until_copied(self) -> None:
+        """Running copies of the weights are complete before they change."""
         self.trainer.checkpoints.wait_until_copied()
         self._sender.wait_until_copied()
 
@@ -130,9 +109,8 @@ class Rank:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        assert self.engine is not None, "this rank was built without policy.generation"
-        with self._sampling():
-            return self.engine.generate(tasks, num_samples, sampling, key, progress)
+        with self._sampling() as engine:
+            return engine.generate(tasks, num_samples, sampling, key, progress)
 
     def sample_round(
         self,
@@ -142,24 +120,21 @@ class Rank:
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        assert self.engine is not None, "this rank was built without policy.generation"
-        with self._sampling():
-            return self.engine.sample_round(groups, sampling, seed, quota, progress)
+        with self._sampling() as engine:
+            return engine.sample_round(groups, sampling, seed, quota, progress)
 
     @contextmanager
-    def _sampling(self) -> Iterator[None]:
-        if isinstance(self.engine, VllmSampler):
-            if self.engine.version is None:  # the first time, and after loading a checkpoint or releasing memory
-                self.engine.take_weights(UNKNOWN)
-            yield
-            return
-        with self.trainer.sampling():
-            yield
+    def _sampling(self) -> Iterator[RankEngine]:
+        assert self.engine is not None, "this rank was built without policy.generation"
+        if not self.engine.has_weights:  # the first time, and after loading a checkpoint or releasing memory
+            self.engine.take_weights(UNKNOWN_VERSION)
+        with self.trainer.sampling() if self.engine.shares_tensors else nullcontext():
+            yield self.engine
 
     def publish(self, version: int) -> None:
         """Make the engine sample with the trainer's current weights."""
-        if isinstance(self.engine, VllmSampler):
-            self._lease.to_trainer()
+        if self.engine is not None:
+            self.engine.make_room()
             self.engine.take_weights(version)
 
     def release(self) -> None:
@@ -172,7 +147,7 @@ class Rank:
 
     def close(self) -> None:
         """Stop processes that the rank has started."""
-        if isinstance(self.engine, VllmSampler):
+        if self.engine is not None:
             self.engine.close()
 
     # -- weights of engines on devices of their own --------------------------------------------------------------------
@@ -184,11 +159,13 @@ class Rank:
         self._sender.fill(lot)
 
     def receive_weights(self, sent: Sequence[SentWeights], lot: int | None = None) -> str:
-        """`sent` by rank. Reads everything from files, or one batch from buckets; returns why buckets cannot be opened."""
+        """`sent` by rank. Reads everything from files, or one batch from buckets; returns why those
+        cannot be opened.
+        """
         if lot is not None and (why := self._receiver.open_buckets(sent)):
             return why
-        if self._receiver.receive(sent, lot) and isinstance(self.engine, VllmSampler):
-            self.engine.take_weights(UNKNOWN)
+        if self._receiver.receive(sent, lot) and self.engine is not None:
+            self.engine.take_weights(UNKNOWN_VERSION)
         return ""
 
     def remove_weights(self) -> None:
@@ -202,7 +179,7 @@ class Rank:
     def load(self, folder: Path) -> None:
         self._sender.wait_until_copied()
         self.trainer.load(folder)
-        if isinstance(self.engine, VllmSampler):
+        if self.engine is not None:
             self.engine.forget_weights()
 
     def save_obstacle(self, optimizer: bool) -> str:

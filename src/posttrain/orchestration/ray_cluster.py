@@ -32,13 +32,14 @@ RESERVE = "reserve"  # the operation whose deadline bounds the wait for nodes
 _ANSWER_TIMEOUT_S = 5.0
 _TOKEN_FILE = Path("~/.ray/auth_token")
 _START = (
-    "On the first machine run `ray start --head --port=6379`, on each of the others `ray start --address=HEAD_IP:6379`, then "
-    "start this command on the first"
+    "On the first machine run `ray start --head --port=6379`, on each of the others `ray start "
+    "--address=HEAD_IP:6379`, then start this command on the first"
 )
 
 
 def connect(layout: RankLayout, say: Say) -> str | None:
-    """Joins the cluster of RAY_ADDRESS, or the one that `ray start` has recorded on this machine; else starts a private Ray.
+    """Joins the cluster of RAY_ADDRESS, or the one that `ray start` has recorded on this machine; else starts a private
+    Ray.
 
     Returns the cluster's address; None: a private Ray.
     """
@@ -56,9 +57,10 @@ def find_cluster(say: Say, *, needs_one: bool) -> str | None:
     if named not in ("", "auto", "local"):
         if why := _why_unreachable(named):
             raise InputError(
-                f"RAY_ADDRESS={named}: no Ray head answers there ({why}). The address may be stale: from a file or a variable "
-                "that an earlier run left behind. Remove it, see that the head runs (`ray start --head --port=6379` prints "
-                "its address), and set RAY_ADDRESS to that; on the head's own machine RAY_ADDRESS may be left out"
+                f"RAY_ADDRESS={named}: no Ray head answers there ({why}). The address may be stale: from a file or a "
+                "variable that an earlier run left behind. Remove it, see that the head runs (`ray start --head "
+                "--port=6379` prints its address), and set RAY_ADDRESS to that; on the head's own machine RAY_ADDRESS "
+                "may be left out"
             )
         return named
     stale = ""
@@ -86,7 +88,8 @@ def _no_cluster(named: str, stale: str) -> str:
     why = "RAY_ADDRESS=local is a private Ray" if named == "local" else stale or "no Ray cluster was found"
     heads = sorted(services.find_gcs_addresses())
     others = (
-        f". Ray heads that run on this machine, perhaps with another --temp-dir: {', '.join(heads)}; to use one, set RAY_ADDRESS"
+        f". Ray heads that run on this machine, perhaps with another --temp-dir: {', '.join(heads)}; to use one, set "
+        "RAY_ADDRESS"
         if heads
         else ""
     )
@@ -105,7 +108,7 @@ def _why_unreachable(address: str) -> str:
     return ""
 
 
-# -- tokens --------------------------------------------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 def token_source() -> str | None:
@@ -139,13 +142,15 @@ def _join(address: str) -> None:
         if "AuthToken" in text or "authentication" in text.lower():
             raise InputError(_about_token(address)) from error
         raise InputError(
-            f"the Ray cluster at {address} cannot be joined: {reason_of(error)}. Ray and Python must have the same versions "
-            f"here (Ray {ray.__version__}) and there"
+            f"the Ray cluster at {address} cannot be joined: {reason_of(error)}. Ray and Python must have the same "
+            f"versions here (Ray {ray.__version__}) and there"
         ) from error
 
 
 def _use_token() -> None:
-    """Ray sends no token to an address that is given, unless configured to. A cluster without authentication ignores it."""
+    """Ray sends no token to an address that is given, unless configured to. A cluster without authentication ignores
+    it.
+    """
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # the mode was read when ray was imported
@@ -160,13 +165,13 @@ def _about_token(address: str) -> str:
     else:
         found = f"the one from {source} is another one"
     return (
-        f"the Ray cluster at {address} asks for a token, and {found}. `ray get-auth-token` prints it on the head; here set "
-        f"RAY_AUTH_TOKEN to it, or write it to {_TOKEN_FILE}. Machines that join need it too, with RAY_AUTH_MODE=token for "
-        "`ray start`"
+        f"the Ray cluster at {address} asks for a token, and {found}. `ray get-auth-token` prints it on the head; here "
+        f"set RAY_AUTH_TOKEN to it, or write it to {_TOKEN_FILE}. Machines that join need it too, with "
+        "RAY_AUTH_MODE=token for `ray start`"
     )
 
 
-# -- a private Ray -------------------------------------------------------------------------------------------------------
+# -- a private Ray -----------------------------------------------------------------------------------------------------
 
 
 def _start_private(layout: RankLayout) -> None:
@@ -175,8 +180,8 @@ def _start_private(layout: RankLayout) -> None:
     needed = num_places * layout.gpus_per_rank
     if 0 < num_gpus < needed:
         raise InputError(
-            f"cluster.gpus_per_node={needed}, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} and no Ray "
-            f"cluster was found. Set cluster.gpus_per_node={num_gpus}, or RAY_ADDRESS to the address of a cluster"
+            f"cluster.gpus_per_node={needed}, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} and no "
+            f"Ray cluster was found. Set cluster.gpus_per_node={num_gpus}, or RAY_ADDRESS to the address of a cluster"
         )
     if token_source() is None and "RAY_AUTH_MODE" not in os.environ:
         # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
@@ -191,7 +196,7 @@ def _start_private(layout: RankLayout) -> None:
     )
 
 
-# -- places on nodes -----------------------------------------------------------------------------------------------------
+# -- places on nodes ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,18 +251,20 @@ def alive_nodes() -> list[dict[str, dict[str, float]]]:
 
 def _wanted(layout: RankLayout, use_gpu: bool) -> str:
     gpus = f"{layout.ranks_per_node * layout.gpus_per_rank} GPUs and " if use_gpu else ""
-    return f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''} with {gpus}{layout.ranks_per_node} CPUs free on each"
+    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
+    return f"{nodes} with {gpus}{layout.ranks_per_node} CPUs free on each"
 
 
 def _offered() -> str:
     nodes, free = alive_nodes(), ray.available_resources()
     listed = "; ".join(
-        f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs, {node['Resources'].get('CPU', 0):g} CPUs"
+        f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs, "
+        f"{node['Resources'].get('CPU', 0):g} CPUs"
         for node in nodes
     )
     return (
-        f"the cluster has {len(nodes)} ({listed}), of which {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs "
-        "are free"
+        f"the cluster has {len(nodes)} ({listed}), of which {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} "
+        "CPUs are free"
     )
 
 
@@ -267,6 +274,6 @@ def _too_few(layout: RankLayout, use_gpu: bool, address: str | None, limit_s: fl
     return (
         f"cluster.num_nodes={layout.num_nodes} with cluster.gpus_per_node={layout.gpus_per_node} needs "
         f"{_wanted(layout, use_gpu)}; after {limit_s:.0f} s {offered}. On each missing machine run `{join}`, or lower "
-        f"cluster.num_nodes or cluster.gpus_per_node. What other jobs hold, `ray status` shows; {DEADLINE_VARIABLE} sets how "
-        "long to wait"
+        f"cluster.num_nodes or cluster.gpus_per_node. What other jobs hold, `ray status` shows; {DEADLINE_VARIABLE} "
+        "sets how long to wait"
     )

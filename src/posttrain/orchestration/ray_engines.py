@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from posttrain.engines.vllm_process import VllmLostError
-from posttrain.engines.weight_handover import SentWeights
-from posttrain.errors import StopRequested
+from posttrain.engines.weights import SentWeights
+from posttrain.errors import EngineLostError, StopRequested
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +29,9 @@ _GRACE_S = 10.0  # the wait for all engines times out before that for one, with 
 
 
 class RayEngine:
-    """One engine: an actor, or several that share its layers and run every call together. Calls run in the order of `submit`."""
+    """One engine: an actor, or several that share its layers and run every call together. Calls run in the order of
+    `submit`.
+    """
 
     def __init__(
         self, index: int, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]
@@ -62,11 +63,11 @@ class RayEngine:
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
                 return self._call_all(operation, *args, **kwargs)
-            except (WorkerDiedError, VllmLostError) as error:
+            except (WorkerDiedError, EngineLostError) as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
                 if not self._is_asked_to_stop:
-                    if isinstance(error, VllmLostError):
+                    if isinstance(error, EngineLostError):
                         self._say(str(error))  # with the end of its log
                     self._replace(operation.__name__)
                 if self._is_asked_to_stop:  # perhaps meanwhile; the time that is left is for saving

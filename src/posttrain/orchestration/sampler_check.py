@@ -1,7 +1,7 @@
 """Compares a separate engine with the trainer: at the start, and every `period` steps.
 
-The trainer computes the log-probabilities of some answers that the engine has just sampled. A large difference means wrong
-weights, another number format or another model, and training on such answers would fail silently.
+The trainer computes the log-probabilities of some answers that the engine has just sampled. A large difference means
+wrong weights, another number format or another model, and training on such answers would fail silently.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class CheckedEngine:
         return after
 
     def compare_short_answers(self, tasks: Sequence[Task], sampling: Sampling, key: NoiseKey) -> None:
-        """Between rounds that run while the trainer has other weights: sample a few short answers for the comparison alone."""
+        """Between rounds that run while the trainer has other weights: sample a few short answers for the comparison
+        alone.
+        """
         if self._is_due(key.step):
             short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, _NUM_SHORT_TOKENS))
             self.generate(tasks[:_NUM_ANSWERS], 1, short, key)
@@ -90,11 +92,11 @@ class CheckedEngine:
         error = float(differences.exp().mean())
         if math.isnan(error) or error > self.max_error:
             raise HardwareError(
-                f"step {step}: the sampler's log-probabilities are not the trainer's. Over {differences.numel()} tokens of "
-                f"{len(pairs)} answers the mean of exp(|difference|) is {error:.4g}, more than "
+                f"step {step}: the sampler's log-probabilities are not the trainer's. Over {differences.numel()} "
+                f"tokens of {len(pairs)} answers the mean of exp(|difference|) is {error:.4g}, more than "
                 f"policy.generation.vllm_cfg.max_prob_error = {self.max_error:g}; the largest difference is "
-                f"{float(differences.max()):.3g}. The sampler may have other weights, another number format or another model. "
-                "The same command continues from what was saved"
+                f"{float(differences.max()):.3g}. The sampler may have other weights, another number format or another "
+                "model. The same command continues from what was saved"
             )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
+T = TypeVar("T")
 _CALLS_PER_PASS = 8  # a pass without gradients can stop between calls
 # Equal on every rank, so not summed.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
@@ -55,17 +57,7 @@ class ShardedTrainer:
         self.stop.commit()
         shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
-        with self.show_progress("training", len(shards[0])) as progress:
-            local = self._local(progress)
-            results = gather(
-                "update",
-                [
-                    worker.submit(Rank.update, parts, objective, seed, local)
-                    for worker, parts in zip(self.group.workers, shards, strict=True)
-                ],
-            )
-            if local is None:
-                progress(len(shards[0]))
+        results = self._pass("training", Rank.update, shards, objective, seed)
         self.num_updates += 1
         results = self.group.mesh.one_per_shard(results)
         same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK}
@@ -75,17 +67,7 @@ class ShardedTrainer:
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
         self.stop.check()
         shards, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
-        with self.show_progress("validation", len(shards[0])) as progress:
-            local = self._local(progress)
-            results = gather(
-                "evaluate",
-                [
-                    worker.submit(Rank.evaluate, parts, objective, local)
-                    for worker, parts in zip(self.group.workers, shards, strict=True)
-                ],
-            )
-            if local is None:
-                progress(len(shards[0]))
+        results = self._pass("validation", Rank.evaluate, shards, objective)
         return UpdateReport(combine_metrics(self.group.mesh.one_per_shard(results)), num_tokens)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -107,7 +89,8 @@ class ShardedTrainer:
         call_all(self.group, Rank.save, folder.absolute(), optimizer)
         if not (folder / "policy").is_dir():
             raise InputError(
-                f"checkpointing.checkpoint_dir: {folder.absolute()} is not on a filesystem that the ranks share with this process"
+                f"checkpointing.checkpoint_dir: {folder.absolute()} is not on a filesystem that the ranks share with "
+                "this process"
             )
 
     def load(self, folder: Path) -> None:
@@ -173,13 +156,27 @@ class ShardedTrainer:
         shards = [[batch.select(rows) if rows else None for rows in shard] for shard in plan]
         return [shards[self.group.mesh.dp_index(rank)] for rank in range(self.group.mesh.size)]
 
-    def _local(self, progress: Progress) -> Progress | None:
-        """Callbacks cannot be sent to other processes; there, progress is reported when the call is done."""
-        return progress if self.group.in_process else None
+    def _pass(
+        self, label: str, operation: Callable[..., dict[str, float]], shards: Sequence[MicroBatches], *shared: object
+    ) -> list[dict[str, float]]:
+        """Metrics by rank. Callbacks cannot be sent to other processes; there, progress is shown when the
+        call is done.
+        """
+        with self.show_progress(label, len(shards[0])) as progress:
+            local = progress if self.group.in_process else None
+            calls = [
+                worker.submit(operation, parts, *shared, local)
+                for worker, parts in zip(self.group.workers, shards, strict=True)
+            ]
+            results = gather(operation.__name__, calls)
+            if local is None:
+                progress(len(shards[0]))
+        return results
 
 
 class ShardedEngine:
-    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks.
+    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the
+    tasks.
 
     Ranks that share layers get the same groups and draw the same tokens.
     """
@@ -199,25 +196,10 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        self.prepare()
-        mesh = self.mesh
-        callback = progress if self.group.in_process else None  # it cannot be sent to another process
-        results = gather(
-            "generate",
-            [
-                worker.submit(
-                    Rank.generate, list(tasks[mesh.dp_index(rank) :: mesh.dp]), num_samples, sampling, key, callback
-                )
-                for rank, worker in enumerate(self.group.workers)
-            ],
-            self.group.unit,
-        )
-        if progress is not None and callback is None:
+        sampled = self._on_ranks(Rank.generate, tasks, (num_samples, sampling, key), progress)
+        if progress is not None and not self.group.in_process:
             progress(len(tasks) * num_samples)
-        merged: list[list[Completion]] = [[] for _ in tasks]
-        for shard, groups in enumerate(mesh.one_per_shard(results)):
-            merged[shard :: mesh.dp] = groups
-        return merged
+        return sampled
 
     def sample_round(
         self,
@@ -228,27 +210,29 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank gets its share of the groups and the quota, and ends its round independently."""
-        self.prepare()
-        mesh = self.mesh
         own = None
         if quota is not None:
-            assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
-            own = replace(quota, num_groups=quota.num_groups // mesh.dp)
-        callback = progress if self.group.in_process else None
-        results = gather(
-            "sample_round",
-            [
-                worker.submit(
-                    Rank.sample_round, list(groups[mesh.dp_index(rank) :: mesh.dp]), sampling, seed, own, callback
-                )
-                for rank, worker in enumerate(self.group.workers)
-            ],
-            self.group.unit,
-        )
-        merged = list(groups)
-        for shard, sampled in enumerate(mesh.one_per_shard(results)):
-            merged[shard :: mesh.dp] = sampled
-        return merged
+            assert quota.num_groups % self.mesh.dp == 0, "checked when the run was built"
+            own = replace(quota, num_groups=quota.num_groups // self.mesh.dp)
+        return self._on_ranks(Rank.sample_round, groups, (sampling, seed, own), progress)
+
+    def _on_ranks(
+        self,
+        operation: Callable[..., list[T]],
+        items: Sequence[object],
+        shared: tuple[object, ...],
+        progress: Progress | None,
+    ) -> list[T]:
+        """One result for each item, in order. Every data-parallel rank gets its items and the `shared` arguments."""
+        self.prepare()
+        mesh = self.mesh
+        callback = progress if self.group.in_process else None  # it cannot be sent to another process
+        calls = [
+            worker.submit(operation, list(items[mesh.dp_index(rank) :: mesh.dp]), *shared, callback)
+            for rank, worker in enumerate(self.group.workers)
+        ]
+        by_shard = mesh.one_per_shard(gather(operation.__name__, calls, self.group.unit))
+        return [by_shard[place % mesh.dp][place // mesh.dp] for place in range(len(items))]
 
     def release(self) -> None:
         call_all(self.group, Rank.release)

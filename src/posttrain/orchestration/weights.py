@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
 
-from posttrain.engines.weight_handover import Handover, SentWeights
+from posttrain.engines.weights import Handover, SentWeights
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all
 

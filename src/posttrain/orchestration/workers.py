@@ -1,7 +1,7 @@
 """Asynchronous calls to ranks, and waiting for their futures with a deadline and the rank's number in every error.
 
-An operation is named by the method itself, `worker.submit(Rank.update, …)`, so a type checker sees its arguments and its
-result, wherever the rank runs.
+An operation is named by the method itself, `worker.submit(Rank.update, …)`, so a type checker sees its arguments and
+its result, wherever the rank runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from posttrain.errors import InputError
 from posttrain.orchestration.failures import Where, WorkerTimeoutError, explain, first_cause
 from posttrain.orchestration.rank import Rank
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,7 +132,9 @@ def call_all(
 
 
 def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> list[T]:
-    """Results by rank. An error names the rank that failed, died or did not answer, the operation and the time waited."""
+    """Results by rank. An error names the rank that failed, died or did not answer, the operation and the
+    time waited.
+    """
     limit_s = deadline_s(operation)
     start = time.monotonic()
     _, missing = wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
@@ -153,8 +155,9 @@ def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> 
     if missing:
         late = ", ".join(str(rank) for rank, future in enumerate(pending) if future in missing)
         raise WorkerTimeoutError(
-            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}; its log, in "
-            f"the run folder's logs, ends with what it was doing. If it is only slow, set {DEADLINE_VARIABLE} to more seconds"
+            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}; its "
+            f"log, in the run folder's logs, ends with what it was doing. If it is only slow, set {DEADLINE_VARIABLE} "
+            "to more seconds"
         )
     return [future.result(timeout=0) for future in pending]
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.models.attention_interface import AttendOptions
 from posttrain.policy.runtime import to_device
 
+# Cumulative lengths of queries and keys, and the longest of each.
+VarlenLengths = tuple[Tensor, Tensor, int, int]
 _DENSE_BLOCK_TOKENS = 192  # up to this size a masked product over all pairs is cheaper than one call per segment
 
 
@@ -48,29 +52,21 @@ class PackedAttention:
         self.device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if _varlen_runs(query, softcap):
-            gather, cu_q, cu_k, max_q, max_k = self._varlen_layout
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        if _varlen_runs(query, options):
+            gather, lengths = self._varlen_layout
             if gather is not None:
                 key, value = key.index_select(0, gather), value.index_select(0, gather)
-            return _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scale, window)
-        return self._per_block(query, key, value, scale, window, softcap)
+            return _varlen(query, key, value, lengths, options)
+        return self._per_block(query, key, value, options)
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
 
     @cached_property
-    def _varlen_layout(self) -> tuple[Tensor | None, Tensor, Tensor, int, int]:
-        """Indices of each segment's keys, with prefixes repeated before them; cumulative lengths of queries and keys."""
+    def _varlen_layout(self) -> tuple[Tensor | None, VarlenLengths]:
+        """Indices of each segment's keys, with prefixes repeated before them; cumulative lengths of
+        queries and keys.
+        """
         index: list[Tensor] = []
         for s in self.segments:
             index += [torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)]
@@ -78,9 +74,9 @@ class PackedAttention:
         keys = [s.length + s.prefix_length for s in self.segments]
         shared = any(s.prefix_length for s in self.segments)
         gather = to_device(torch.cat(index), self.device) if shared else None
-        return gather, _cumulative(queries, self.device), _cumulative(keys, self.device), max(queries), max(keys)
+        return gather, _varlen_lengths(queries, keys, device=self.device)
 
-    # -- everywhere else: a few small attentions per tree ---------------------------------------------------------------
+    # -- everywhere else: a few small attentions per tree --------------------------------------------------------------
 
     @cached_property
     def _trees(self) -> list[list[Segment]]:
@@ -95,7 +91,9 @@ class PackedAttention:
 
     @cached_property
     def _blocks(self) -> list[list[list[Segment]]]:
-        """Trees that are computed together. One masked product over many small trees costs less than one call per tree."""
+        """Trees that are computed together. One masked product over many small trees costs less than one
+        call per tree.
+        """
         blocks: list[list[list[Segment]]] = []
         for tree in self._trees:
             fits = blocks and tree[-1].end - blocks[-1][0][0].start <= _DENSE_BLOCK_TOKENS
@@ -105,36 +103,27 @@ class PackedAttention:
                 blocks.append([tree])
         return blocks
 
-    def _per_block(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def _per_block(self, query: Tensor, key: Tensor, value: Tensor, options: AttendOptions) -> Tensor:
         # split(), not slices: the backward pass of a slice writes a tensor as large as the whole row.
         sizes = [block[-1][-1].end - block[0][0].start for block in self._blocks]
         pieces = [x.transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (query, key, value)]
         outputs = []
         for index, (block, q, k, v) in enumerate(zip(self._blocks, *pieces, strict=True)):
             if sizes[index] <= _DENSE_BLOCK_TOKENS:
-                outputs.append(masked_attention(q, k, v, self._mask(index, window, q), scale, softcap))
+                outputs.append(masked_attention(q, k, v, self._mask(index, options["window"], q), options))
             else:
-                outputs += self._per_segment(block[0], q, k, v, scale, window, softcap)
+                outputs += self._per_segment(block[0], q, k, v, options)
         return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
     def _per_segment(
-        self,
-        tree: list[Segment],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, tree: list[Segment], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions
     ) -> list[Tensor]:
         sizes = [segment.length for segment in tree]
         qs, ks, vs = (x.split(sizes, dim=2) for x in (q, k, v))
-        outputs = [causal_attention(qs[0], ks[0], vs[0], scale, window, softcap)]
+        outputs = [causal_attention(qs[0], ks[0], vs[0], options)]
         for q_own, k_own, v_own in zip(qs[1:], ks[1:], vs[1:], strict=True):
             k_all, v_all = torch.cat([ks[0], k_own], dim=2), torch.cat([vs[0], v_own], dim=2)
-            outputs.append(causal_attention(q_own, k_all, v_all, scale, window, softcap))
+            outputs.append(causal_attention(q_own, k_all, v_all, options))
         return outputs
 
     def _mask(self, index: int, window: int | None, like: Tensor) -> Tensor:
@@ -166,52 +155,48 @@ class PackedKeys:
         self.device = device
 
     @cached_property
-    def _varlen_layout(self) -> tuple[Tensor, Tensor, int, int]:
-        queries, keys = zip(*self.lengths, strict=True)
-        return _cumulative(queries, self.device), _cumulative(keys, self.device), max(queries), max(keys)
+    def _varlen_lengths(self) -> VarlenLengths:
+        return _varlen_lengths(*zip(*self.lengths, strict=True), device=self.device)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if _varlen_runs(query, softcap):
-            return _varlen(query, key, value, *self._varlen_layout, scale, window)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        if _varlen_runs(query, options):
+            return _varlen(query, key, value, self._varlen_lengths, options)
         queries, keys = zip(*self.lengths, strict=True)
         outputs = []
         for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            outputs.append(causal_attention(q, k, v, scale, window, softcap)[0].transpose(0, 1))
+            outputs.append(causal_attention(q, k, v, options)[0].transpose(0, 1))
         return torch.cat(outputs)
 
 
-def _varlen_runs(query: Tensor, softcap: float | None) -> bool:
-    return query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16)
+def _varlen_runs(query: Tensor, options: AttendOptions) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and options["softcap"] is None and is_half
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return to_device(torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0, dtype=torch.int32), device)
+def _varlen_lengths(*lengths: Sequence[int], device: torch.device) -> VarlenLengths:
+    queries, keys = (
+        to_device(torch.tensor([0, *own], dtype=torch.int64).cumsum(0, dtype=torch.int32), device) for own in lengths
+    )
+    return queries, keys, max(lengths[0]), max(lengths[1])
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: VarlenLengths, options: AttendOptions) -> Tensor:
     """torch's variable-length attention: the queries of each segment are the last of its positions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    left = -1 if window is None else window - 1
-    out = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0))
+    left = -1 if options["window"] is None else options["window"] - 1
+    out = varlen_attn(query, key, value, *lengths, scale=options["scale"], window_size=(left, 0))
     assert isinstance(out, Tensor)
     return out
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
     """Attention of the last `q.shape[2]` positions over all `k.shape[2]` of them; [batch, heads, length, head_dim]."""
-    num_q, num_k = q.shape[2], k.shape[2]
+    num_q, num_k, window = q.shape[2], k.shape[2], options["window"]
     windowed = window is not None and num_k > window
-    if softcap is None and not windowed and num_q == num_k:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    if options["softcap"] is None and not windowed and num_q == num_k:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
     at_q = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
     at_k = torch.arange(num_k, device=q.device)[None, :]
     visible = at_k <= at_q
@@ -219,11 +204,12 @@ def causal_attention(
         assert window is not None
         visible &= at_k > at_q - window
     mask = torch.zeros(num_q, num_k, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
-    return masked_attention(q, k, v, mask, scale, softcap)
+    return masked_attention(q, k, v, mask, options)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttendOptions) -> Tensor:
     """Attention with an additive mask, and with the soft cap on scores that some families have."""
+    scale, softcap = options["scale"], options["softcap"]
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     repeat = q.shape[1] // k.shape[1]

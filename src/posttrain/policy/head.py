@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
-from posttrain.policy.parallel import local_part
-from posttrain.policy.tensor_group import TensorGroup, group_of
+from posttrain.policy.parallel.fsdp import local_part
+from posttrain.policy.parallel.tensor_group import TensorGroup, group_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,8 +32,8 @@ class UnsupportedModelError(InputError):
 class OutputHead:
     """The decoder body of a causal language model and the way from its hidden states to logits.
 
-    `model` may be wrapped by peft; adapters inside the body and on the head stay active. Modules are looked up once, weights
-    each time they are used, so that sharding may swap the parameters.
+    `model` may be wrapped by peft; adapters inside the body and on the head stay active. Modules are looked up once,
+    weights each time they are used, so that sharding may swap the parameters.
     """
 
     is_vocabulary = True  # the module has a row for each token
@@ -140,8 +140,8 @@ def without_adapter_wrapper(model: nn.Module) -> Any:
     for name, adapter in peft_config.items():
         if getattr(adapter, "is_prompt_learning", False):
             raise UnsupportedModelError(
-                f"adapter {name!r} is of type {adapter.peft_type}: it prepends tokens in a forward pass that posttrain does "
-                "not run. Use LoRA."
+                f"adapter {name!r} is of type {adapter.peft_type}: it prepends tokens in a forward pass that posttrain "
+                "does not run. Use LoRA."
             )
     return model.get_base_model()  # type: ignore[operator]
 
@@ -152,7 +152,8 @@ def _factor(config: PretrainedConfig) -> float:
         value = getattr(config, field, None)
         if value not in (None, 1, 1.0):
             raise UnsupportedModelError(
-                f"{config.model_type}: config.{field} is {value}, a change of the logits that posttrain does not implement"
+                f"{config.model_type}: config.{field} is {value}, a change of the logits that posttrain does not "
+                "implement"
             )
     factor = 1.0
     if (scale := getattr(config, "logit_scale", None)) is not None:

@@ -1,7 +1,8 @@
 """Large pieces of host memory that a GPU can copy to and from at full speed, without blocking its other work.
 
-Memory is allocated in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's own
-pinned memory is rounded up to a power of two, which is too much for tens of gigabytes. Without CUDA it is ordinary memory.
+Memory is allocated in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's
+own pinned memory is rounded up to a power of two, which is too much for tens of gigabytes. Without CUDA it is ordinary
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _NUM_THREADS = 4
 
 
 class _Mapping(mmap.mmap):
-    """Memory that is unregistered from CUDA before it is freed. Tensors made from it, and their views, keep it alive."""
+    """Memory that is unregistered from CUDA before it is freed. Tensors made from it, and their views,
+    keep it alive.
+    """
 
     registered_at: int | None = None
 
@@ -68,7 +71,8 @@ def flush(buffer: Tensor) -> None:
 
 
 def register(buffer: Tensor) -> bool:
-    """Pin memory from `allocate` or `map_file`, until it is freed. False if CUDA refuses: copies then work, but block the caller.
+    """Pin memory from `allocate` or `map_file`, until it is freed. False if CUDA refuses: copies then work, but block
+    the caller.
 
     Not while another thread captures a CUDA graph: capturing forbids this call.
     """

@@ -1,4 +1,6 @@
-"""Log-probabilities of response tokens, from hidden states, a chunk at a time: the logits of a batch never exist at once."""
+"""Log-probabilities of response tokens, from hidden states, a chunk at a time: the logits of a batch never exist at
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.tensor_group import TensorGroup
+from posttrain.policy.parallel.tensor_group import TensorGroup
 
-# One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 4 GiB: then those of 8,192 tokens of a vocabulary of 128,256 are
-# one chunk, which the backward pass need not compute again.
+# One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 4 GiB: then those of 8,192 tokens of a vocabulary of 128,256
+# are one chunk, which the backward pass need not compute again.
 _CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**30}
 
 
@@ -70,8 +72,8 @@ class TokenLogprobs(nn.Module):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T * scale)[targets]. The rows of the weight may be spread over a group of ranks: then a target
-    is one of this rank's, or -1.
+    """log_softmax(hidden @ weight.T * scale)[targets]. The rows of the weight may be spread over a group of ranks: then
+    a target is one of this rank's, or -1.
 
     The backward pass computes each chunk of logits again; if there is only one, it was kept.
     """
@@ -102,7 +104,8 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: Tensor | None = None  # what is not in the weight's own sum
-        # Once also without tokens, as ranks that share rows may be: FSDP needs a gradient of the weight, of zeros, on every rank.
+        # Once also without tokens, as ranks that share rows may be: FSDP needs a gradient of the weight, of zeros, on
+        # every rank.
         for start in range(0, max(len(hidden), 1), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept

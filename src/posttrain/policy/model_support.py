@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.files.json_files import JsonMapping
-from posttrain.models.attention_interface import attention_context
+from posttrain.models.attention_interface import AttendOptions, attention_context
 from posttrain.policy.head import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class Head(Protocol):
 
 
 def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer stores per token, found by a forward pass over one token. Rejects unsupported models."""
+    """What each attention layer stores per token, found by a forward pass over one token. Rejects
+    unsupported models.
+    """
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
@@ -78,7 +80,9 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
 
 
 def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) -> None:
-    """Refuse models that give a window to `transformers`' mask and not to the attention function, which is all that we use."""
+    """Refuse models that give a window to `transformers`' mask and not to the attention function, which is all that we
+    use.
+    """
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     for layer, window in windows.items():
         kind = "sliding_attention" if kinds is None else kinds[layer]
@@ -86,15 +90,16 @@ def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) 
         limit = None if field is None else getattr(config, field, None)
         if window is None and limit is not None and limit < config.max_position_embeddings:
             raise UnsupportedModelError(
-                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not pass it to its attention function. "
-                "posttrain would let every token attend to all before it"
+                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not pass it to its attention "
+                "function. posttrain would let every token attend to all before it"
             )
 
 
 @torch.no_grad()
 def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, device: torch.device) -> None:
-    """Refuse models whose layers pass something from token to token other than by attention. Where each token attends to itself
-    alone, the tokens before it must not matter: in a packed row they may belong to another sequence."""
+    """Refuse models whose layers pass something from token to token other than by attention. Where each token attends
+    to itself alone, the tokens before it must not matter: in a packed row they may belong to another sequence.
+    """
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
     with attention_context(_LayerObserver()):
         # Rows of one shape, so that rounding does not differ either.
@@ -103,8 +108,8 @@ def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, devi
     tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
     if float((first - second).abs().max()) > tolerance * float(first.abs().max()):
         raise UnsupportedModelError(
-            f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state or a "
-            "convolution. posttrain puts several sequences into one row, where those would run into each other."
+            f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state "
+            "or a convolution. posttrain puts several sequences into one row, where those would run into each other."
         )
 
 
@@ -126,18 +131,8 @@ class _LayerObserver:
         self.layers: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.windows[layer] = window
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        self.windows[layer] = options["window"]
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 

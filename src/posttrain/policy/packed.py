@@ -53,8 +53,9 @@ class PackedRow:
     def build(cls, batch: TokenBatch, device: torch.device, *, reads_own_token: bool = False) -> PackedRow:
         """Lay out each prompt, then its responses.
 
-        The hidden state that is read for a token is that of the token before, which predicts it. A response's last token
-        predicts nothing, so it is not fed. With `reads_own_token` all tokens are fed and each is read at its own place.
+        The hidden state that is read for a token is that of the token before, which predicts it. A response's last
+        token predicts nothing, so it is not fed. With `reads_own_token` all tokens are fed and each is read at its own
+        place.
         """
         rows_of: dict[int, list[int]] = {}
         for row, prompt_row in enumerate(batch.prompt_of):

@@ -1,8 +1,8 @@
-"""Log-probabilities under the frozen reference, computed once per answer: in later epochs, and in every validation after
-the first, they are looked up.
+"""Log-probabilities under the frozen reference, computed once per answer: in later epochs, and in every validation
+after the first, they are looked up.
 
-An answer is identified by the tokens of its prompt and its own; the file by the fingerprint of the reference, which covers
-its weights, precision and temperature. A lookup returns the bits that were computed.
+An answer is identified by the tokens of its prompt and its own; the file by the fingerprint of the reference, which
+covers its weights, precision and temperature. A lookup returns the bits that were computed.
 
 Exact resumption. The last bits of a log-probability depend on what else was in its micro-batch, so the resumed run must
 find exactly the entries of the interrupted one. Hence every record has the step of its creation; a run that resumes
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.policy.parallel import is_first_rank
+from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.roles import ReferencePolicy
 from posttrain.types import TokenBatch
 
@@ -44,7 +44,9 @@ Logprobs = NDArray[np.float32]
 
 
 class CachedReference:
-    """`folder` None: the cache is in memory only; `max_bytes` 0: no cache. `warn` gets a message when the file fails."""
+    """`folder` None: the cache is in memory only; `max_bytes` 0: no cache. `warn` gets a message when
+    the file fails.
+    """
 
     def __init__(
         self,
@@ -154,8 +156,8 @@ class CachedReference:
 
     def _give_up(self, error: OSError) -> None:
         self._warn(
-            f"{self._path}: {error.strerror or error}; the reference's log-probabilities are kept in memory alone, so a "
-            "resumed run computes them again and may differ from this one in the last bit"
+            f"{self._path}: {error.strerror or error}; the reference's log-probabilities are kept in memory alone, so "
+            "a resumed run computes them again and may differ from this one in the last bit"
         )
         self._path = None
 

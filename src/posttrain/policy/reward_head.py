@@ -1,11 +1,12 @@
-"""A model that gives a whole answer one number: the decoder body of a language model and a linear layer on the last token.
+"""A model that gives a whole answer one number: the decoder body of a language model and a linear layer on the last
+token.
 
 `RewardHead` is to a reward model what `OutputHead` is to a language model, `SequenceScores` what `TokenLogprobs` is.
 The score is at the position of the answer's last token, and every other token has 0, so that batches, packing, shared
 prompts, sharding and "the sum over an answer" work as they do for log-probabilities.
 
-The modules are those of `AutoModelForSequenceClassification` with one label, so what is saved loads there, in peft, in TRL
-and in vLLM. Those find the last token as the last one that is not padding; see `padding_for_scores`.
+The modules are those of `AutoModelForSequenceClassification` with one label, so what is saved loads there, in peft, in
+TRL and in vLLM. Those find the last token as the last one that is not padding; see `padding_for_scores`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from posttrain.models.loading import (
 )
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import local_part
+from posttrain.policy.parallel.fsdp import local_part
 
 HEAD = "score"  # what `transformers` calls the linear layer
 
 
 class RewardHead:
-    """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be wrapped by peft."""
+    """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be
+    wrapped by peft.
+    """
 
     is_vocabulary = False
 
@@ -68,8 +71,8 @@ class RewardHead:
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         if float((ours - theirs).abs().max()) > tolerance * max(float(hidden.abs().max()), 1.0):
             raise UnsupportedModelError(
-                f"this model's own score of a token is {float(theirs[0]):.4g}, where the last hidden state and its linear "
-                f"layer give {float(ours[0]):.4g}: it does something in between that posttrain does not support"
+                f"this model's own score of a token is {float(theirs[0]):.4g}, where the last hidden state and its "
+                f"linear layer give {float(ours[0]):.4g}: it does something in between that posttrain does not support"
             )
 
 
@@ -133,13 +136,13 @@ def load_reward_model(
     fresh = f"{HEAD}.weight" in missing
     if fresh and seed is None:
         raise SettingsError(
-            f"{field}: {name!r} is no reward model: it has no {HEAD}.weight. Train one with `posttrain rm`, and give its "
-            "checkpoint (the folder policy/weights/model in it)"
+            f"{field}: {name!r} is no reward model: it has no {HEAD}.weight. Train one with `posttrain rm`, and give "
+            "its checkpoint (the folder policy/weights/model in it)"
         )
     if lacking := sorted([*(missing - {f"{HEAD}.weight"}), *wrong]):
         raise SettingsError(
-            f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}). A reward "
-            "model has one label; a classifier of several cannot be used as one"
+            f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}). A "
+            "reward model has one label; a classifier of several cannot be used as one"
         )
     if fresh:
         _draw(getattr(model, HEAD).weight, float(getattr(model.config, "initializer_range", 0.02)), seed or 0)
@@ -157,10 +160,11 @@ def _draw(weight: Tensor, spread: float, seed: int) -> None:
 
 
 def padding_for_scores(tokenizer: PreTrainedTokenizerBase, answer_ends: Collection[int]) -> int | None:
-    """A token to pad with that no answer ends with; None if there is none, and then others can score one answer at a time.
+    """A token to pad with that no answer ends with; None if there is none, and then others can score one answer at a
+    time.
 
-    `transformers` scores the last token that is not padding. Where the end of a turn is used as padding too, that is the
-    token before it, which is not the one that was trained.
+    `transformers` scores the last token that is not padding. Where the end of a turn is used as padding too, that is
+    the token before it, which is not the one that was trained.
     """
     extra = [tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens]
     usual = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]

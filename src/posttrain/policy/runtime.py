@@ -21,10 +21,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def enable_expandable_segments() -> None:
-    """Before training, in a process with a GPU: memory that one phase frees must be usable by the next, whatever the sizes.
+    """Before training, in a process with a GPU: memory that one phase frees must be usable by the next, whatever the
+    sizes.
 
-    Otherwise torch keeps blocks of the sizes that were requested. One small tensor that stays, such as an optimizer's, keeps
-    the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
+    Otherwise torch keeps blocks of the sizes that were requested. One small tensor that stays, such as an optimizer's,
+    keeps the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         _set_expandable_segments(True)
@@ -32,7 +33,9 @@ def enable_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """GPU memory that is allocated inside can be shared with another process: containers forbid that for expandable segments."""
+    """GPU memory that is allocated inside can be shared with another process: containers forbid that for expandable
+    segments.
+    """
     given = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     _set_expandable_segments(False)
     try:
@@ -47,14 +50,16 @@ def _set_expandable_segments(wanted: bool) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor of the host that does not wait for the device. From pageable memory, a copy waits until all that was
-    launched before it has run.
+    """A copy of a tensor of the host that does not wait for the device. From pageable memory, a copy waits until all
+    that was launched before it has run.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PeakMemory:
-    """The most memory that a GPU held during each phase (`torch.cuda.max_memory_allocated`). Nothing is measured on a CPU."""
+    """The most memory that a GPU held during each phase (`torch.cuda.max_memory_allocated`). Nothing is measured on a
+    CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,7 +87,8 @@ class PeakMemory:
 def prepare_determinism() -> None:
     """Call before the first matrix product of the process: cuBLAS reads its setting once."""
     os.environ.setdefault(_WORKSPACE, ":4096:8")
-    # The mode would also fill every new tensor, to make reads of unwritten memory visible. Our tests poison memory for that.
+    # The mode would also fill every new tensor, to make reads of unwritten memory visible. Our tests poison memory for
+    # that.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """One rank's trainer: owns the model, the frozen reference and the optimizer.
 
-Ranks that share a process group call the same methods in the same order with equally many micro-batches; an empty one is
-run on a dummy sequence, because every rank takes part in every collective.
+Ranks that share a process group call the same methods in the same order with equally many micro-batches; an empty one
+is run on a dummy sequence, because every rank takes part in every collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.contents import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
-from posttrain.policy.context_parallel import RowGroup
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
@@ -37,7 +36,10 @@ from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import Mesh, reshard, shard, whole_parameters
+from posttrain.policy.parallel.context import RowGroup
+from posttrain.policy.parallel.fsdp import reshard, shard, whole_parameters
+from posttrain.policy.parallel.mesh import Mesh
+from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, split_over_ranks
 from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.runtime import (
@@ -47,7 +49,6 @@ from posttrain.policy.runtime import (
     evaluation_mode,
     prepare_determinism,
 )
-from posttrain.policy.tensor_parallel import ENGINE_FIELD, FIELD, split_over_ranks
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
@@ -172,8 +173,8 @@ class PolicyTrainer:
         if mesh is not None:
             layers = cast(nn.ModuleList, root.head.decoder.layers)
             shard(root, list(layers), mesh)
-            # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's own
-            # parameters stay whole after a pass, and the optimizer must get the sharded ones.
+            # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's
+            # own parameters stay whole after a pass, and the optimizer must get the sharded ones.
             self._score(root, [None])
             reshard(root)
         return root
@@ -191,7 +192,9 @@ class PolicyTrainer:
             raise InputError(f"policy.fp8 = true: {obstacle}; set policy.fp8=false")
 
     def _refuse_unsupported(self, setup: RankSetup) -> None:
-        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
+        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes
+        of the logits.
+        """
         config = base_config(self.model).get_text_config()
         if setup.trains:
             refuse_dropout(config)
@@ -220,7 +223,9 @@ class PolicyTrainer:
     def update(
         self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
     ) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the gradient norm."""
+        """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the
+        gradient norm.
+        """
         with self._phase("training"):
             metrics = self._update(parts, objective, seed, progress)
         return {**metrics, **self.peak_memory.take()}
@@ -317,7 +322,9 @@ class PolicyTrainer:
 
     @contextmanager
     def _products_in_fp8(self, forward: Forward, *, gradients: bool = False) -> Iterator[None]:
-        """With `policy.fp8` inside: quantised now, released at the end. An optimizer step or an engine has the memory again."""
+        """With `policy.fp8` inside: quantised now, released at the end. An optimizer step or an engine has the memory
+        again.
+        """
         copies = None
         if self._in_fp8:
             decoder: Any = forward.head.decoder

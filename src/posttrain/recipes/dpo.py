@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from posttrain.algorithms.dpo import Dpo
 from posttrain.algorithms.kto import Kto
@@ -16,15 +17,16 @@ from posttrain.data.sampler import Stream
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import CachedReference
 from posttrain.recipes.recipe import (
+    LOSS,
+    OPTIMIZER_RESULTS,
     PAIR_RESULTS,
     Prepared,
     Recipe,
     RunParts,
-    first_rows,
-    load_both,
     pair_accuracy,
 )
 from posttrain.reporting.presentation import Presentation, ShownMetric
+from posttrain.types import Judged, Pair
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,11 @@ class DpoRecipe(Recipe):
         "dpo",
         pair_accuracy("Share of pairs whose chosen answer has the higher implicit reward."),
         (
-            ShownMetric("loss", "Loss", "loss"),
+            LOSS,
             ShownMetric("preference_loss", "Preference Loss"),
             ShownMetric("sft_loss", "SFT Loss"),
             *PAIR_RESULTS,
-            ShownMetric("grad_norm", "Grad Norm", "grad"),
-            ShownMetric("lr", "Learning Rate"),
+            *OPTIMIZER_RESULTS,
         ),
     )
 
@@ -48,55 +49,22 @@ class DpoRecipe(Recipe):
         return "pairs" if self.config.loss_traits.is_paired else "answers"
 
     def prepare(self, chat: ChatFormat) -> Prepared:
-        return self._on_pairs(chat) if self.config.loss_traits.is_paired else self._on_single_answers(chat)
+        policy, data, dpo = self.config.policy, self.config.data, self.config.dpo
+        size, length = policy.train_global_batch_size, policy.max_total_sequence_length
 
-    def _on_pairs(self, chat: ChatFormat) -> Prepared:
-        config, dpo = self.config, self.config.dpo
-        length = config.policy.max_total_sequence_length
-        load = partial(
-            load_pair_dataset, defaults=config.data.default, chat=chat, max_total_tokens=length, seed=dpo.seed
-        )
-        train, validation = load_both(config.data, load)
-        stream = Stream(train, dpo.seed, config.data.shuffle)
-
-        def algorithm(parts: RunParts) -> Dpo:
+        def on_pairs(parts: RunParts, stream: Stream[Pair], held_out: Sequence[Pair]) -> Dpo:
             objective = PreferenceLoss(dpo)
-            return Dpo(
-                config.policy.train_global_batch_size,
-                objective,
-                parts.policy,
-                stream,
-                first_rows(validation, self._num_held_out),
-                self._reference(parts) if objective.needs_reference else None,
-            )
+            reference = self._reference(parts) if objective.needs_reference else None
+            return Dpo(size, objective, parts.policy, stream, held_out, reference)
 
-        return Prepared(train, validation, stream, algorithm)
+        def on_single_answers(parts: RunParts, stream: Stream[Judged], held_out: Sequence[Judged]) -> Kto:
+            return Kto(size, length, KtoLoss(dpo), parts.policy, stream, self._reference(parts), held_out)
 
-    def _on_single_answers(self, chat: ChatFormat) -> Prepared:
-        config, dpo = self.config, self.config.dpo
-        length = config.policy.max_total_sequence_length
-        load = partial(
-            load_judged_dataset, defaults=config.data.default, chat=chat, max_total_tokens=length, seed=dpo.seed
-        )
-        train, validation = load_both(config.data, load)
-        stream = Stream(train, dpo.seed, config.data.shuffle)
-
-        def algorithm(parts: RunParts) -> Kto:
-            return Kto(
-                config.policy.train_global_batch_size,
-                length,
-                KtoLoss(dpo),
-                parts.policy,
-                stream,
-                self._reference(parts),
-                first_rows(validation, self._num_held_out),
-            )
-
-        return Prepared(train, validation, stream, algorithm)
-
-    @property
-    def _num_held_out(self) -> int:
-        return self.config.dpo.val_batches * self.config.dpo.val_global_batch_size
+        how: dict[str, Any] = {"defaults": data.default, "chat": chat, "max_total_tokens": length, "seed": dpo.seed}
+        num_held_out = dpo.val_batches * dpo.val_global_batch_size
+        if self.config.loss_traits.is_paired:
+            return self._of_answers(partial(load_pair_dataset, **how), num_held_out, on_pairs)
+        return self._of_answers(partial(load_judged_dataset, **how), num_held_out, on_single_answers)
 
     def _reference(self, parts: RunParts) -> CachedReference:
         checkpointing = self.config.checkpointing

@@ -1,4 +1,7 @@
-"""GRPO: sample answers or read them from labelled traces, score them, and train on group-relative advantages."""
+"""GRPO: sample answers or read them from labelled traces, score them, and train on group-relative advantages.
+
+Credit follows from the config: which groups are trained on, how rewards become advantages, and the loss.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
+from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.algorithms.token_traces import TokenSampling
-from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
+from posttrain.algorithms.step_reports import TokenSampling
+from posttrain.config import AdvEstimatorConfig, EnvironmentConfig, GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.entries import Entries
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.environments.router import ScoringRouter
-from posttrain.recipes.grpo_credit import (
-    build_credit,
-    build_objective,
-    build_position,
-    with_dynamic_sampling,
-    with_rounds,
-)
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.orchestration.sampler_check import CheckedEngine
+from posttrain.orchestration.workers import deadline_s
+from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.recipes.recipe import LOSS, OPTIMIZER_RESULTS, Prepared, Recipe, RunParts, first_rows, load_both
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource, Stateful
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.multi_turn import TurnTaking, build_turns
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
-from posttrain.rollouts.turn_taking import TurnTaking, build_turns
+from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.types import Sampling, Task
 
 
@@ -50,7 +53,7 @@ class GrpoRecipe(Recipe):
             ),
         ),
         (
-            ShownMetric("loss", "Loss", "loss"),
+            LOSS,
             ShownMetric("reward", "Avg Reward", "reward"),
             ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
             ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
@@ -58,8 +61,7 @@ class GrpoRecipe(Recipe):
             ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
             ShownMetric("kl_penalty", "KL", "kl"),
             ShownMetric("gen_kl_error", "Generation KL Error"),
-            ShownMetric("grad_norm", "Grad Norm", "grad"),
-            ShownMetric("lr", "Learning Rate"),
+            *OPTIMIZER_RESULTS,
         ),
     )
 
@@ -192,3 +194,110 @@ def sampling_of(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validat
         stop_strings=tuple(generation.stop_strings or ()),
         ignore_eos=generation.ignore_eos,
     )
+
+
+def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
+    """What a checkpoint holds of the data: the position in the stream, and groups for later steps where
+    there are any.
+    """
+    if config.grpo.async_grpo.enabled:
+        return StreamAndOpenGroups(stream)
+    return StreamAndSurplus(stream) if config.grpo.use_dynamic_sampling else stream
+
+
+def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful, parts: RunParts) -> RolloutSource:
+    """`fresh` itself if every step samples its own groups."""
+    if not isinstance(position, StreamAndOpenGroups):
+        return fresh
+    rounds = RoundRollouts(
+        fresh,
+        parts.engine,
+        position,
+        config.grpo.async_grpo.max_trajectory_age_steps,
+        config.num_groups_in_flight,
+        parts.max_steps,
+    )
+    if not config.rounds_ahead:
+        return rounds
+    # A round makes one call per turn. Each call has its own deadline, whose error names the engine.
+    limit_s = deadline_s("sample_round") * (config.grpo.max_rollout_turns + 1)
+    compare = parts.engine.compare_short_answers if isinstance(parts.engine, CheckedEngine) else None
+    return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup, compare)
+
+
+def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:
+    """The source itself if every group is trained on."""
+    grpo = config.grpo
+    if not isinstance(position, StreamAndSurplus):
+        return source
+    return DynamicSampling(
+        source,
+        position,
+        num_per_batch=int(grpo.num_prompts_per_step * grpo.batch_multiplier),
+        max_batches=grpo.dynamic_sampling_max_gen_batches,
+        keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
+        looks_at_parts=ESTIMATORS[grpo.adv_estimator.name].credits_parts,
+        scaling=_scaling(config),
+    )
+
+
+def build_credit(config: GrpoRunConfig) -> Credit:
+    estimator = config.grpo.adv_estimator
+    form = ESTIMATORS[estimator.name]
+    over = estimator.whiten_advantages or form.whiten_over
+    return Credit(
+        form.build(estimator, _spread(estimator, Spread())),
+        reward_steps=_reward_steps(config),
+        whitening=None if over == "none" else Whitening(over, _spread(estimator, form.whiten_by)),
+        kl=_kl_in_reward(config),
+        clip_low=config.grpo.advantage_clip_low,
+        clip_high=config.grpo.advantage_clip_high,
+    )
+
+
+def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
+    changes: dict[str, object] = {}
+    if config.loss_fn.use_kl_in_reward:
+        changes["reference_policy_kl_penalty"] = 0.0
+    normalizer = ESTIMATORS[config.grpo.adv_estimator.name].loss_normalizer
+    if normalizer is not None and config.loss_fn.loss_normalizer is None:
+        changes["loss_normalizer"] = normalizer
+    return ClippedPolicyGradient(config.loss_fn.model_copy(update=changes))
+
+
+def _spread(config: AdvEstimatorConfig, own: Spread) -> Spread:
+    return Spread(
+        own.ddof if config.std_ddof is None else config.std_ddof,
+        own.epsilon if config.std_epsilon is None else config.std_epsilon,
+        own.form if config.std_epsilon_form is None else config.std_epsilon_form,
+    )
+
+
+def _kl_in_reward(config: GrpoRunConfig) -> KlInReward | None:
+    loss, estimator = config.loss_fn, config.grpo.adv_estimator
+    if not loss.use_kl_in_reward:
+        return None
+    return KlInReward(
+        loss.reference_policy_kl_penalty,
+        estimator.kl_in_reward or ESTIMATORS[estimator.name].kl_charged_to,
+        loss.reference_policy_kl_type,
+        loss.kl_input_clamp_value,
+        loss.kl_output_clamp_value,
+    )
+
+
+def _scaling(config: GrpoRunConfig) -> RewardScaling | None:
+    scaling = config.grpo.reward_scaling
+    if not scaling.enabled:
+        return None
+    return RewardScaling(scaling.source_min, scaling.source_max, scaling.target_min, scaling.target_max)
+
+
+def _reward_steps(config: GrpoRunConfig) -> tuple[RewardStep, ...]:
+    scaling, shaping = _scaling(config), config.grpo.reward_shaping
+    steps: list[RewardStep] = [] if scaling is None else [scaling]
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
+        steps.append(CutOffPenalty(shaping.stop_properly_penalty_coef))
+    elif shaping.zone is not None:
+        steps.append(OverlongPenalty(*shaping.zone))
+    return tuple(steps)

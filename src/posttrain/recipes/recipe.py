@@ -1,4 +1,7 @@
-"""Recipe interface: which data a run reads, which algorithm trains on it, and how progress is shown."""
+"""Recipe interface: which data a run reads, which algorithm trains on it, and how progress is shown.
+
+The header of a run, shown before the first step, says what is trained, on what, how, and where it is written.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
-from posttrain.config import DataConfig, RunConfig
+from posttrain.config import DataConfig, DpoRunConfig, GrpoRunConfig, RunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
+from posttrain.data.sampler import Stream
+from posttrain.files.json_files import JsonObject
+from posttrain.policy.trainer import ModelFacts
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import Algorithm, RoundEngine, ShowProgress, Stateful, Trainer, WeightSync
 
@@ -35,7 +42,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunParts:
     """What an algorithm is built from, once the model is loaded."""
 
@@ -47,9 +54,8 @@ class RunParts:
     warn: Callable[[str], None]
     max_steps: int  # of the run
     cleanup: ExitStack  # closed when the run ends
-    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: (
-        None
-    )  # what to call when the run is asked to stop
+    # Takes what to call when the run is asked to stop.
+    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/run_config.py`."""
+    """One kind of run. What follows from the config alone, such as sizes, is in `config/run_config.py`."""
 
     config: RunConfig
     presentation: ClassVar[Presentation]
@@ -82,7 +88,21 @@ class Recipe(ABC):
     def prepare(self, chat: ChatFormat) -> Prepared:
         """Read the data."""
 
+    def _of_answers(
+        self,
+        load: Callable[[Entries], RowDataset[Item]],
+        num_held_out: int,
+        build: Callable[[RunParts, Stream[Item], Sequence[Item]], Algorithm],
+    ) -> Prepared:
+        """Of a kind of run that trains on the answers of its data: `build` gets their stream and the held-out rows."""
+        train, validation = load_both(self.config.data, load)
+        stream = Stream(train, self.config.schedule.seed, self.config.data.shuffle)
+        held_out = partial(first_rows, validation, num_held_out)
+        return Prepared(train, validation, stream, lambda parts: build(parts, stream, held_out()))
 
+
+LOSS = ShownMetric("loss", "Loss", "loss")
+OPTIMIZER_RESULTS = (ShownMetric("grad_norm", "Grad Norm", "grad"), ShownMetric("lr", "Learning Rate"))
 PAIR_RESULTS = (
     ShownMetric("accuracy", "Accuracy", "accuracy"),
     ShownMetric("rewards_chosen_mean", "Chosen Reward", "chosen"),
@@ -113,3 +133,71 @@ def first_rows(dataset: RowDataset[Item] | None, count: int) -> Sequence[Item]:
     if dataset is None:
         return []
     return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]
+
+
+def header_lines(
+    config: RunConfig,
+    prepared: Prepared,
+    facts: ModelFacts,
+    *,
+    unit: str,
+    num_devices: int,
+    max_steps: int,
+    planned: str,
+    unused_epochs: str,
+) -> list[str]:
+    """`planned`: predicted memory and time; empty if there is no prediction. `unused_epochs`: see `LoadedConfig`."""
+    policy, sizes = config.policy, config.step_sizes()
+    lora = policy.dtensor_cfg.lora_cfg
+    trained = f"LoRA adapters of rank {lora.dim}" if lora.enabled else "all weights are trained"
+    held_out = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
+    each = f" x {sizes.num_answers_per_row} answers" if isinstance(config, GrpoRunConfig) else ""
+    updates = f" in {sizes.num_updates} updates" if sizes.num_updates > 1 else ""
+    rows = {
+        "model": f"{policy.model_name}, {_count(facts.num_parameters)} parameters, {trained}",
+        "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
+        "data": f"{len(prepared.train):,} {unit}{held_out}",
+        "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
+        "epochs": f"{unused_epochs} is not used: steps is given" if unused_epochs else "",
+        "settings": ", ".join(_settings(config, max_steps)),
+        "planned": planned,
+    }
+    return [f"{name:<9}{text}" for name, text in rows.items() if text]
+
+
+def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:
+    lr = config.policy.optimizer.kwargs.get("lr")
+    found = [_learning_rate(lr, config.policy.scheduler, max_steps)] if isinstance(lr, int | float) else []
+    if isinstance(config, GrpoRunConfig):
+        penalty, period = config.loss_fn.reference_policy_kl_penalty, config.kl_period
+        measured = f"estimated every {period} steps" if period else "not measured (doctor.kl_period=10 estimates it)"
+        found.append(f"KL penalty {penalty:g}" if penalty else f"no KL penalty, KL {measured}")
+        default = config.data.default.env_name if config.data.default is not None else None
+        names = dict.fromkeys(entry.env_name or default for entry in config.data.train_sets())
+        used = [name for name in names if name]
+        functions = [getattr(config.env.get(name), "function", None) for name in used]
+        rewards = [f.rpartition(":")[2] if f else name for f, name in zip(functions, used, strict=True)]
+        found.append(f"reward {', '.join(rewards) or 'of the traces'}")
+    if isinstance(config, DpoRunConfig):
+        found.append(f"{config.dpo.preference_loss} loss, beta {config.dpo.reference_policy_kl_penalty:g}")
+    return found
+
+
+def _learning_rate(lr: float, scheduler: list[JsonObject] | JsonObject | None, max_steps: int) -> str:
+    """With the warm-up, if the schedule begins with one."""
+    first = (scheduler[0] if isinstance(scheduler, list) else scheduler) if scheduler else {}
+    kwargs = first.get("kwargs") or {}
+    start, end, steps = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0), kwargs.get("total_iters", 5)
+    if not first.get("name", "").endswith("LinearLR") or start >= end:
+        return f"lr {lr:g}"
+    if max_steps > steps:
+        return f"lr {lr * end:g} after a warm-up of {steps} steps"
+    reached = lr * (start + (end - start) * (max_steps - 1) / steps)
+    return f"lr at most {reached:.3g}, as the warm-up to {lr * end:g} takes {steps} steps (policy.scheduler=null: none)"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)

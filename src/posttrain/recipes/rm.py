@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,15 +15,16 @@ from posttrain.data.sampler import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.recipes.recipe import (
+    LOSS,
+    OPTIMIZER_RESULTS,
     PAIR_RESULTS,
     Prepared,
     Recipe,
     RunParts,
-    first_rows,
-    load_both,
     pair_accuracy,
 )
 from posttrain.reporting.presentation import Presentation, ShownMetric
+from posttrain.types import Pair
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,10 @@ class RewardModelRecipe(Recipe):
         "rm",
         pair_accuracy("Share of pairs whose chosen answer has the higher score."),
         (
-            ShownMetric("loss", "Loss", "loss"),
+            LOSS,
             *PAIR_RESULTS,
             ShownMetric("rewards_std", "Spread of Rewards"),
-            ShownMetric("grad_norm", "Grad Norm", "grad"),
-            ShownMetric("lr", "Learning Rate"),
+            *OPTIMIZER_RESULTS,
         ),
     )
 
@@ -54,19 +55,13 @@ class RewardModelRecipe(Recipe):
             max_total_tokens=config.policy.max_total_sequence_length,
             seed=rm.seed,
         )
-        train, validation = load_both(config.data, load)
-        stream = Stream(train, rm.seed, config.data.shuffle)
 
-        def algorithm(parts: RunParts) -> RewardModelTraining:
-            return RewardModelTraining(
-                config.policy.train_global_batch_size,
-                BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards),
-                parts.policy,
-                stream,
-                first_rows(validation, rm.val_batches * rm.val_global_batch_size),
-            )
+        def build(parts: RunParts, stream: Stream[Pair], held_out: Sequence[Pair]) -> RewardModelTraining:
+            objective = BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards)
+            size = config.policy.train_global_batch_size
+            return RewardModelTraining(size, objective, parts.policy, stream, held_out)
 
-        return Prepared(train, validation, stream, algorithm)
+        return self._of_answers(load, rm.val_batches * rm.val_global_batch_size, build)
 
 
 RECIPE = RewardModelRecipe

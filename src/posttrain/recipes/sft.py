@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from posttrain.algorithms.sft import Sft
 from posttrain.config import SftRunConfig
 from posttrain.data.chat import ChatFormat
-from posttrain.data.datasets import ExampleDataset, load_example_dataset
-from posttrain.data.entries import Entries
+from posttrain.data.datasets import load_example_dataset
 from posttrain.data.sampler import Stream
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.recipes.recipe import LOSS, Prepared, Recipe, RunParts
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.types import Example
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,7 @@ class SftRecipe(Recipe):
                 "Mean negative log-likelihood per token.",
             ),
         ),
-        (
-            ShownMetric("loss", "Loss", "loss"),
-            ShownMetric("grad_norm", "Grad Norm", "grad"),
-            ShownMetric("lr", "Learning Rate", "lr"),
-        ),
+        (LOSS, ShownMetric("grad_norm", "Grad Norm", "grad"), ShownMetric("lr", "Learning Rate", "lr")),
     )
 
     @property
@@ -43,25 +41,19 @@ class SftRecipe(Recipe):
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, sft = self.config, self.config.sft
+        load = partial(
+            load_example_dataset,
+            defaults=config.data.default,
+            chat=chat,
+            max_total_tokens=config.policy.max_total_sequence_length,
+            only_unmask_final=sft.only_unmask_final,
+            seed=sft.seed,
+        )
 
-        def load(entries: Entries) -> ExampleDataset:
-            return load_example_dataset(
-                entries,
-                config.data.default,
-                chat,
-                max_total_tokens=config.policy.max_total_sequence_length,
-                only_unmask_final=sft.only_unmask_final,
-                seed=sft.seed,
-            )
-
-        train, validation = load_both(config.data, load)
-        stream = Stream(train, sft.seed, config.data.shuffle)
-
-        def algorithm(parts: RunParts) -> Sft:
-            held_out = first_rows(validation, sft.val_batches * sft.val_global_batch_size)
+        def build(parts: RunParts, stream: Stream[Example], held_out: Sequence[Example]) -> Sft:
             return Sft(config.policy.train_global_batch_size, parts.policy, stream, held_out)
 
-        return Prepared(train, validation, stream, algorithm)
+        return self._of_answers(load, sft.val_batches * sft.val_global_batch_size, build)
 
 
 RECIPE = SftRecipe

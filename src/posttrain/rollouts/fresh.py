@@ -127,8 +127,8 @@ class FreshRollouts:
         )
         if begun >= self.sampling.max_new_tokens:
             raise InputError(
-                f"policy.generation.max_new_tokens = {self.sampling.max_new_tokens}: the checkpoint has an unfinished answer of "
-                f"{begun} tokens; set it to more than that"
+                f"policy.generation.max_new_tokens = {self.sampling.max_new_tokens}: the checkpoint has an unfinished "
+                f"answer of {begun} tokens; set it to more than that"
             )
         total = quota.num_groups * self.num_samples
         with self.show_progress(self.label, total) as progress:

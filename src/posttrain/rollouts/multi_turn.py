@@ -14,15 +14,20 @@ the reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
+from posttrain.config import EnvironmentConfig
+from posttrain.data.chat import ChatFormat
 from posttrain.data.reward_values import NEEDED, is_reward, total
+from posttrain.environments.settings import read_settings, read_turns
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
-from posttrain.rollouts.next_turn import Exchange, NextTurn
+from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolPrompts
 from posttrain.types import (
     Completion,
     Conversation,
@@ -34,6 +39,7 @@ from posttrain.types import (
     Task,
     Unfinished,
     Utterance,
+    completions_of,
 )
 
 
@@ -172,7 +178,7 @@ class MultiTurnRollouts(FreshRollouts):
         def sample(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
             with self.show_progress(self.label, sum(len(request.answers) for request in requests)) as progress:
                 sampled = engine.sample_round(requests, self.sampling, self.seed, None, progress)
-            return [[answer for answer in group.answers if isinstance(answer, Completion)] for group in sampled]
+            return completions_of(sampled)
 
         groups = list(groups)
         born = [group.born for group in groups]
@@ -190,7 +196,11 @@ class MultiTurnRollouts(FreshRollouts):
 
     def _reset(self, groups: Sequence[list[Dialogue]]) -> None:
         """One state for all samples of a task."""
-        calls = [(group[0].task.environment, self._reset_item(group[0])) for group in groups]
+        calls = []
+        for first in (group[0] for group in groups):
+            task, messages = first.task, [dict(message) for message in first.task.messages]
+            about = TurnTask(task.prompt, messages, task.reference, dict(task.metadata))
+            calls.append((task.environment, TurnItem("reset", f"{self.seed}\0{first.born}\0{task.draw}", about)))
         for group, outcome in zip(groups, self.turns.ask(calls), strict=True):
             length = len(group[0].task.prompt_ids)
             if length >= self.max_total_tokens:
@@ -290,11 +300,6 @@ class MultiTurnRollouts(FreshRollouts):
             else:
                 dialogue.failure = outcome
 
-    def _reset_item(self, dialogue: Dialogue) -> TurnItem:
-        task = dialogue.task
-        about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
-        return TurnItem("reset", f"{self.seed}\0{dialogue.born}\0{task.draw}", about)
-
     def _noise_key(self, dialogue: Dialogue, turn: int) -> str:
         """The environment's randomness is keyed, so a resumed run repeats it."""
         return f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
@@ -302,3 +307,51 @@ class MultiTurnRollouts(FreshRollouts):
 
 def _dialogues(group: OpenGroup) -> list[Dialogue]:
     return [answer for answer in group.answers if isinstance(answer, Dialogue)]
+
+
+@dataclass(frozen=True)
+class TurnTaking:
+    """Converts a single-turn source into a multi-turn one."""
+
+    router: TurnRouter
+    renderer: NextTurn
+    chat: ChatFormat
+    judged: frozenset[str]
+    max_turns: int
+    max_total_tokens: int
+
+    def over(self, fresh: FreshRollouts) -> MultiTurnRollouts:
+        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts)}
+        shared["stream"] = ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools)
+        return MultiTurnRollouts(
+            **shared,
+            turns=self.router,
+            renderer=self.renderer,
+            max_turns=self.max_turns,
+            max_total_tokens=self.max_total_tokens,
+            judged=self.judged,
+        )
+
+
+def build_turns(
+    environments: Mapping[str, EnvironmentConfig],
+    chat: ChatFormat,
+    *,
+    max_turns: int,
+    max_total_tokens: int,
+    warn: Callable[[str], None],
+    cleanup: ExitStack,
+    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
+) -> TurnTaking | None:
+    """None if no environment in use is multi-turn."""
+    settings = read_turns(environments, base_folder=Path.cwd())
+    if not settings:
+        return None
+    renderer = NextTurn(chat)
+    if renderer.caution is not None:
+        warn(renderer.caution)
+    router = TurnRouter(settings)
+    cleanup.callback(router.close)
+    when_stopped(router.interrupt)
+    judged = frozenset(read_settings(environments, Path.cwd()))
+    return TurnTaking(router, renderer, chat, judged, max_turns, max_total_tokens)

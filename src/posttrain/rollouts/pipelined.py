@@ -79,9 +79,10 @@ class PipelinedRollouts:
             ended, _ = wait([self._running], timeout=self.limit_s)
             if not ended:
                 raise RankLostError(
-                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s: an engine or an environment "
-                    "hangs. The run folder's logs/engine_N.log end with what the engines were doing. If they are only slow, set "
-                    "POSTTRAIN_WORKER_DEADLINE_S to more seconds. The same command continues from what was saved"
+                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s: an engine or an "
+                    "environment hangs. The run folder's logs/engine_N.log end with what the engines were doing. If "
+                    "they are only slow, set POSTTRAIN_WORKER_DEADLINE_S to more seconds. The same command continues "
+                    "from what was saved"
                 )
             round_s, self._running = self._running.result(timeout=0), None
             self._timings_s = {"generation_ahead": round_s, "generation_ahead_wait": time.perf_counter() - start}

@@ -1,13 +1,14 @@
 """Asynchronous sampling in rounds: unfinished answers continue in the next round once a step has enough groups.
 
 A round samples under one version of the weights. It ends when enough groups for one step are complete; unfinished
-answers keep their tokens, their noise key and the versions that sampled them, and continue in the next round, with keys and
-values recomputed by its weights. A conversation is carried over between two of its turns. Rounds are measured in groups,
-not in seconds, so which version samples a token follows from seed and config, and a resumed run repeats it bit for bit.
+answers keep their tokens, their noise key and the versions that sampled them, and continue in the next round, with keys
+and values recomputed by its weights. A conversation is carried over between two of its turns. Rounds are measured in
+groups, not in seconds, so which version samples a token follows from seed and config, and a resumed run repeats it bit
+for bit.
 
-No group is discarded, and none becomes older than `max_age` steps: a round that would make one older waits for it. Groups
-are trained oldest first. Towards the end of the run no more groups are begun than its steps can train, so that every draw
-is trained exactly once.
+No group is discarded, and none becomes older than `max_age` steps: a round that would make one older waits for it.
+Groups are trained oldest first. Towards the end of the run no more groups are begun than its steps can train, so that
+every draw is trained exactly once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.roles import RoundEngine, Stateful
+from posttrain.rollouts.dynamic_sampling import from_plain, to_plain
 from posttrain.rollouts.fresh import DrawnTasks, FreshRollouts
 from posttrain.rollouts.multi_turn import Dialogue
-from posttrain.rollouts.surplus import from_plain, to_plain
 from posttrain.types import Completion, OpenAnswer, OpenGroup, Quota, TakenGroups, Task, Unfinished
 
 ROUNDS = "rounds"  # key in the checkpoint's state

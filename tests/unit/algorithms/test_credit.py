@@ -16,9 +16,8 @@ from posttrain.algorithms.advantages import (
     Whitening,
     has_signal,
 )
-from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, shaped
-from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
+from posttrain.algorithms.batches import rollout_batch, scored_places
+from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling, shaped
 from posttrain.errors import InputError
 from posttrain.types import Group
 
@@ -35,7 +34,7 @@ def credited(credit: Credit, groups: list[Group], **columns: torch.Tensor) -> tu
     return told, [part.tolist() for part in batch.column_parts("advantages")]
 
 
-# -- estimators ---------------------------------------------------------------------------------------------------------
+# -- estimators --------------------------------------------------------------------------------------------------------
 
 
 def test_the_deviation_of_the_batch_is_over_all_scored_rewards() -> None:
@@ -96,7 +95,7 @@ def test_gdpo_error_names_the_reward_parts() -> None:
         AdvantagesPerReward(PLAIN)(scores([{"a": 1.0}, two]))
 
 
-# -- whitening ----------------------------------------------------------------------------------------------------------
+# -- whitening ---------------------------------------------------------------------------------------------------------
 
 
 def test_whitening_over_rollouts_counts_each_once() -> None:
@@ -135,7 +134,7 @@ def test_bounds_come_last() -> None:
     assert low[0] == pytest.approx([1.5], rel=1e-5)
 
 
-# -- KL in the reward ---------------------------------------------------------------------------------------------------
+# -- KL in the reward --------------------------------------------------------------------------------------------------
 
 NOW = torch.tensor([-1.0, -2.0, -0.5, -1.0, -3.0, -2.0])
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5, -3.0, -2.0, -2.5])
@@ -198,7 +197,7 @@ def test_kl_estimators_and_clamps_are_those_of_the_loss() -> None:
     )
 
 
-# -- rewards ------------------------------------------------------------------------------------------------------------
+# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 def test_scaling_clamps_and_maps_rewards_and_their_parts() -> None:

@@ -10,13 +10,11 @@ from posttrain.algorithms.advantages import (
     Spread,
     Whitening,
 )
-from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
+from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling
 from posttrain.config import LossFnConfig, load_config
-from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
+from posttrain.recipes.grpo import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import DynamicSampling
-from posttrain.rollouts.surplus import StreamAndSurplus
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.algorithms.rollout_metrics import rollout_metrics
+from posttrain.algorithms.step_reports import rollout_metrics
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
 

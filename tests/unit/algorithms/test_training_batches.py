@@ -6,9 +6,9 @@ import pytest
 from fakes import ScriptedPolicy, ScriptedRollouts
 
 from posttrain.algorithms.advantages import GroupAdvantages
+from posttrain.algorithms.batches import example_batch, pair_batch
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.algorithms.supervised_batches import example_batch, pair_batch
 from posttrain.config import LossFnConfig
 from posttrain.orchestration.weights import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient

@@ -14,7 +14,7 @@ import train
 from grpo_job import GrpoJob, measure, unshared
 from train_job import TrainJob
 
-from posttrain.algorithms.supervised_batches import pair_batch
+from posttrain.algorithms.batches import pair_batch
 from posttrain.errors import InputError
 from posttrain.types import Pair
 

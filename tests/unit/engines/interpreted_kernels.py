@@ -1,5 +1,5 @@
-"""The kernels against slow references, in Triton's interpreter on a CPU. Run by `test_kernels_interpreted.py`, in a process
-of its own: whether kernels are interpreted is decided when Triton is imported.
+"""The kernels against slow references, in Triton's interpreter on a CPU. Run by `test_kernels_interpreted.py`, in a
+process of its own: whether kernels are interpreted is decided when Triton is imported.
 
 The interpreter has no matrix product and no correct rounding for bf16; fp16 is used instead, bf16 is tested on a GPU.
 """
@@ -473,7 +473,7 @@ def test_stepping_kernels_equal_torch(rows: int) -> None:
     assert_steps_like_torch(kernels, rows, "cpu")
 
 
-# -- all of them, in the engine ------------------------------------------------------------------------------------------
+# -- all of them, in the engine ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8)])

@@ -1,4 +1,6 @@
-"""Compiles the kernels for a Hopper GPU, without having one: what would be launched, with the sizes that would be chosen."""
+"""Compiles the kernels for a Hopper GPU, without having one: what would be launched, with the sizes that would be
+chosen.
+"""
 
 from __future__ import annotations
 

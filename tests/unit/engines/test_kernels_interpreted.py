@@ -1,4 +1,6 @@
-"""Runs `interpreted_kernels.py`: the kernels' tests on a CPU, in a process where Triton interprets instead of compiling."""
+"""Runs `interpreted_kernels.py`: the kernels' tests on a CPU, in a process where Triton interprets instead of
+compiling.
+"""
 
 from __future__ import annotations
 

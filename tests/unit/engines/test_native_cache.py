@@ -140,7 +140,8 @@ def test_overflowing_sequence_does_not_affect_the_padding_of_another(kind: str) 
     ]
     infinite = tuple(torch.full_like(part, torch.inf) for part in tokens(1, 3))
     cache.write(0, torch.arange(2 * PAGE), *(part.expand(2 * PAGE, -1, -1) for part in infinite[1:]))
-    # A table of pages is kept: the short one comes where the overflowing one was. (A session throws dense copies away then.)
+    # A table of pages is kept: the short one comes where the overflowing one was. (A session throws dense copies away
+    # then.)
     for rows in ([0, 2], [0, 1]) if kind == "paged" else ([0, 1],):
         batch = [samples[row] for row in rows]
         slots = torch.tensor([s.pages[s.num_cached // PAGE] * PAGE + s.num_cached % PAGE for s in batch])

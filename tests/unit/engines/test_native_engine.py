@@ -56,7 +56,8 @@ def expected(model: nn.Module) -> list[list[Completion]]:
     return NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
 
 
-# A page of 4 tokens of the tiny model takes 2 KiB here (2 layers, keys and values, 2 heads of 8, fp32, the dense copy as well).
+# A page of 4 tokens of the tiny model takes 2 KiB here (2 layers, keys and values, 2 heads of 8, fp32, the dense copy
+# as well).
 PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2
 
 

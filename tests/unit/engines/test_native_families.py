@@ -35,7 +35,8 @@ def tasks() -> list[Task]:
 def phi3(attention: str, **extra: object) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Phi3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, sliding_window=SLIDING_WINDOW, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, initializer_range=0.3, **extra,
     )  # fmt: skip
@@ -97,7 +98,8 @@ def test_models_with_a_recurrent_state_are_refused() -> None:
 )
 def test_layers_with_state_beside_attention_are_refused(family: str, extra: dict[str, int], words: str) -> None:
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, **extra,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
@@ -108,7 +110,8 @@ def test_layers_with_state_beside_attention_are_refused(family: str, extra: dict
 
 def test_window_as_long_as_the_context_is_accepted() -> None:
     config = AutoConfig.for_model(
-        "phimoe", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        "phimoe", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, sliding_window=256,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()

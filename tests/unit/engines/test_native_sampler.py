@@ -77,7 +77,7 @@ def test_token_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 def test_rounding_of_the_logits_hardly_ever_changes_a_token() -> None:
-    # 60 % of the mass lies in a tail of tokens of 1e-5 each: what shifts a distribution function shifts every one of them.
+    # 60 % of the mass lies in a tail of tokens of 1e-5 each: what shifts a distribution function shifts all of them.
     logits = torch.cat([torch.tensor([9.0, 8.0, 7.0]), torch.zeros(20_000)])
     noise = torch.randn(2_000, len(logits), generator=torch.Generator().manual_seed(4)) * 1e-5
     sequence_keys, index = keys(2_000)

@@ -28,7 +28,8 @@ from posttrain.types import NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
 SETTINGS = NativeSettings(page_size=4, max_batch_size=6, max_prefill_tokens=32, max_total_tokens=48)
-# A page of 4 tokens of the tiny model takes 4 KiB here: 2 layers, keys and values, 2 heads of 8, fp32, and the dense copy.
+# A page of 4 tokens of the tiny model takes 4 KiB here: 2 layers, keys and values, 2 heads of 8, fp32, and the dense
+# copy.
 PAGE_GIB = 4 * 2 * 2 * 2 * 8 * 4 * 2 / 2**30
 
 Answers = dict[tuple[str, int], list[TokenEvent]]
@@ -273,7 +274,9 @@ def randomise_adapters(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("num_pages", [200, 22])
 def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Module, num_pages: int) -> None:
-    """Prompts that begin alike, and conversations that continue an answer; also with pages that are taken and preempted."""
+    """Prompts that begin alike, and conversations that continue an answer; also with pages that are taken and
+    preempted.
+    """
     session = session_of(model, keeps_prefixes=True, kv_cache_gib=num_pages * PAGE_GIB)
     begin = tuple(range(10, 21))
     first = [replace(one, prompt_ids=(*begin, *one.prompt_ids)[:24]) for one in requests(16, seed=6)]

@@ -126,7 +126,10 @@ def test_answers_that_continue_draft_from_finished_ones(model: nn.Module, counte
         return NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, num_speculative_tokens=num_drafts))
 
     groups = [
-        OpenGroup(task, KEY.step, tuple(Unfinished(c.token_ids[:3], c.logprobs[:3]) if at else c for at, c in enumerate(answers)))
+        OpenGroup(
+            task, KEY.step,
+            tuple(Unfinished(c.token_ids[:3], c.logprobs[:3]) if at else c for at, c in enumerate(answers)),
+        )
         for task, answers in zip(make_tasks(5), whole, strict=True)
     ]  # fmt: skip
     groups = [group for group in groups if all(len(answer.token_ids) >= 3 for answer in group.answers)]

@@ -107,8 +107,9 @@ def test_short_prompts_end_at_the_first_sample_that_is_not_one() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int) -> None:
-    """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and values of
-    a token depend on all tokens before it and on the adapter."""
+    """Requests of three letters and two adapters come, finish, are cancelled and preempted, in few pages. Keys and
+    values of a token depend on all tokens before it and on the adapter.
+    """
     rng = random.Random(seed)
     scheduler = Scheduler(14, SIZE, 5, keeps_prefixes=True)
     contents: dict[int, list[object]] = {page: [None] * SIZE for page in range(14)}

@@ -237,7 +237,9 @@ def test_a_cancelled_request_frees_its_pages_at_once(model: nn.Module, monkeypat
 def test_cached_pages_of_an_answer_hold_its_tokens(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, length: int, is_ahead: bool
 ) -> None:
-    """Of answers that end by their limit and by a stop token. Ahead, the step in flight writes the keys of the last token."""
+    """Of answers that end by their limit and by a stop token. Ahead, the step in flight writes the keys of the last
+    token.
+    """
     prompt = make_tasks()[2].prompt_ids
     whole = session_of(model)
     [tokens] = run(whole, [SessionRequest("a", prompt, Sampling(length, 0.0, ignore_eos=True), 0)]).values()

@@ -1,4 +1,6 @@
-"""vLLM's process with programs of a few lines in its place: what is said when it ends, hangs, refuses or cannot be started."""
+"""vLLM's process with programs of a few lines in its place: what is said when it ends, hangs, refuses or cannot be
+started.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.engines.vllm_process import SIDE, Deadlines, VllmError, VllmLostError, VllmProcess
+from posttrain.engines.vllm.process import SIDE, Deadlines, VllmError, VllmLostError, VllmProcess
 from posttrain.errors import InputError, RankLostError
 
 HEAD = f"""

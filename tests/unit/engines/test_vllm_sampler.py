@@ -1,4 +1,6 @@
-"""vLLM as a run's sampler, with the stand-in in a process: weights, answers, rounds, faults. Most tests share a process."""
+"""vLLM as a run's sampler, with the stand-in in a process: weights, answers, rounds, faults. Most tests share a
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from transformers import AutoConfig, LlamaForCausalLM
 from posttrain.config import PolicyConfig, load_config
 from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE
 from posttrain.engines.vllm import vllm_options
-from posttrain.engines.vllm_process import VllmError
-from posttrain.engines.vllm_sampler import VllmSampler, _environment
+from posttrain.engines.vllm.process import VllmError
+from posttrain.engines.vllm.sampler import VllmSampler, _environment
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, Unfinished
 
 TOKENIZER = byte_tokenizer()

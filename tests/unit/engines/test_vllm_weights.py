@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.engines.vllm_side.posttrain_vllm import Lease
-from posttrain.engines.vllm_side.posttrain_weights import digest, layout, lots, views
+from posttrain.engines.vllm.side.posttrain_vllm import Lease
+from posttrain.engines.vllm.side.posttrain_weights import digest, layout, lots_of, views
 
 WEIGHTS = [
     ("a.weight", torch.arange(6, dtype=torch.float32).view(2, 3)),
@@ -16,7 +16,7 @@ WEIGHTS = [
 
 
 def test_tensors_keep_their_order_and_a_bucket_its_limit() -> None:
-    names = [[name for name, _ in lot] for lot in lots(WEIGHTS, limit=64)]
+    names = [[name for name, _ in lot] for lot in lots_of(WEIGHTS, limit=128)]
     assert names == [["a.weight", "b.weight"], ["c.weight"]]  # c is larger than the limit: a bucket of its own
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.algorithms.advantages import has_signal, part_names
-from posttrain.algorithms.rollout_metrics import rollout_metrics
+from posttrain.algorithms.step_reports import rollout_metrics
 from posttrain.environments import ScoringRouter, build_environments, check_environments
 from posttrain.environments.pool import ScoringInterrupted
 from posttrain.environments.router import WeightedRewards, build_environment, scoring_item

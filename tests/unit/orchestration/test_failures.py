@@ -1,4 +1,6 @@
-"""What is said when memory, the network or a machine fails: errors with the types and the words of torch, NCCL, gloo, Ray."""
+"""What is said when memory, the network or a machine fails: errors with the types and the words of torch, NCCL, gloo,
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +14,33 @@ from tiny_runs import grpo, run, save_data, save_model
 from torch import distributed as dist
 
 from posttrain.engines.native import NativeEngine
-from posttrain.engines.vllm_process import VllmError
+from posttrain.engines.vllm.process import VllmError
 from posttrain.errors import HardwareError, OutOfGpuMemoryError
 from posttrain.orchestration.failures import Where, WorkerDiedError, explain, first_cause
 from posttrain.orchestration.workers import LocalWorker, gather
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 310.88 MiB is free. "
-    "Including non-PyTorch memory, this process has 78.78 GiB memory in use. Of the allocated memory 77.01 GiB is allocated "
-    "by PyTorch, and 1.02 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 310.88 MiB is "
+    "free. Including non-PyTorch memory, this process has 78.78 GiB memory in use. Of the allocated memory 77.01 GiB "
+    "is allocated by PyTorch, and 1.02 GiB is reserved by PyTorch but unallocated."
 )
 WATCHDOG = (
-    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
-    "Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, "
+    "NumelOut=1, Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
 )
 ABORTED = "NCCL communicator was aborted on rank 3."
 REMOTE_GONE = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a network "
-    "error, NCCL version 2.27.3"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a "
+    "network error, NCCL version 2.27.3"
 )
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:51022"
 RENDEZVOUS = "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 41235)."
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
 KILLED = (
     "The actor died unexpectedly before finishing this task. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
-    "unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is "
-    "killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) The worker is crashed "
-    "unexpectedly due to SIGSEGV or other unexpected errors."
+    "unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The "
+    "process is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) The "
+    "worker is crashed unexpectedly due to SIGSEGV or other unexpected errors."
 )
 NODE_GONE = (
     "The actor died because its node has died. Node Id: 5f7d. the actor's node was terminated expectedly: SIGTERM"
@@ -62,8 +64,8 @@ def test_out_of_gpu_memory_names_rank_stage_amounts_and_remedy() -> None:
     error = explain(torch.OutOfMemoryError(CUDA), Where(1, 4, "generate", 12.3))
     assert isinstance(error, OutOfGpuMemoryError)
     assert str(error).startswith(
-        "rank 1 of 4 ran out of GPU memory during sampling (generate), 12 s after the call: 2.50 GiB more were asked for; "
-        "the GPU has 79.10 GiB, 310.88 MiB of it free."
+        "rank 1 of 4 ran out of GPU memory during sampling (generate), 12 s after the call: 2.50 GiB more were asked "
+        "for; the GPU has 79.10 GiB, 310.88 MiB of it free."
     )
     assert "gpu_memory_utilization" in str(error)
     assert (error.stage, error.gpu_bytes) == ("generate", int(79.10 * 2**30))

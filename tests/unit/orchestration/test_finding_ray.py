@@ -1,4 +1,6 @@
-"""Which Ray cluster a run joins, and what it says where there is none. No Ray is started: addresses are sockets and names."""
+"""Which Ray cluster a run joins, and what it says where there is none. No Ray is started: addresses are sockets and
+names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights for engines of their own: published once before the first sample, by the fastest way, and removed with the run."""
+"""Weights for engines of their own: published once before the first sample, by the fastest way, and removed with the
+run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from test_sharded_roles import Ranks
 
-from posttrain.engines.weight_handover import Handover, PartOffset, SentWeights
+from posttrain.engines.weights import Handover, PartOffset, SentWeights
 from posttrain.orchestration.weights import PushedWeights
 
 

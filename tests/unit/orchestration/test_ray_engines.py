@@ -10,7 +10,7 @@ import pytest
 
 ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
 
-from posttrain.engines.vllm_process import VllmLostError  # noqa: E402
+from posttrain.engines.vllm.process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
 from posttrain.orchestration.launch import RankLayout  # noqa: E402

@@ -19,7 +19,7 @@ from posttrain.errors import InputError, StopRequested
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
 

@@ -19,7 +19,7 @@ from posttrain.orchestration.workers import (
     call_all,
     gather,
 )
-from posttrain.policy.parallel import Mesh
+from posttrain.policy.parallel.mesh import Mesh
 
 
 def answered(value: Any) -> Future[Any]:

@@ -1,5 +1,6 @@
-"""FP8 products and quantised activations against float64, in Triton's interpreter on a CPU. Run by `test_fp8_interpreted.py`,
-in a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+"""FP8 products and quantised activations against float64, in Triton's interpreter on a CPU. Run by
+`test_fp8_interpreted.py`, in a process of its own: whether kernels are interpreted is decided when Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def test_a_product_that_defers_its_factors_equals_one_that_applies_them(adapted:
     assert isinstance(out, ScaledRows) is not bias
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 CLOSE = 2e-5  # of the largest number: fp32, and the same e4m3 values as in float64
 
@@ -237,7 +238,7 @@ def test_gradients_of_a_product() -> None:
     assert 1e-3 < error < 0.06, "quantised, and near the product that is not"
 
 
-# -- a sampler -----------------------------------------------------------------------------------------------------------
+# -- a sampler ---------------------------------------------------------------------------------------------------------
 
 PROMPTS = ((5, 9, 40, 7, 11, 2, 30), (17, 3, 50))
 SAMPLING = Sampling(4, ignore_eos=True)

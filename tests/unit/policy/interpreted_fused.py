@@ -1,5 +1,6 @@
 """The fused layers against float64 and against the models' own, in Triton's interpreter on a CPU. Run by
-`test_fused_interpreted.py`, in a process of its own: whether kernels are interpreted is decided when Triton is imported.
+`test_fused_interpreted.py`, in a process of its own: whether kernels are interpreted is decided when Triton is
+imported.
 
 The interpreter has no correct rounding for bf16; fp16 stands in for it here, bf16 is tested on a GPU.
 """
@@ -67,7 +68,7 @@ def test_memory_is_poisoned() -> None:
             assert made.isnan().all()
 
 
-# -- operations ----------------------------------------------------------------------------------------------------------
+# -- operations --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "width"), [(7, 33), (1, 130), (4, 3), (5, 64), (0, 33)])
@@ -122,8 +123,9 @@ def test_gradients_are_added_up_exactly(count: int, dtype: torch.dtype) -> None:
 def test_an_update_of_adam_is_the_one_in_plain_torch(
     moments: Any, masters: bool, weights: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """Over several updates, of numbers whose index takes more than 32 bits. Torch's square root on a CPU may miss the last
-    bit, which may tip a rounding by chance in rare places."""
+    """Over several updates, of numbers whose index takes more than 32 bits. Torch's square root on a CPU may miss the
+    last bit, which may tip a rounding by chance in rare places.
+    """
     results = []
     for update in (adam_kernels.update, compact_adam.update_slice):
         weight = noise(*shape).to(weights)
@@ -300,7 +302,7 @@ def test_logprobs_of_rows_with_impossible_tokens(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(grad[1, [3, 33, 4]], torch.tensor([0.5, -0.5, 0.0]))
 
 
-# -- models --------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FUSED_LAYERS)

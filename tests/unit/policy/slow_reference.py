@@ -43,7 +43,9 @@ DEFAULTS: Mapping[str, object] = {
 
 @dataclass
 class Case:
-    """Some responses with everything a loss may ask for. Lists of lists: one number per token, one list per response."""
+    """Some responses with everything a loss may ask for. Lists of lists: one number per token, one list
+    per response.
+    """
 
     current: list[list[float]]
     mask: list[list[float]]

@@ -1,4 +1,6 @@
-"""Optimizer state in fewer bits, without masters, in host memory: against torch's AdamW in fp32, and saved and loaded."""
+"""Optimizer state in fewer bits, without masters, in host memory: against torch's AdamW in fp32, and
+saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def name_of(form: StateFormat) -> str:
 
 
 class Net(nn.Module):
-    """A matrix of whole blocks, one whose rows are one small block, one that has no block size, a vector, and a frozen one."""
+    """A matrix of whole blocks, one whose rows are one small block, one that has no block size, a vector, and a frozen
+    one.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -152,9 +156,11 @@ def regression(form: StateFormat | None, steps: int = 300, lr: float = 2e-2) -> 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if not form.offload], ids=name_of)
 def test_a_regression_ends_where_fp32_ends(form: StateFormat) -> None:
-    """The bounds that docs/decisions/0021 states. fp32 comes from a loss of 63 to 0.026; noise in the targets is 0.01 of it.
+    """The bounds that docs/decisions/0021 states. fp32 comes from a loss of 63 to 0.026; noise in the targets is 0.01
+    of it.
 
-    With masters what is left is within 3 % of that and weights within 0.3 %. Without, the weights themselves are bf16 numbers,
+    With masters what is left is within 3 % of that and weights within 0.3 %. Without, the weights themselves are bf16
+    numbers,
     0.2 % apart: 25 % and 1 %.
     """
     loss, weights = regression(form)

@@ -1,4 +1,6 @@
-"""`policy.fp8` on a CPU, with its kernels and products replaced by torch: what a trainer does with them, and what it refuses."""
+"""`policy.fp8` on a CPU, with its kernels and products replaced by torch: what a trainer does with them, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_training_is_near_bf16_and_is_scored_with_the_same_products(words: list[
     (before, norm, after), (plain_before, plain_norm, plain_after) = found[True], found[False]
     assert before == pytest.approx(plain_before, rel=0.1, abs=0.15)
     assert norm == pytest.approx(plain_norm, rel=0.1)
-    # Adam moves a weight as far for a small gradient, whose sign FP8 may change, as for a large one: single scores differ more.
+    # Adam moves a weight as far for a small gradient, whose sign FP8 may change, as for a large one: single scores
+    # differ more.
     assert after == pytest.approx(plain_after, rel=0.2, abs=0.15)
     assert float((after - plain_after).abs().mean()) < 0.2
     for ours, plain in zip(found[True], found[False], strict=True):
@@ -171,7 +174,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert weights_of(resumed / "step_4") == weights_of(whole / "step_4")
 
 
-# -- refused -------------------------------------------------------------------------------------------------------------
+# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_is_refused_with_the_reason(tmp_path: Path) -> None:

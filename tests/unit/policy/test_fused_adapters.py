@@ -1,6 +1,8 @@
-"""LoRA adapters inside fused layers against peft's own forward and backward pass, in float64 unless the point is another.
+"""LoRA adapters inside fused layers against peft's own forward and backward pass, in float64 unless the point is
+another.
 
-The kernels stand aside (`use_torch_kernels`); what is tested is which product is computed, and when the modules are called.
+The kernels stand aside (`use_torch_kernels`); what is tested is which product is computed, and when the modules are
+called.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def modules_are_not_called(monkeypatch: pytest.MonkeyPatch) -> Any:
     return context
 
 
-# -- the numbers -----------------------------------------------------------------------------------------------------------
+# -- the numbers -------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "all projections": {},
@@ -190,7 +192,7 @@ def test_bf16_model_is_as_near_to_fp32_as_with_peft() -> None:
     assert mean_error(model, exact) < min(1.2 * mean_error(own, exact), 0.08)
 
 
-# -- what is active --------------------------------------------------------------------------------------------------------
+# -- what is active ----------------------------------------------------------------------------------------------------
 
 
 def test_disabled_adapters_take_no_part(modules_are_not_called: Any) -> None:
@@ -299,7 +301,7 @@ def test_a_captured_pass_is_valid_until_adapters_or_addresses_change() -> None:
     assert capture_key(model) != state
 
 
-# -- they change -----------------------------------------------------------------------------------------------------------
+# -- they change -------------------------------------------------------------------------------------------------------
 
 
 def stepped(model: nn.Module) -> nn.Module:
@@ -371,7 +373,7 @@ def test_resumed_training_equals_the_uninterrupted(tmp_path: Path) -> None:
     assert torch.equal(hidden(model), hidden(resumed))
 
 
-# -- the sampler -----------------------------------------------------------------------------------------------------------
+# -- the sampler -------------------------------------------------------------------------------------------------------
 
 
 def test_sampler_uses_the_adapters_as_the_trainer_does(modules_are_not_called: Any) -> None:

@@ -1,4 +1,6 @@
-"""Runs `interpreted_fused.py`: the fused layers' tests on a CPU, in a process where Triton interprets instead of compiling."""
+"""Runs `interpreted_fused.py`: the fused layers' tests on a CPU, in a process where Triton interprets instead of
+compiling.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Fused layers around their kernels: which layers, joined parameters, copies, checkpoints, the sampler. The kernels themselves
-stand aside (`use_torch_kernels`), so that models can be in float64 and the comparison exact; `interpreted_fused.py` has them.
+"""Fused layers around their kernels: which layers, joined parameters, copies, checkpoints, the sampler. The kernels
+themselves stand aside (`use_torch_kernels`), so that models can be in float64 and the comparison exact;
+`interpreted_fused.py` has them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return out
 
 
-# -- which layers ----------------------------------------------------------------------------------------------------------
+# -- which layers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
@@ -133,7 +134,7 @@ def test_modules_stay_in_the_mode_they_were_in() -> None:
     assert [module.training for module in model.modules()] == before
 
 
-# -- joined parameters -----------------------------------------------------------------------------------------------------
+# -- joined parameters -------------------------------------------------------------------------------------------------
 
 
 def test_joined_parameters_are_views_of_one_tensor() -> None:
@@ -277,7 +278,7 @@ def test_bf16_is_as_near_to_fp32_as_the_layers_own_forward() -> None:
     assert mean_error(model, exact) < min(1.2 * mean_error(own, exact), 0.05)
 
 
-# -- the sampler -----------------------------------------------------------------------------------------------------------
+# -- the sampler -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -296,7 +297,7 @@ def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> N
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGPROB_ROUNDING, rtol=0.0)
 
 
-# -- sums that are left to the next norm -------------------------------------------------------------------------------------
+# -- sums that are left to the next norm -------------------------------------------------------------------------------
 
 
 def sums_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[str]:

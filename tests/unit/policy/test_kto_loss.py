@@ -6,7 +6,7 @@ import pytest
 import torch
 from float64 import TOLERANCE, approx
 
-from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
+from posttrain.algorithms.batches import judged_batch, mismatched_batch
 from posttrain.config import DpoConfig
 from posttrain.policy.objectives import KtoLoss
 from posttrain.types import Judged, TokenBatch

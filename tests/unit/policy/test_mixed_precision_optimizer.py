@@ -113,7 +113,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert torch.equal(net.frozen, torch.ones(2, dtype=torch.bfloat16))
 
 
-# -- clipping and skipping ----------------------------------------------------------------------------------------------
+# -- clipping and skipping ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,7 +172,7 @@ def test_a_step_forgets_its_gradients() -> None:
     assert all(torch.equal(value, before[name]) for name, value in values(net).items())
 
 
-# -- schedules -----------------------------------------------------------------------------------------------------------
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 def learning_rates(scheduler: Any, steps: int, lr: float = 5e-6) -> list[float]:
@@ -238,7 +238,7 @@ def test_settings_that_do_not_fit_name_their_field(kind: Any, scheduler: Any, fi
         build(torch.float32, kind, scheduler)
 
 
-# -- state ---------------------------------------------------------------------------------------------------------------
+# -- state -------------------------------------------------------------------------------------------------------------
 
 KINDS = {
     "adamw": ADAMW,

@@ -32,7 +32,9 @@ def tiny_model(family: str, **options: Any) -> PreTrainedModel:
 
 @pytest.fixture(params=[0, 16, 192], ids=["segment by segment", "blocks of a few trees", "one dense block"])
 def every_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows are computed as dense blocks, long ones segment by segment: both, and the mixture, on the same rows."""
+    """Short rows are computed as dense blocks, long ones segment by segment: both, and the mixture, on
+    the same rows.
+    """
     monkeypatch.setattr(attention, "_DENSE_BLOCK_TOKENS", request.param)
 
 
@@ -52,8 +54,8 @@ def random_batch(
     )
 
 
-# Prompts longer and shorter than the sliding window, responses of one token, prompts of one token, groups of one, two and
-# four, and responses that are not sorted by prompt.
+# Prompts longer and shorter than the sliding window, responses of one token, prompts of one token, groups of one, two
+# and four, and responses that are not sorted by prompt.
 with float64():
     MIXED = random_batch([7, 2, 1, 12], [4, 9, 1, 3, 2, 6, 1, 11], [0, 1, 0, 3, 1, 0, 2, 0])
     LONG = random_batch([3 * SLIDING_WINDOW], [2 * SLIDING_WINDOW + 1, 3], [0, 0], seed=1)

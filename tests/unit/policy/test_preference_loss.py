@@ -1,5 +1,5 @@
-"""The losses of preference pairs: value, gradient and metrics, against slow float64 references written here, the numbers
-published for NeMo-Aligner's variants, and what they must be at equality.
+"""The losses of preference pairs: value, gradient and metrics, against slow float64 references written here, the
+numbers published for NeMo-Aligner's variants, and what they must be at equality.
 """
 
 import math
@@ -65,7 +65,7 @@ def random_pairs(seed: int, distance: float = 0.5) -> Pairs:
     return Pairs(current, reference, mask, rewards)
 
 
-# -- the formulas, slowly ------------------------------------------------------------------------------------------------
+# -- the formulas, slowly ----------------------------------------------------------------------------------------------
 
 
 def s(x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def test_the_supervised_term(name: str, sft: str, preference_weight: float, sft_
     assert_equals_the_slow_reference(objective, random_pairs(0))
 
 
-# -- published numbers -----------------------------------------------------------------------------------------------------
+# -- published numbers -------------------------------------------------------------------------------------------------
 
 # (margin, given margin) -> losses of NeMo-Aligner at beta 0.2
 GOLDEN = {
@@ -201,7 +201,7 @@ def test_golden_numbers_of_nemo_aligner(point: tuple[float, float]) -> None:
         assert float(loss) == pytest.approx(value, abs=5.1e-7), name  # six digits are given
 
 
-# -- what the definitions imply ----------------------------------------------------------------------------------------------
+# -- what the definitions imply ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])

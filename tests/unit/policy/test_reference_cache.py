@@ -96,7 +96,7 @@ def test_what_need_not_be_kept_is_not() -> None:
     assert len(policy.asked) == 2
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 def run(folder: Path, steps: dict[int, TokenBatch], max_bytes: int = LARGE, **policy: str) -> dict[int, Tensor]:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
     assert FILE_NAME in said[0]
 
 
-# -- the fingerprint -----------------------------------------------------------------------------------------------------------
+# -- the fingerprint ---------------------------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_covers_all_that_decides_a_logprob() -> None:

@@ -1,4 +1,6 @@
-"""One rank's checkpoint: weight files that everybody can read, host copies, and saving in two halves while training goes on."""
+"""One rank's checkpoint: weight files that everybody can read, host copies, and saving in two halves while training
+goes on.
+"""
 
 from __future__ import annotations
 

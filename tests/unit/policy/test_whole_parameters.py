@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.policy.parallel import shard, whole_parameters
+from posttrain.policy.parallel.fsdp import shard, whole_parameters
 
 
 @pytest.fixture

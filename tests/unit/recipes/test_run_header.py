@@ -9,8 +9,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.policy.trainer import ModelFacts
-from posttrain.recipes.header import _learning_rate, header_lines
-from posttrain.recipes.recipe import Prepared
+from posttrain.recipes.recipe import Prepared, _learning_rate, header_lines
 
 
 @pytest.mark.parametrize(

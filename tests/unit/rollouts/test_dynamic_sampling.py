@@ -11,17 +11,15 @@ from fakes import ScriptedPolicy, ScriptedRollouts
 from made_groups import Reward, group
 
 from posttrain.algorithms.advantages import GroupAdvantages
-from posttrain.algorithms.credit import Credit
+from posttrain.algorithms.credit import Credit, RewardScaling
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
 from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
 from posttrain.orchestration.weights import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import DynamicSampling
-from posttrain.rollouts.surplus import SURPLUS, StreamAndSurplus, from_plain, to_plain
+from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus, from_plain, to_plain
 from posttrain.types import (
     Completion,
     Conversation,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tiny_models import byte_tokenizer, tiny_model
 
-from posttrain.algorithms.rollout_metrics import rollout_metrics
+from posttrain.algorithms.step_reports import rollout_metrics
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
 from posttrain.reporting.rows import group_row
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
-from posttrain.rollouts.next_turn import NextTurn
+from posttrain.rollouts.turn_prompts import NextTurn
 from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
 
 # -- rounds ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
-from posttrain.rollouts.next_turn import Exchange, NextTurn
-from posttrain.rollouts.tool_prompts import ToolPrompts
+from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolPrompts
 from posttrain.types import Message, Task
 
 CHATML = (
@@ -41,8 +40,8 @@ LLAMA2 = (
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ 'user' if m['role'] == 'tool' else m['role'] }}\n"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
-    "{% elif m['role'] == 'tool' %}<tool_response>\n{{ m['content'] }}\n</tool_response>{% else %}{{ m['content'] }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% elif m['role'] == 'tool' %}<tool_response>\n{{ m['content'] }}\n</tool_response>{% else %}{{ m['content'] }}{% "
+    "endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FORGETFUL = "{{ messages[-1]['content'] }}<|im_end|>\n{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 WITH_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML

@@ -40,7 +40,7 @@ from posttrain.models.hub import why_unavailable
 from posttrain.orchestration.sharded import ShardedEngine
 from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.turn_taking import build_turns
+from posttrain.rollouts.multi_turn import build_turns
 from posttrain.types import Sampling, Task
 
 if TYPE_CHECKING:

@@ -1,16 +1,16 @@
 """Attention over the paged cache: three contexts for `policy/attention.py`.
 
-`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two. `PagedDecode` reads the pages in
-place (with a GPU kernel, or a gather where there is none). `DenseDecode`, for CPUs, keeps a dense copy of the active sequences,
-because gathering the pages for every token costs more there than the attention itself. Both write each token's keys and
-values to the pages first.
+`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two. `PagedDecode` reads the
+pages in place (with a GPU kernel, or a gather where there is none). `DenseDecode`, for CPUs, keeps a dense copy of the
+active sequences, because gathering the pages for every token costs more there than the attention itself. Both write
+each token's keys and values to the pages first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
+from posttrain.models.attention_interface import AttendOptions
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 from posttrain.policy.runtime import to_device
 
@@ -68,29 +69,19 @@ class PrefillAttention:
         ]
         return to_device(torch.from_numpy(np.concatenate(slots)), self.cache.device)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         self.cache.write(layer, self.slots, key, value)
         if self.packed is not None:
-            return self.packed.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+            return self.packed.attend(layer, query, key, value, **options)
         keys, values = self.cache.read(layer, self.all_slots, key.dtype)
-        return self.packed_keys.attend(query, keys, values, scale, window, softcap)
+        return self.packed_keys.attend(query, keys, values, **options)
 
 
 class DenseDecode:
     """Decoding on a CPU, over a dense copy of the active sequences' pages.
 
-    Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after that
-    each step appends its token. Rows grow with the longest sequence, up to `max_length`.
+    Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after
+    that each step appends its token. Rows grow with the longest sequence, up to `max_length`.
     """
 
     def __init__(self, cache: PagedKvCache, max_length: int) -> None:
@@ -123,26 +114,17 @@ class DenseDecode:
         """Fill all rows from the pages again."""
         self.admissions = []
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         self.cache.write(layer, self.slots, key, value)
         keys, values = self.keys[layer], self.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.places, key)
         values.flatten(0, 1).index_copy_(0, self.places, value)
+        window = options["window"]
         if window not in self.masks:
             self.masks[window] = visible_positions(self.lengths, self.longest, window)
         rows = len(query)
         k, v = keys[:rows, : self.longest], values[:rows, : self.longest]
-        return attend_to_rows(query, k, v, self.masks[window], scale, softcap)
+        return attend_to_rows(query, k, v, self.masks[window], options["scale"], options["softcap"])
 
     def _grow(self, num_rows: int, length: int) -> None:
         if num_rows <= self.num_rows and length <= self.row_length:
@@ -164,7 +146,8 @@ class DenseDecode:
         size = self.cache.page_size
         used = [sample.pages[: pages_for(sample.num_cached, size)] for sample in samples]
         most = max(len(pages) for pages in used)
-        # Padded with the scratch page, not with another sequence's: should that one overflow, 0 * inf would give NaN here.
+        # Padded with the scratch page, not with another sequence's: should that one overflow, 0 * inf would give NaN
+        # here.
         padding = [self.cache.scratch_page]
         table = torch.tensor([pages + padding * (most - len(pages)) for pages in used], dtype=torch.long)
         at = torch.tensor(rows)
@@ -232,19 +215,9 @@ class PagedDecode:
         self.lengths = to_device(torch.tensor(lengths, dtype=torch.int32), device)
         self.slots = slots
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         self.cache.write(layer, self.slots, key, value)
-        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+        return self._attend(layer, query, **options)
 
     def attend_unrotated(
         self,
@@ -257,9 +230,7 @@ class PagedDecode:
         *,
         norms: HeadNorms | None,
         row_factors: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
         """`attend` for queries and keys before norm and rotation: one launch makes both and fills the cache.
 
@@ -271,20 +242,17 @@ class PagedDecode:
             query_norm=query_norm, key_norm=key_norm, norm_eps=eps, row_factors=row_factors,
             factors=self.cache.factors.get(layer),
         )  # fmt: skip
-        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+        return self._attend(layer, query, **options)
 
-    def _attend(self, layer: int, query: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        options["factors"] = self.cache.factors.get(layer)
+    def _attend(self, layer: int, query: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        keys, values, factors = self.cache.keys[layer], self.cache.values[layer], self.cache.factors.get(layer)
+        paged = (keys, values, self.table, self.lengths)
         if self.kernel is None or not self.kernel.supports(query, keys, values):
-            return gathered_attention(query, keys, values, self.table, self.lengths, **options)
+            return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()
         if self.shared is not None:
-            return self.kernel.shared_prefix_attention(
-                query, keys, values, self.table, self.lengths, self.shared, **options
-            )
-        return self.kernel.paged_attention(query, keys, values, self.table, self.lengths, **options)
+            return self.kernel.shared_prefix_attention(query, *paged, self.shared, factors=factors, **options)
+        return self.kernel.paged_attention(query, *paged, factors=factors, **options)
 
 
 def gathered_attention(
@@ -294,10 +262,8 @@ def gathered_attention(
     table: Tensor,  # [rows, most pages]
     lengths: Tensor,  # [rows]: tokens of each row, the new one included
     *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
     factors: tuple[Tensor, Tensor] | None = None,  # scales of FP8 keys and values
+    **options: Unpack[AttendOptions],
 ) -> Tensor:
     """One token per row over its pages, in plain torch: the kernel's reference, and its fallback."""
     at = table.long()
@@ -308,8 +274,8 @@ def gathered_attention(
             dequantised(pool, factor, at, query.dtype).flatten(1, 2)
             for pool, factor in zip((keys, values), factors, strict=True)
         )
-    visible = visible_positions(lengths.long()[:, None], k.shape[1], window)
-    return attend_to_rows(query, k, v, visible, scale, softcap)
+    visible = visible_positions(lengths.long()[:, None], k.shape[1], options["window"])
+    return attend_to_rows(query, k, v, visible, options["scale"], options["softcap"])
 
 
 def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""A cache of CUDA graphs, and pinned buffers for copies from the host to the device. Independent of models and sequences."""
+"""A cache of CUDA graphs, and pinned buffers for copies from the host to the device. Independent of models and
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class _CapturedGraph:
 
 
 class CudaGraphCache:
-    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool, that of `like` if given; the least
-    recently used graph is evicted when there are too many."""
+    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool, that of `like` if given;
+    the least recently used graph is evicted when there are too many.
+    """
 
     def __init__(self, device: torch.device, like: CudaGraphCache | None = None) -> None:
         self.device = device
@@ -83,8 +86,9 @@ class CudaGraphCache:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-        """`torch.cuda.graph` first returns all cached memory to the driver, pinned memory too. That makes room for a new
-        pool. For each further graph in the pool it would cost several times as much as the capture."""
+        """`torch.cuda.graph` first returns all cached memory to the driver, pinned memory too. That makes room for a
+        new pool. For each further graph in the pool it would cost several times as much as the capture.
+        """
         if not self._graphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=_ERROR_MODE):
                 yield
@@ -127,8 +131,8 @@ class Staging:
 
 def batch_sizes(max_rows: int) -> list[int]:
     """Batch sizes to capture, ascending. Small batches are bound by reading the weights, so their cost does not depend
-    on size. In large batches every row adds cost, so the sizes are closer together. Not 448: cuBLAS 13.1 takes 13.9 ms for
-    the products of an 8B model with 448 rows on an H200, and 9.5 and 10.8 ms with 432 and 512.
+    on size. In large batches every row adds cost, so the sizes are closer together. Not 448: cuBLAS 13.1 takes 13.9 ms
+    for the products of an 8B model with 448 rows on an H200, and 9.5 and 10.8 ms with 432 and 512.
     """
     sizes = [size for size in (8, 16, 32, 64, 128, 160, 192, 208, 256, 320, 384, 432) if size < max_rows]
     sizes += range(512, max_rows, 64)

@@ -1,12 +1,12 @@
 """The continuous batching loop, shared by `NativeEngine.generate`, sessions and the server.
 
-`add` requests and call `step` until none is left. A step either prefills waiting samples and draws their first tokens, or
-draws one more token for every active sample, and the first one of samples with short prompts. The scheduler decides which
-samples run.
+`add` requests and call `step` until none is left. A step either prefills waiting samples and draws their first tokens,
+or draws one more token for every active sample, and the first one of samples with short prompts. The scheduler decides
+which samples run.
 
-With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
-read. A sample that drew a stop token then takes part in one more step, whose token is discarded. Pages of a sample that has
-left may still be written by that step; their next user writes later on the same stream.
+With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one
+are read. A sample that drew a stop token then takes part in one more step, whose token is discarded. Pages of a sample
+that has left may still be written by that step; their next user writes later on the same stream.
 
 With `Speculation` the last samples are decoded with drafts: a step then draws one token or more for each. It starts
 when no sample waits, and ends when it is no longer faster or pages run short. The host reads all tokens when it starts
@@ -82,12 +82,13 @@ _IDLE_SHARE = 1 / 8
 
 class Driver:
     """`graphs` are those of each adapter. `speculation` requires that all requests have equal sampling settings and no
-    adapter. `activate` is called with the name of an adapter before the model runs for its samples, whenever it changes.
+    adapter. `activate` is called with the name of an adapter before the model runs for its samples, whenever it
+    changes.
 
-    `max_admitted_tokens` limits the prefill of one step. A prefill of a few prompts reads all weights, as a decode step of the
-    whole batch does. So while samples are active, prompts that arrive one by one are collected over
-    `steps_between_prefills` decode steps. Prompts of up to `max_prompt_rows` tokens together are computed by a decode step
-    instead, if its graphs have rows for them.
+    `max_admitted_tokens` limits the prefill of one step. A prefill of a few prompts reads all weights, as a decode step
+    of the whole batch does. So while samples are active, prompts that arrive one by one are collected over
+    `steps_between_prefills` decode steps. Prompts of up to `max_prompt_rows` tokens together are computed by a decode
+    step instead, if its graphs have rows for them.
     """
 
     def __init__(
@@ -343,7 +344,9 @@ class Driver:
         return self._read(len(self._in_flight))
 
     def _read(self, count: int) -> list[Update]:
-        """Wait for the tokens of the first `count` launches in flight and append them; finished samples leave the batch."""
+        """Wait for the tokens of the first `count` launches in flight and append them; finished samples leave the
+        batch.
+        """
         launches, self._in_flight = self._in_flight[:count], self._in_flight[count:]
         updates: list[Update] = []
         for drawn in launches:

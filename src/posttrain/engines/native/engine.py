@@ -32,6 +32,7 @@ from posttrain.engines.native.stopping import StopRules
 from posttrain.errors import InputError, StopRequested
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
@@ -44,6 +45,7 @@ from posttrain.types import (
     Sampling,
     Task,
     Unfinished,
+    completions_of,
 )
 
 # On a GPU, where launching a prefill takes longer than a decode step.
@@ -96,8 +98,11 @@ class Workspace:
 
 
 class NativeEngine:
-    """`model` is a causal language model of `transformers`, loaded with `attn_implementation="posttrain"`, or a PeftModel of
-    one. Adapters are active unless the caller has turned them off."""
+    """`model` is a causal language model of `transformers`, loaded with `attn_implementation="posttrain"`, or a
+    PeftModel of one. Adapters are active unless the caller has turned them off.
+    """
+
+    shares_tensors = has_weights = True
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: NativeSettings | None = None
@@ -110,14 +115,13 @@ class NativeEngine:
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
-        # Until a capture fails. Sharded modules are sampled with whole parameters (`policy/parallel.py`), whose addresses may
-        # differ between calls; then graphs are captured again. Ranks that train with shared layers sample without graphs.
+        # Until a capture fails. Sharded modules are sampled with whole parameters (`policy/parallel/fsdp.py`), whose
+        # addresses may differ between calls; then graphs are captured again. Ranks that share layers sample without
+        # graphs.
         shares_layers = sharded and self.forward.head.tensor_group is not None
         self._use_graphs = self.forward.device.type == "cuda" and not shares_layers
         self._workspace: Workspace | None = None
-        self.should_stop: Callable[[], bool] = lambda: (
-            False
-        )  # checked at every token; True ends the call with StopRequested
+        self.should_stop: Callable[[], bool] = lambda: False  # checked at every token
         self._largest = (0, 0)  # largest number of pages, and longest sequence, of calls so far
         self.num_preemptions = 0  # in the last call; many preemptions mean that the KV cache is too small
         # In the last call: tokens drawn in steps with drafts, and the number of (sample, step) pairs of such steps.
@@ -125,7 +129,6 @@ class NativeEngine:
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 
-    @torch.no_grad()  # not inference_mode: its tensors could remain in buffers that training uses
     def generate(
         self,
         tasks: Sequence[Task],
@@ -143,21 +146,9 @@ class NativeEngine:
         _check(sampling, num_samples)
         if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
             raise InputError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
-        stop, sampler = self._rules(sampling)
-        requests = []
-        for task, limit in zip(tasks, limits or [sampling.max_new_tokens] * len(tasks), strict=True):
-            group = self._group(task, min(sampling.max_new_tokens, limit))
-            samples = [
-                Sample(group, index, sequence_key(key.seed, key.step, task.draw, index), scanner=stop.scanner())
-                for index in range(task.first_sample, task.first_sample + num_samples)
-            ]
-            requests.append(Request(group, samples, sampler, stop))
-        if requests:
-            with evaluation_mode(self.model):
-                self._run(requests, num_samples, progress)
-        return [[self._completion(sample) for sample in request.samples] for request in requests]
+        groups = [OpenGroup(task, key.step, (Unfinished(),) * num_samples) for task in tasks]
+        return completions_of(self._sample(groups, sampling, key.seed, None, progress, limits))
 
-    @torch.no_grad()
     def sample_round(
         self,
         groups: Sequence[OpenGroup],
@@ -166,12 +157,28 @@ class NativeEngine:
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """Sample until `quota` is met or all answers are finished. Keys and values of continued answers are recomputed."""
+        """Sample until `quota` is met or all answers are finished. Keys and values of continued answers
+        are recomputed.
+        """
         _check(sampling, 1)
-        stop, sampler = self._rules(sampling)
+        return self._sample(groups, sampling, seed, quota, progress)
+
+    @torch.no_grad()  # not inference_mode: its tensors could remain in buffers that training uses
+    def _sample(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota | None,
+        progress: Progress | None,
+        limits: Sequence[int] | None = None,
+    ) -> list[OpenGroup]:
+        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
+        sampler = TokenSampler(sampling, self.vocab_size)
         requests: dict[int, Request] = {}  # by place in `groups`
         for place, group in enumerate(groups):
-            prompt = self._group(group.task, sampling.max_new_tokens)
+            longest = sampling.max_new_tokens if limits is None else min(sampling.max_new_tokens, limits[place])
+            prompt = self._group(group.task, longest)
             first = group.task.first_sample
             samples = [
                 _continued(answer, prompt, index, sequence_key(seed, group.born, group.task.draw, index), stop)
@@ -194,25 +201,36 @@ class NativeEngine:
                 self._run(list(requests.values()), largest, progress, is_over if quota is not None else None)
         return [self._group_after(group, requests[at]) if at in requests else group for at, group in enumerate(groups)]
 
-    def _rules(self, sampling: Sampling) -> tuple[StopRules, TokenSampler]:
-        return StopRules.of(self.forward.base, self.tokenizer, sampling), TokenSampler(sampling, self.vocab_size)
-
     def _group_after(self, group: OpenGroup, request: Request) -> OpenGroup:
         answers = list(group.answers)
         for sample in request.samples:
             place = sample.index - group.task.first_sample
             before = answers[place]
             assert isinstance(before, Unfinished)
+            ids, logprobs = tuple(sample.token_ids), tuple(sample.logprobs)
             if sample.finish_reason is None:
-                after: Completion | Unfinished = Unfinished(tuple(sample.token_ids), tuple(sample.logprobs))
+                answers[place] = Unfinished(ids, logprobs, before.versions)
             else:
-                after = self._completion(sample)
-            answers[place] = replace(after, versions=before.versions)
+                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+                answers[place] = Completion(ids, logprobs, text, sample.finish_reason, versions=before.versions)
         return replace(group, answers=tuple(answers))
 
+    # -- weights and memory --------------------------------------------------------------------------------------------
+
+    def take_weights(self, version: int) -> None:
+        """Nothing to do: these are the trainer's tensors."""
+
+    forget_weights = close = lambda self: None
+
+    def make_room(self) -> None:
+        """A large KV cache is freed for training. A small one stays, with the CUDA graphs captured for it."""
+        if self._workspace is not None and self.forward.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.forward.device).total_memory
+            if self.num_held_bytes > KEPT_CACHE_SHARE * total:
+                self.release()
+
     def release(self) -> None:
-        """Free the memory of the KV cache, of CUDA graphs and of FP8 weights for training. The next call allocates them
-        again."""
+        """Free the memory of the KV cache, of CUDA graphs and of FP8 weights. The next call allocates them again."""
         if self._workspace is not None:
             self._workspace = self.forward.fp8 = None
             torch.cuda.empty_cache()  # the graphs' memory pool is not reusable earlier
@@ -335,15 +353,6 @@ class NativeEngine:
             graphs=None if graphs is None else graphs.cache, num_drafts=None if wanted == "auto" else wanted,
         )  # fmt: skip
 
-    def _completion(self, sample: Sample) -> Completion:
-        assert sample.finish_reason is not None
-        return Completion(
-            token_ids=tuple(sample.token_ids),
-            logprobs=tuple(sample.logprobs),
-            text=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
-            finish_reason=sample.finish_reason,
-        )
-
 
 def _continued(answer: Unfinished, group: PromptGroup, index: int, noise_key: int, stop: StopRules) -> Sample:
     scanner = stop.scanner()
@@ -368,13 +377,14 @@ def _num_finished(updates: Sequence[Update]) -> int:
 def num_pages_for(
     forward: ForwardPass, settings: NativeSettings, wanted: int, least: int, num_prompt_rows: int = 0
 ) -> int:
-    """Number of pages for sequences that memory allows, between `least` and `wanted`. `num_prompt_rows`: of a decode step,
-    beside the samples.
+    """Number of pages for sequences that memory allows, between `least` and `wanted`. `num_prompt_rows`: of a decode
+    step, beside the samples.
     """
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     num_rows = max(settings.max_batch_size + num_prompt_rows, num_drafted)
     return num_pages_for_call(
-        cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
+        cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device,
+        wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows),
     )  # fmt: skip

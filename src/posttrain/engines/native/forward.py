@@ -124,7 +124,9 @@ def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
 
 
 def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:
-    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is split only if it is longer than a row."""
+    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is split only if it is
+    longer than a row.
+    """
     row: list[tuple[Prefill, int, int]] = []
     used = 0
     for job in jobs:

@@ -1,15 +1,15 @@
 """Decode steps on a GPU as CUDA graphs: captured once per batch size, replayed for every token.
 
 A step launches several hundred small kernels. Launching them from Python takes several times as long as running them.
-`DecodeGraphs` keeps the state of its rows (last token, position, noise key, temperature) on the device, and the step itself
-advances it. So the next step can be launched before the host has read the tokens of this one.
+`DecodeGraphs` keeps the state of its rows (last token, position, noise key, temperature) on the device, and the step
+itself advances it. So the next step can be launched before the host has read the tokens of this one.
 
 Tokens are drawn inside the graph, at any temperature. If a row needs top-k, top-p or the model's log-probabilities, the
 graph ends at the logits, and its tokens are drawn after it: the settings of requests would otherwise add graphs without
 bound.
 
-A step may also compute short prompts of samples that join, a row for each token. A prefill of its own would read all weights
-for a few tokens, and launching its kernels from Python takes longer than that.
+A step may also compute short prompts of samples that join, a row for each token. A prefill of its own would read all
+weights for a few tokens, and launching its kernels from Python takes longer than that.
 
 Batches are padded to the next captured size. Padding rows write to the scratch page, and their state does not advance.
 """
@@ -138,8 +138,8 @@ class SharedPrefixes:
 
 
 class DecodeGraphs:
-    """Decode steps of the requests of one adapter. Same lifetime as its KV cache. `like`: other graphs, which never run at the
-    same time and share the memory of these.
+    """Decode steps of the requests of one adapter. Same lifetime as its KV cache. `like`: other graphs, which never run
+    at the same time and share the memory of these.
     """
 
     def __init__(self, forward: ForwardPass, decode: PagedDecode, like: DecodeGraphs | None = None) -> None:
@@ -183,9 +183,9 @@ class DecodeGraphs:
         self._fresh.add(samples, tokens)
 
     def join_prompts(self, jobs: Mapping[Sample, Prefill]) -> None:
-        """Samples whose prompts the next step computes, with a row for each token. The row of a prompt's last token draws the
-        first token of its sample; the other rows are behind all samples. Every layer writes the keys and values of all
-        rows before it reads any.
+        """Samples whose prompts the next step computes, with a row for each token. The row of a prompt's last token
+        draws the first token of its sample; the other rows are behind all samples. Every layer writes the keys and
+        values of all rows before it reads any.
         """
         last = [job.token_ids[-1] for job in jobs.values()]
         earlier = [

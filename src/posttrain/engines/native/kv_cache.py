@@ -22,8 +22,8 @@ _CPU_DEFAULT_BYTES = 2 * GIB
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take no memory on a CPU until they are written.
 
-    `torch.zeros` writes every byte; for `np.zeros` the system maps zero pages, allocated on the first write. Masked positions
-    must be finite, because their weight of 0 times NaN is NaN.
+    `torch.zeros` writes every byte; for `np.zeros` the system maps zero pages, allocated on the first write. Masked
+    positions must be finite, because their weight of 0 times NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -46,7 +46,9 @@ class PageAllocator:
                 self._without_holder(page)
 
     def clear_when_free(self, pages: Collection[int], clear: Callable[[Sequence[int]], None]) -> None:
-        """Call `clear` with the pages without a holder now, and with each other page when its last holder releases it."""
+        """Call `clear` with the pages without a holder now, and with each other page when its last holder
+        releases it.
+        """
         clear(sorted(page for page in pages if not self._holders[page]))
         self._to_clear |= {page: clear for page in pages if self._holders[page]}
 

@@ -14,8 +14,8 @@ _Key = tuple[int | str, tuple[int, ...]]
 class PrefixCache(PageAllocator):
     """A cached page without a holder counts as free. Pages are evicted when needed, least recently released first.
 
-    Sequences are released from their end, and a holder of a page holds all pages before it. So a page is evicted after the
-    cached pages that follow it.
+    Sequences are released from their end, and a holder of a page holds all pages before it. So a page is evicted after
+    the cached pages that follow it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

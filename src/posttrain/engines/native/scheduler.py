@@ -7,8 +7,8 @@ samples wait. A sample that starts shares the prompt's full pages. It gets a cop
 because it will write there. The last sample to start gets the group's pages without a copy.
 
 When a page is needed and none is free, pages are freed in this order: prompts of groups without active samples, the
-sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of the
-queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
+sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of
+the queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
 
 With `keeps_prefixes`, full pages stay cached by their tokens after their sequence has finished, until the memory is
 needed. A later prompt with the same prefix reuses them.
@@ -146,8 +146,8 @@ class Scheduler:
         return self._admit(slots if max_tokens is None else self._num_within(max_tokens, slots))
 
     def admit_short(self, max_tokens: int) -> Admission:
-        """The same for samples at the head of the queue that are the only ones of their prompts, up to the first that is not
-        or whose prompt has too many tokens to compute; `max_tokens` is for all of them together.
+        """The same for samples at the head of the queue that are the only ones of their prompts, up to the first that
+        is not or whose prompt has too many tokens to compute; `max_tokens` is for all of them together.
         """
         return self._admit(self.num_startable, max_tokens)
 

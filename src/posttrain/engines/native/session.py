@@ -1,8 +1,8 @@
 """A long-lived session of the native engine: requests arrive and are cancelled while others run.
 
-`NativeEngine.generate` returns when its last completion is done. A server calls `add`, `cancel` and `step` itself. The KV
-cache is allocated once and never grows. Each request has its own sampling settings; its noise is keyed by its seed, so its
-tokens do not depend on other requests.
+`NativeEngine.generate` returns when its last completion is done. A server calls `add`, `cancel` and `step` itself. The
+KV cache is allocated once and never grows. Each request has its own sampling settings; its noise is keyed by its seed,
+so its tokens do not depend on other requests.
 
 A session may switch adapters: samples of one adapter run through the model together, one adapter after another.
 
@@ -32,7 +32,8 @@ from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
 from posttrain.types import FinishReason, Sampling, Task
 
-# Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by then.
+# Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by
+# then.
 _MAX_PROMPT_ROWS = 256
 # On a GPU, where launching a prefill takes longer than a decode step. Prompts wait less than in `generate`.
 _STEPS_BETWEEN_PREFILLS = 4
@@ -88,7 +89,8 @@ class SessionLimits:
         length, limit = len(prompt_ids), self.max_total_tokens
         if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
             raise InputError(
-                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
+                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} "
+                "together"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
             raise InputError(f"a prompt token is outside the model's vocabulary of {self.vocab_size} tokens")
@@ -259,8 +261,8 @@ class GenerationSession:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """One step of the driver: prefill waiting requests, or draw one more token for every active sample. On a GPU it returns
-        the tokens of the previous step, while the device computes this one.
+        """One step of the driver: prefill waiting requests, or draw one more token for every active sample. On a GPU it
+        returns the tokens of the previous step, while the device computes this one.
         """
         events: list[Event] = []
         for update in self.driver.step():

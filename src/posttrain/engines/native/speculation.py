@@ -176,7 +176,9 @@ class Speculation:
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def begin(self, samples: Sequence[Sample], texts_of: Callable[[PromptGroup], Iterable[Sequence[int]]]) -> None:
-        """Lay out the texts of the samples' groups. The host has read all tokens. `texts_of` a group: finished answers."""
+        """Lay out the texts of the samples' groups. The host has read all tokens. `texts_of` a group:
+        finished answers.
+        """
         members: dict[PromptGroup, list[Sample]] = {}
         for sample in samples:
             members.setdefault(sample.group, []).append(sample)

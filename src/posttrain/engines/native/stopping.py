@@ -57,8 +57,8 @@ class StopRules:
 class StopStringScanner:
     """Searches a growing completion for stop strings, special tokens included, without decoding all of it again.
 
-    A token's text may depend on its neighbours, so a short window is decoded twice, without and with the new tokens, and
-    the difference is what they add. Text that ends in an incomplete character waits for the rest.
+    A token's text may depend on its neighbours, so a short window is decoded twice, without and with the new tokens,
+    and the difference is what they add. Text that ends in an incomplete character waits for the rest.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:

@@ -100,7 +100,9 @@ class StagingArea:
 
 
 class HostCopy:
-    """One copy under way: `add` and `seal` where the tensors are used, `finish` in another thread, `wait` before a change."""
+    """One copy under way: `add` and `seal` where the tensors are used, `finish` in another thread, `wait` before a
+    change.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

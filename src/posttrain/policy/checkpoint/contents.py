@@ -71,7 +71,9 @@ def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files:
 
 
 def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Everything that stays the same during a run: configs, tokenizer, description. A large vocabulary takes a second."""
+    """Everything that stays the same during a run: configs, tokenizer, description. A large vocabulary
+    takes a second.
+    """
     files = {str(MODEL): json.dumps(describe(model, tokenizer), indent=2, default=str).encode()}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

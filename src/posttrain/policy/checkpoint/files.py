@@ -1,8 +1,8 @@
 """Writes and reads the policy's part of a checkpoint; `contents` lists the files.
 
-Weights are written tensor by tensor: there is never a second copy of them in memory, and other threads can run meanwhile,
-which the `safetensors` library would not allow. Sharded weights are gathered one at a time on every rank, and written by
-the first.
+Weights are written tensor by tensor: there is never a second copy of them in memory, and other threads can run
+meanwhile, which the `safetensors` library would not allow. Sharded weights are gathered one at a time on every rank,
+and written by the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
-from posttrain.policy.parallel import copy_into, is_first_rank
+from posttrain.policy.parallel.fsdp import copy_into, is_first_rank
 
 ADAPTERS = "adapter_model.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9
@@ -38,8 +38,9 @@ _MAX_FILE_BYTES = 5 * 10**9
 def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup | None = None) -> None:
     """Collective. Rank 0 writes unsharded data, each rank its shard of the optimizer.
 
-    `group` is a process group that nothing else uses meanwhile. Tensors are not read from the model: a sharded one would
-    reshard its whole parameters for that, and an engine may be sampling with them while a background thread writes.
+    `group` is a process group that nothing else uses meanwhile. Tensors are not read from the model: a sharded one
+    would reshard its whole parameters for that, and an engine may be sampling with them while a background thread
+    writes.
     """
     is_first = is_first_rank()
     if is_first:
@@ -85,8 +86,8 @@ def load(
         return
     if not (folder / OPTIMIZER / ".metadata").exists():
         raise CheckpointError(
-            f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot go on "
-            "from it exactly. Start a new run from its weights with policy.model_name instead."
+            f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot "
+            "go on from it exactly. Start a new run from its weights with policy.model_name instead."
         )
     try:
         schedule = torch.load(folder / SCHEDULE, weights_only=True)
@@ -125,7 +126,7 @@ def _adapted_name(saved: str) -> str:
     return f"{module}.modules_to_save.default.{parameter}"
 
 
-# -- safetensors ---------------------------------------------------------------------------------------------------------
+# -- safetensors -------------------------------------------------------------------------------------------------------
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], *, is_first_rank: bool) -> None:

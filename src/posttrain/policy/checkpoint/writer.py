@@ -2,8 +2,8 @@
 
 In two halves: `begin` copies everything that a checkpoint holds into host memory, asynchronously; `write` waits for the
 copy and writes the files, in another thread. Between the two the next step may sample and compute gradients, but its
-optimizer waits (`wait_until_copied`) before it changes weights or state. The files therefore hold the state at `begin`, bit
-for bit.
+optimizer waits (`wait_until_copied`) before it changes weights or state. The files therefore hold the state at `begin`,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
 from posttrain.policy.checkpoint.contents import Contents, keep_generation_config, small_files, state_of
 from posttrain.policy.host_memory import available_bytes
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
-from posttrain.policy.parallel import as_shard, is_first_rank, local_part
+from posttrain.policy.parallel.fsdp import as_shard, is_first_rank, local_part
 
 _SHARE_OF_MEMORY = 0.8  # fraction of free memory: files being written need some as well
 

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One update of Adam on a GPU as one kernel, for every format of its state: `compact_adam.update_slice` is the reference.
+"""One update of Adam on a GPU as one kernel, for every format of its state: `compact_adam.update_slice` is the
+reference.
 
-Torch's own operators would read and write every tensor a dozen times. Each number is read once here, made fp32, updated, rounded
-(stochastically where it is stored in fewer bits, with the noise of `low_precision`) and written once.
+Torch's own operators would read and write every tensor a dozen times. Each number is read once here, made fp32,
+updated, rounded (stochastically where it is stored in fewer bits, with the noise of `low_precision`) and written once.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _update(
 
 @triton.jit
 def _update_blocks(
-    weight_ptr, gradient_ptr, master_ptr, first_ptr, second_ptr, first_scales_ptr, second_scales_ptr, numbers_ptr, keys_ptr,
+    weight_ptr, gradient_ptr, master_ptr, first_ptr, second_ptr, first_scales_ptr, second_scales_ptr, numbers_ptr,
+    keys_ptr,
     start, num_blocks, size, HAS_MASTER: tl.constexpr, WEIGHT_BY_CHANCE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip

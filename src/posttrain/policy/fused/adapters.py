@@ -68,8 +68,9 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def capture_key(model: nn.Module) -> int:
-    """A number that changes when a captured CUDA graph no longer computes what the model does: other adapters are active, or
-    a parameter has another address. New values at the same address do not change it."""
+    """A number that changes when a captured CUDA graph no longer computes what the model does: other adapters are
+    active, or a parameter has another address. New values at the same address do not change it.
+    """
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple(
         (m.disable_adapters, *m.merged_adapters, *m.active_adapters, *getattr(m, "scaling", {}).values())

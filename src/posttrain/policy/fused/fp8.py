@@ -5,12 +5,13 @@ Both quantise the copies from the weights that are trained. A sampler's copies h
 copies exist for one update or one pass over a batch. Adapters, biases, norms, embeddings and the output head stay as
 they are: an adapter adds to a product in FP8 what it adds to one in bf16.
 
-y = x W^T has one factor for each row of x and one for W. The gradient of the input, dx = dy W, has one for each row of dy and
-one for each input: it uses a second copy, quantised along the other axis. Gradients of weights are computed as in `Product`, from
-unquantised activations.
+y = x W^T has one factor for each row of x and one for W. The gradient of the input, dx = dy W, has one for each row of
+dy and one for each input: it uses a second copy, quantised along the other axis. Gradients of weights are computed as
+in `Product`, from unquantised activations.
 
-The matrix library is faster without factors of rows, by a third for few rows. So products of few rows in a sampler do not apply
-them. They return `ScaledRows`, and the kernel that reads the outputs (norm, SwiGLU, rotation) multiplies by the row's factor.
+The matrix library is faster without factors of rows, by a third for few rows. So products of few rows in a sampler do
+not apply them. They return `ScaledRows`, and the kernel that reads the outputs (norm, SwiGLU, rotation) multiplies by
+the row's factor.
 """
 
 from __future__ import annotations
@@ -77,21 +78,24 @@ def fp8_obstacle(
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return (
-            f"{name} (compute capability {capability[0]}.{capability[1]}) has no FP8 matrix units; Ada (8.9), Hopper (9.0) "
-            "and newer ones have"
+            f"{name} (compute capability {capability[0]}.{capability[1]}) has no FP8 matrix units; Ada (8.9), Hopper "
+            "(9.0) and newer ones have"
         )
     if dtype != torch.bfloat16:
         return f"weights in bfloat16 are quantised, and these are {str(dtype).removeprefix('torch.')}"
     if is_sharded:
         return "weights that are sharded over GPUs cannot be quantised yet"
     if num_fused < num_layers:
-        return f"{num_fused} of {num_layers} layers of {model_type} follow the pattern of Llama whose products can be quantised"
+        layers = f"{num_fused} of {num_layers} layers of {model_type}"
+        return f"{layers} follow the pattern of Llama whose products can be quantised"
     return None
 
 
 class Fp8Weights:
-    """Copies of the weights of `layers`: the fused decoder layers whose products are to be in FP8. `gradients`: with those that
-    gradients of inputs need. `defers`: products of few rows leave the factors of the rows to the kernel that reads them."""
+    """Copies of the weights of `layers`: the fused decoder layers whose products are to be in FP8. `gradients`: with
+    those that gradients of inputs need. `defers`: products of few rows leave the factors of the rows to the kernel that
+    reads them.
+    """
 
     def __init__(self, layers: Iterable[nn.Module], *, gradients: bool = False, defers: bool = False) -> None:
         self._layers = list(layers)
@@ -156,7 +160,9 @@ class Fp8Product(Product):
     def of_norm(
         self, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(x + delta, the norm's factor of each row, the product with norm(x + delta) * norm_weight, what adapters see of it)."""
+        """(x + delta, the norm's factor of each row, the product with norm(x + delta) * norm_weight, what adapters see
+        of it).
+        """
         from posttrain.policy.fused.fp8_kernels import norm_quantised
 
         total, rows, y, scale = norm_quantised(x, delta, norm_weight, eps, self._adapter_dtype)

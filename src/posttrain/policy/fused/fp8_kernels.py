@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels around FP8 products: norm, SwiGLU and plain rows quantised as they are written.
 
-A quantised row is e4m3 values and one fp32 factor; value times factor is the number. The largest number of a row becomes 448, the
-largest of e4m3. A row of activations is a token with a factor of its own. All rows of a weight have the same factor: e4m3 is a
-floating-point format, whose numbers keep their relative precision down to 2^-14 of the largest one. NaN stays NaN: a conversion
-that saturates would hide diverged weights.
+A quantised row is e4m3 values and one fp32 factor; value times factor is the number. The largest number of a row
+becomes 448, the largest of e4m3. A row of activations is a token with a factor of its own. All rows of a weight have
+the same factor: e4m3 is a floating-point format, whose numbers keep their relative precision down to 2^-14 of the
+largest one. NaN stays NaN: a conversion that saturates would hide diverged weights.
 
-Norm and SwiGLU also accept rows in bf16 whose factors have not been applied yet (`ScaledRows`), and apply them as they read.
+Norm and SwiGLU also accept rows in bf16 whose factors have not been applied yet (`ScaledRows`), and apply them as they
+read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _quantise_rows(
 
 @triton.jit
 def _quantise_columns(x_ptr, q_ptr, factor_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of x [rows, columns], which become rows of q [columns, rows]: read once for the largest number, and again."""
+    """Some columns of x [rows, columns], which become rows of q [columns, rows]: read once for the largest number, and
+    again.
+    """
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -161,7 +164,9 @@ def quantise_weight(weight: Tensor, out: ScaledRows | None = None) -> ScaledRows
 
 
 def quantise_columns(x: Tensor) -> ScaledRows:
-    """Each column of `x` [rows, columns] with a factor of its own, as rows: `quantise(x.T)`, without the transposed copy."""
+    """Each column of `x` [rows, columns] with a factor of its own, as rows: `quantise(x.T)`, without the transposed
+    copy.
+    """
     rows, columns = x.shape
     assert x.is_contiguous()
     out = new_rows(columns, rows, x.device)
@@ -173,7 +178,9 @@ def quantise_columns(x: Tensor) -> ScaledRows:
 
 
 def quantise_into(x: Tensor, values: Tensor, factors: Tensor, slots: Tensor) -> None:
-    """Heads of tokens [tokens, heads, dim] into `slots` of pages [pages, page size, heads, dim] and of their factors."""
+    """Heads of tokens [tokens, heads, dim] into `slots` of pages [pages, page size, heads, dim] and of
+    their factors.
+    """
     _launch_quantise(x, values, factors, places=slots)
 
 
@@ -199,8 +206,9 @@ def _launch_quantise(
 def norm_quantised(
     x: Tensor, delta: Tensor | ScaledRows | None, weight: Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, ScaledRows, Tensor | None, Tensor]:
-    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each row); x
-    itself where there is no delta."""
+    """(x + delta, its norm times `weight` quantised, the same in `dtype` if one is given, the norm's factor of each
+    row); x itself where there is no delta.
+    """
     rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)
     y = None if dtype is None else torch.empty(rows, width, dtype=dtype, device=x.device)

@@ -116,7 +116,9 @@ def norm_backward(
     grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor,
     delta_dtype: torch.dtype | None, *, needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, of delta (in `delta_dtype`, if there was one) and of the weight. `grad_sum` came by the residual."""
+    """Gradients of x, of delta (in `delta_dtype`, if there was one) and of the weight. `grad_sum` came by
+    the residual.
+    """
     rows, width = x.shape
     grad_x = torch.empty_like(x)
     grad_delta = None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)

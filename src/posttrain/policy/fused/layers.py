@@ -4,9 +4,10 @@ A layer keeps its modules and its parameters; only its `forward` is replaced, in
 both round at the same places. A layer is recognised by its modules and then tested: if the replaced forward and the
 original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays.
 
-Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`accumulate.joined`,
-`adapters.py`): the parameters become views of one tensor, so there is no second copy to synchronise. Sharded parameters
-cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
+Weights that are multiplied with the same input are joined into one product, LoRA adapters with them
+(`accumulate.joined`, `adapters.py`): the parameters become views of one tensor, so there is no second copy to
+synchronise. Sharded parameters cannot be joined; their modules are called one by one, as are adapters that do more than
+plain LoRA.
 
 In a pass without gradients a layer defers its last sum to the next norm (`PendingSum`), which saves one kernel launch
 per layer. In training, states between layers are fp32, so the bits are the same.
@@ -26,7 +27,7 @@ from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.fp8 import Fp8Product, ScaledRows, active_fp8, whole
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
-from posttrain.policy.tensor_group import group_of, local_parameter
+from posttrain.policy.parallel.tensor_group import group_of, local_parameter
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}

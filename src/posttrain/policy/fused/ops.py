@@ -4,8 +4,8 @@ They are fused because then the backward pass can recompute cheap values instead
 residual that is kept anyway, the product inside SwiGLU from its two factors. This saves a third of a layer's stored
 activations.
 
-Weights that are multiplied with the same input lie side by side in memory (`accumulate.joined`): one product instead of two or
-three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
+Weights that are multiplied with the same input lie side by side in memory (`accumulate.joined`): one product instead of
+two or three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
 """
 
 from __future__ import annotations

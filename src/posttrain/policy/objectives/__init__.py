@@ -1,4 +1,5 @@
-"""Losses. Each is a small picklable value that turns the log-probabilities of one micro-batch into its share of the loss.
+"""Losses. Each is a small picklable value that turns the log-probabilities of one micro-batch into its share of the
+loss.
 
 Two rules hold for all of them. The loss and every metric are sums already divided by the denominators of the whole
 optimizer batch, so adding up micro-batches and ranks gives the value of the batch. Metrics whose name ends in `_min` or

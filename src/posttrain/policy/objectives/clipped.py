@@ -2,16 +2,17 @@
 
 PPO's clipped ratio (arXiv:1707.06347) with the group advantages of GRPO (arXiv:2402.03300), separate lower and upper
 clips (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), sequence ratios (GSPO, arXiv:2507.18071), CISPO
-(arXiv:2506.13585), the likelihood term of VAPO (arXiv:2504.05118), and truncated importance sampling for the gap between
-sampler and trainer. The formulas and the names of options and metrics are NeMo RL's; options that it does not have make
-the numbers of other systems reproducible.
+(arXiv:2506.13585), the likelihood term of VAPO (arXiv:2504.05118), and truncated importance sampling for the gap
+between sampler and trainer. The formulas and the names of options and metrics are NeMo RL's; options that it does not
+have make the numbers of other systems reproducible.
 
 Deviations: where one update is made per step, the policy before the update *is* the policy being updated, so the old
 log-probabilities are the current ones without gradient, and no second forward pass is made to find them. VAPO's term is
 divided by the rewarded tokens of the whole batch, not of the micro-batch.
 
 Columns used: mask, advantages, generation_logprobs; prev_logprobs (the current ones where prev_is_current is 1),
-reference_logprobs and rewarded where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
+reference_logprobs and rewarded where the options need them. Notation: lc current, lp before the update, lg sampler, lr
+reference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from posttrain.config import LossFnConfig
-from posttrain.policy.objectives.reduce import kl_estimate, masked_extreme, per_sequence, sequence_ids
+from posttrain.policy.objectives.kl import kl_estimate
+from posttrain.policy.objectives.reduce import masked_extreme, per_sequence, sequence_ids
 from posttrain.types import TokenBatch
 
 EPS = 1e-8  # on denominators, as in NeMo RL, so that a batch with nothing to train on has loss 0
@@ -129,7 +131,7 @@ class ClippedPolicyGradient:
         weight = weight.clamp(low, high) if kind == "tis" else weight * ~outside
         return weight, outside.float()
 
-    # -- the price of leaving the reference -----------------------------------------------------------------------------
+    # -- the price of leaving the reference ----------------------------------------------------------------------------
 
     def _kl_term(self, frame: _Frame, ratio: Tensor) -> Tensor:
         lc = frame.current

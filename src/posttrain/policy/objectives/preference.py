@@ -1,12 +1,12 @@
 """Losses of preference pairs, with the options and metric names of NeMo RL and NeMo-Aligner.
 
 Responses come in pairs, chosen then rejected, of one prompt. The reward of a response is the sum (or, with
-`preference_average_log_probs`, and always for simpo and orpo, the mean) over its tokens of log p - log p_reference, or of
-log p for the losses without a reference; it is *not* multiplied by beta in the metrics. `preference_forms.py` has the
-formulas. With equal policy and reference the loss of dpo is ln 2.
+`preference_average_log_probs`, and always for simpo and orpo, the mean) over its tokens of log p - log p_reference, or
+of log p for the losses without a reference; it is *not* multiplied by beta in the metrics. `preference_forms.py` has
+the formulas. With equal policy and reference the loss of dpo is ln 2.
 
-Columns used: mask; reference_logprobs, given_rewards (rpo), num_class_tokens (token-level SFT term) where the options need
-them. `TokenBatch.num_sequences` counts both responses of a pair.
+Columns used: mask; reference_logprobs, given_rewards (rpo), num_class_tokens (token-level SFT term) where the options
+need them. `TokenBatch.num_sequences` counts both responses of a pair.
 
 Correctly ranked pairs and ties are reported as counts, which add up exactly; the algorithm
 divides them by the number of pairs.

@@ -1,4 +1,4 @@
-"""Sums over the response tokens of a micro-batch, whole or per sequence, and estimates of the KL divergence from them."""
+"""Sums over the response tokens of a micro-batch, whole or per sequence."""
 
 from __future__ import annotations
 
@@ -62,20 +62,3 @@ def ranked(lead: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """
     is_tie = lead.abs() <= ROUNDING * logprobs.abs()
     return (lead > 0) & ~is_tie, is_tie
-
-
-def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
-    """KL(p || q) from log q - log p at samples of p (Schulman, "Approximating KL divergence")."""
-    if kind == "k1":
-        return -log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
-    return log_ratio.exp() - 1 - log_ratio
-
-
-def clamped_kl(log_ratio: Tensor, kind: str, input_clamp: float | None, output_clamp: float | None) -> Tensor:
-    """The same with bounds on inputs and outputs; None: no bound."""
-    if input_clamp is not None:
-        log_ratio = log_ratio.clamp(-input_clamp, input_clamp)
-    kl = kl_estimate(log_ratio, kind)
-    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)

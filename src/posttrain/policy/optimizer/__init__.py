@@ -1,4 +1,6 @@
-"""The optimizer of one rank: `mixed_precision` with fp32 state and masters, `compact` with smaller or offloaded state."""
+"""The optimizer of one rank: `mixed_precision` with fp32 state and masters, `compact` with smaller or
+offloaded state.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from torch import nn
 from posttrain.config.policy import OptimizerConfig
 from posttrain.policy.optimizer.compact import CompactOptimizer
 from posttrain.policy.optimizer.compact_adam import StateFormat
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, SchedulerSpec
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.optimizer.schedule import SchedulerSpec
 
 
 def make_optimizer(

@@ -14,14 +14,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.errors import InputError
 from posttrain.policy.fused.accumulate import move_to_sum, sum_of
 from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
-from posttrain.policy.optimizer.mixed_precision import (
-    MixedPrecisionOptimizer,
-    SchedulerSpec,
-    class_name,
-    parameter_of,
-    resolve,
-)
-from posttrain.policy.parallel import as_shard, local_part
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, class_name, parameter_of
+from posttrain.policy.optimizer.schedule import SchedulerSpec, resolve
+from posttrain.policy.parallel.fsdp import as_shard, local_part
 
 
 class CompactOptimizer(MixedPrecisionOptimizer):
@@ -73,7 +68,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As the ordinary optimizer names them, so that moving the state to host memory and back changes no checkpoint."""
+        """As the ordinary optimizer names them, so that moving the state to host memory and back changes
+        no checkpoint.
+        """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for entry, value in self.optimizer.state.get(parameter, {}).items():

@@ -33,7 +33,7 @@ from posttrain.policy.optimizer.low_precision import (
     round_to_bf16,
 )
 from posttrain.policy.optimizer.offload import run_through_device
-from posttrain.policy.parallel import first_row, local_part
+from posttrain.policy.parallel.fsdp import first_row, local_part
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 _SLICE = 2**23  # numbers; bounds what exists in fp32, or passes through the device, at a time
@@ -73,8 +73,9 @@ class Slice:
 class CompactAdam(Optimizer):
     """Over the trainable parameters of a model, by name. Set `gradients` and `gradient_scale` before each `step`.
 
-    The state of a parameter is made in its first update: `step`, `exp_avg`, `exp_avg_sq` as torch names them, with 8 bits
-    also `exp_avg_scale` and `exp_avg_sq_scale`, and `master` where there is one. Of a sharded parameter it is this rank's part.
+    The state of a parameter is made in its first update: `step`, `exp_avg`, `exp_avg_sq` as torch names them, with 8
+    bits also `exp_avg_scale` and `exp_avg_sq_scale`, and `master` where there is one. Of a sharded parameter it is this
+    rank's part.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ def noise_key(*parts: int | str) -> int:
 def random_words(key: Tensor, index: Tensor) -> Tensor:
     """A word of 32 bits for every index, as int32. `key` is an int64 tensor of one number, as from `noise_key`.
 
-    Products of int32 wrap around, on CPUs and GPUs alike. A GPU has no int64 of its own, and this is most of what an update
-    of bf16 state computes.
+    Products of int32 wrap around, on CPUs and GPUs alike. A GPU has no int64 of its own, and this is most of what an
+    update of bf16 state computes.
     """
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
     # Indices beyond 2³² differ in their high word, which must not be lost.

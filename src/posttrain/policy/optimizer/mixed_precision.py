@@ -1,73 +1,29 @@
-"""The optimizer and its learning-rate schedule, by dotted name, and fp32 masters for parameters in lower precision.
+"""The optimizer, by dotted name, and fp32 masters for parameters in lower precision. Its schedule is in `schedule`.
 
-With bf16 parameters the forward pass, the backward pass and the sampler all use the bf16 tensors. Gradients are added up
-in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that determines the next
-step is in `state_tensors`, by parameter name, so that it can be saved and loaded on another number of ranks.
+With bf16 parameters the forward pass, the backward pass and the sampler all use the bf16 tensors. Gradients are added
+up in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that determines
+the next step is in `state_tensors`, by parameter name, so that it can be saved and loaded on another number of ranks.
 
 This is the ordinary case. State in fewer bits, in host memory, or without masters is in `compact`.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.errors import CheckpointError, InputError
 from posttrain.files.json_files import JsonMapping
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
-from posttrain.policy.parallel import local_part, num_copies
-
-SchedulerSpec = JsonMapping | Sequence[JsonMapping] | None  # `policy.scheduler`
-
-
-def resolve(dotted: str, field: str) -> Any:
-    """The object that a dotted name such as `torch.optim.AdamW` names."""
-    module, _, name = dotted.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"{field}: cannot find {dotted!r} ({error}); give a dotted path such as torch.optim.AdamW"
-        ) from error
-
-
-def build_scheduler(optimizer: Optimizer, spec: SchedulerSpec) -> LRScheduler | None:
-    """None, one {name, kwargs}, or a list of them ending with {milestones: […]}, which run one after another."""
-    if not spec:
-        return None
-    field = "policy.scheduler"
-    if isinstance(spec, Mapping):
-        if spec["name"].endswith("ReduceLROnPlateau"):
-            raise InputError(
-                f"{field}: {spec['name']} waits for a metric; choose a schedule that depends on the step alone"
-            )
-        try:
-            return resolve(spec["name"], field)(optimizer, **dict(spec.get("kwargs") or {}))
-        except InputError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{field}: the kwargs do not fit {spec['name']}: {error}") from error
-    parts = [item for item in spec if "name" in item]
-    milestones = [m for item in spec if "milestones" in item for m in item["milestones"]]
-    schedulers = [build_scheduler(optimizer, part) for part in parts]
-    if len(schedulers) == 1:
-        return schedulers[0]
-    if len(milestones) != len(schedulers) - 1:
-        raise InputError(
-            f"{field}: {len(schedulers)} schedulers need {len(schedulers) - 1} milestones, got {milestones}"
-        )
-    return SequentialLR(optimizer, [s for s in schedulers if s is not None], milestones=milestones)
-
+from posttrain.policy.optimizer.schedule import SchedulerSpec, build_scheduler, resolve
+from posttrain.policy.parallel.fsdp import local_part, num_copies
 
 # What `compact` can change, and what it is here.
 ORDINARY = {"policy.optimizer.state_dtype": ["float32"], "policy.optimizer.master_weights": ["float32"]}
@@ -76,9 +32,7 @@ ORDINARY = {"policy.optimizer.state_dtype": ["float32"], "policy.optimizer.maste
 class MixedPrecisionOptimizer:
     """A torch optimizer over the trainable parameters, with fp32 masters where the parameters are not fp32."""
 
-    before_change: Callable[[], None] | None = (
-        None  # called before weights or state change: something may be reading them
-    )
+    before_change: Callable[[], None] | None = None  # before weights or state change: something may be reading them
 
     def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, object], scheduler: SchedulerSpec) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -94,7 +48,10 @@ class MixedPrecisionOptimizer:
         self._collect_as_they_come()
 
     def _make_masters(self) -> dict[str, nn.Parameter]:
-        return {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
+        return {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
+            for name, p in self.parameters.items()
+        }
 
     def _make(self, name: str, kwargs: Mapping[str, object]) -> Optimizer:
         made: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
@@ -116,7 +73,7 @@ class MixedPrecisionOptimizer:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._collect(name))
 
     def collect_gradients(self) -> None:
-        """Move what the last backward pass left on bf16 parameters into their fp32 sums, which are the masters' gradients."""
+        """Move what the last backward pass left on bf16 parameters into their fp32 sums: the masters' gradients."""
         for name in self.parameters:
             self._collect(name)
 
@@ -178,23 +135,18 @@ class MixedPrecisionOptimizer:
                 tensors[f"state/{name}/{entry}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return tensors
 
-    @property
-    def _keeps_steps_on_device(self) -> bool:
-        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-
     def empty_like_saved(self, saved: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, Tensor]:
         """Tensors to load the saved state into: sharded as the parameters are now, whatever they were when saved."""
         tensors: dict[str, Tensor] = {}
+        on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         for key, (shape, dtype) in saved.items():
             parameter = self.masters[parameter_of(key)]
             if tuple(shape) == tuple(parameter.shape):
                 tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
             else:
                 # Numbers of updates are in host memory, as torch has them; Adafactor's rows and columns are not.
-                in_host_memory = not shape and not self._keeps_steps_on_device
-                tensors[key] = torch.empty(
-                    tuple(shape), dtype=dtype, device="cpu" if in_host_memory else parameter.device
-                )
+                device = "cpu" if not shape and not on_device else parameter.device
+                tensors[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
         return tensors
 
     @torch.no_grad()
@@ -240,9 +192,9 @@ class MixedPrecisionOptimizer:
             if saved[setting] != names:
                 was, now = (", then ".join(kinds) or "none" for kinds in (saved[setting], names))
                 raise CheckpointError(
-                    f"{setting}: the checkpoint was made with {was}, this run has {now}, which cannot continue from its state. "
-                    "Continue with the former, or start a new run from the checkpoint's weights with policy.model_name "
-                    "and another checkpointing.checkpoint_dir"
+                    f"{setting}: the checkpoint was made with {was}, this run has {now}, which cannot continue from "
+                    "its state. Continue with the former, or start a new run from the checkpoint's weights with "
+                    "policy.model_name and another checkpointing.checkpoint_dir"
                 )
 
     def load_schedule_state(self, state: JsonMapping) -> None:
@@ -271,10 +223,6 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _master(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().float().clone())
-
-
 def parameter_of(key: str) -> str:
     kind, _, rest = key.partition("/")
     return rest if kind == "master" else rest.rpartition("/")[0]
@@ -285,24 +233,21 @@ def gradient_norm(gradients: Sequence[Tensor]) -> float:
     """The 2-norm of all of them together; over all ranks where they are sharded."""
     if not gradients:
         return 0.0
-    squares = torch.stack([_own_share(gradient) for gradient in gradients]).sum()
+    squares = torch.stack([_sum_of_squares(gradient) for gradient in gradients]).sum()
     if isinstance(first := gradients[0], DTensor):
         for axis in range(first.device_mesh.ndim):
             dist.all_reduce(squares, group=first.device_mesh.get_group(axis))
     return float(squares.sqrt())
 
 
-def _own_share(gradient: Tensor) -> Tensor:
-    """Of the sum of squares: what several ranks hold is counted once."""
-    squares = _sum_of_squares(local_part(gradient))
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """In fp32, this rank's share: what several ranks hold is counted once."""
+    own = local_part(gradient)
+    if own.is_cuda:
+        squares = torch.linalg.vector_norm(own, dtype=torch.float32).square()
+    else:  # torch's norm on a CPU adds one number after another and loses a percent of a hundred million
+        squares = own.float().square().sum()
     return squares / num_copies(gradient) if isinstance(gradient, DTensor) else squares
-
-
-def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """In fp32. Torch's norm on a CPU adds one number after another and loses a percent of a hundred million; its sum does not."""
-    if tensor.is_cuda:
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
-    return tensor.float().square().sum()
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> int:

@@ -1,4 +1,5 @@
-"""The GPU kernels of the native engine, in Triton, imported where Triton is installed. Each has a counterpart in plain torch.
+"""The GPU kernels of the native engine, in Triton, imported where Triton is installed. Each has a counterpart in plain
+torch.
 
 | file | content |
 |---|---|

@@ -130,8 +130,8 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def attend_to_own(
-    query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor, starts: Tensor | None,
-    out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
+    query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor,
+    starts: Tensor | None, out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
     tile: AttentionTile, splits: int, prefix_splits: int, prefix_block: int,
 ) -> None:  # fmt: skip
     """Attention of each row from its start on (None: 0), combined with the prefix results in `pieces`."""
@@ -157,8 +157,8 @@ def attend_to_own(
     if splits > 1:
         combine_pieces_kernel[(heads, rows)](
             out, pieces, sums, lengths, starts_or_any, window_or_0, splits, slots, prefix_splits,
-            VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim), SLOTS_PADDED=max(8, next_power_of_two(slots)),
-            PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
+            VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim),
+            SLOTS_PADDED=max(8, next_power_of_two(slots)), PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
             HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
 

@@ -33,8 +33,9 @@ class AttentionTile:
     exact_weights: bool = False
 
 
-# Bytes of one key or value (padded to a power of two) -> tile. All but one of the stages of keys and values are in shared
-# memory (228 KiB on Hopper), of which a program should take a third at most, so that one loads while another computes.
+# Bytes of one key or value (padded to a power of two) -> tile. All but one of the stages of keys and values are in
+# shared memory (228 KiB on Hopper), of which a program should take a third at most, so that one loads while another
+# computes.
 TILES: dict[int, AttentionTile] = {
     128: AttentionTile(block=128, num_warps=4, num_stages=3),  # e.g. 64 dims of bf16
     256: AttentionTile(block=64, num_warps=4, num_stages=3),  # 128 dims of bf16
@@ -43,8 +44,8 @@ TILES: dict[int, AttentionTile] = {
 }
 
 
-# For the queries of one sequence, where another tile is faster. On an H200, 64 rows of 1,200 tokens take 76 us instead of 92,
-# and 512 rows of 252 tokens 129 us with either.
+# For the queries of one sequence, where another tile is faster. On an H200, 64 rows of 1,200 tokens take 76 us instead
+# of 92, and 512 rows of 252 tokens 129 us with either.
 SINGLE_TILES: dict[int, AttentionTile] = {256: AttentionTile(block=32, num_warps=2, num_stages=4)}
 
 # Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more unpacking work.
@@ -64,7 +65,8 @@ def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionT
 
 
 def num_splits(num_programs: int, max_tokens: int, num_sms: int) -> int:
-    """Pieces per sequence, a power of two, so that `num_programs` unsplit programs over at most `max_tokens` fill the GPU.
+    """Pieces per sequence, a power of two, so that `num_programs` unsplit programs over at most `max_tokens` fill the
+    GPU.
 
     Large batches fill the GPU without splits; the reduction pass would only add cost.
     """

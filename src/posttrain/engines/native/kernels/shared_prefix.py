@@ -5,8 +5,8 @@ A sequence has two parts: positions shared by several rows, and the row's own po
 (Hydragen, Juravsky et al. 2024; "cascade" in FlashInfer). For the row's own part, the kernel of `paged.py` begins at
 the row's `start` and combines both parts by their sums.
 
-Three small tensors of fixed size (`PrefixTiles`) describe which rows share what, so a captured graph stays valid when samples
-leave, join or move. A row that shares nothing has start 0 and is in no tile; an unused tile has length 0.
+Three small tensors of fixed size (`PrefixTiles`) describe which rows share what, so a captured graph stays valid when
+samples leave, join or move. A row that shares nothing has start 0 and is in no tile; an unused tile has length 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ MAX_TILE_QUERIES_FP32 = 32
 
 @dataclass(frozen=True)
 class PrefixTiles:
-    """Which rows share how many positions. Filled on the host by `plan`; on the device three int32 tensors of equal shapes."""
+    """Which rows share how many positions. Filled on the host by `plan`; on the device three int32 tensors of equal
+    shapes.
+    """
 
     starts: Tensor  # [rows]: positions of the row that its tile reads; 0 if it is in none
     tile_rows: Tensor  # [tiles, samples per tile]: rows, -1 after the last
@@ -71,7 +73,8 @@ class PrefixTiles:
         return cls(starts, rows, lengths, min_rows)
 
     def plan(self, groups: Sequence[Sequence[int]], shared_tokens: Sequence[int]) -> int:
-        """Enter `groups` of rows that share their first `shared_tokens`; returns the number of tiles in use. On the host.
+        """Enter `groups` of rows that share their first `shared_tokens`; returns the number of tiles in use. On the
+        host.
 
         Groups that are too small or share nothing get no tile: with `starts` 0 their rows are read separately.
         """
@@ -156,8 +159,8 @@ def shared_prefix_attention(
 
 
 def _attend_to_shared(
-    query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor, shared: PrefixTiles,
-    pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
+    query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor,
+    shared: PrefixTiles, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
     tile: AttentionTile, splits: int, num_slots: int,
 ) -> None:  # fmt: skip
     _, heads, dim = query.shape
@@ -184,11 +187,11 @@ def _attend_to_shared(
 
 # Cost of one more launch inside a captured graph.
 _EXTRA_LAUNCH_S = 2.5e-6
-# Adjacent rows of a group read the same pages at the same time, mostly from the L2 cache. Cost of a byte from there, relative to
-# a byte from memory.
+# Adjacent rows of a group read the same pages at the same time, mostly from the L2 cache. Cost of a byte from there,
+# relative to a byte from memory.
 _COST_OF_L2_BYTE = 0.6
-# In FP8: 512 rows in groups of 32 with prompts of 128 tokens take 11.4 ms a step where each row reads its prompt, and 11.7 where
-# no two rows have a prompt in common. So there is little to save.
+# In FP8: 512 rows in groups of 32 with prompts of 128 tokens take 11.4 ms a step where each row reads its prompt, and
+# 11.7 where no two rows have a prompt in common. So there is little to save.
 _COST_OF_L2_BYTE_FP8 = 0.15
 
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The parts of a captured decode step besides the model: one launch at its beginning and one at its end.
 
-In torch these are some sixteen operators on a few hundred numbers each, at about two microseconds an operator: with a small
-model a noticeable part of a step.
+In torch these are some sixteen operators on a few hundred numbers each, at about two microseconds an operator: with a
+small model a noticeable part of a step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _move_on(
 
 
 def places(table: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """(slots, int64; lengths, int32) of rows whose pages are in `table` and whose new tokens are at `position`, int64."""
+    """(slots, int64; lengths, int32) of rows whose pages are in `table` and whose new tokens are at
+    `position`, int64.
+    """
     rows = len(position)
     assert table.dtype == torch.int32, f"the page table is {table.dtype}, int32 is expected"
     assert table.stride(1) == 1, "the pages of a row must be contiguous"

@@ -9,7 +9,7 @@ whole row; its gradients are those of its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import AttentionContext
+from posttrain.models.attention_interface import AttendOptions, AttentionContext
 from posttrain.policy.packed import PackedRow, RowShare
 
 FIELD = "policy.dtensor_cfg.context_parallel_size"
@@ -58,37 +58,19 @@ class SharedAttention:
     def __init__(self, whole: AttentionContext, group: dist.ProcessGroup, size: int, num_tokens: int) -> None:
         self.whole, self.group, self.size, self.num_tokens = whole, group, size, num_tokens
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         if key.shape[1] % self.size:
             raise InputError(
-                f"{FIELD} = {self.size} does not divide the {key.shape[1]} key-value heads that a rank has: each takes an equal "
-                "part of them"
+                f"{FIELD} = {self.size} does not divide the {key.shape[1]} key-value heads that a rank has: each takes "
+                "an equal part of them"
             )
-        length = len(query)
-        rows = [self._to_heads(x)[: self.num_tokens] for x in (query, key, value)]
-        out = self.whole.attend(layer, *rows, scale=scale, window=window, softcap=softcap)
-        padding = out.new_zeros(length * self.size - self.num_tokens, *out.shape[1:])
-        return self._to_tokens(torch.cat([out, padding]))
-
-    def _to_heads(self, x: Tensor) -> Tensor:
-        """[own tokens, heads, dim] -> [all tokens, own heads, dim]"""
-        parts = x.unflatten(1, (self.size, -1)).transpose(0, 1)
-        return _exchange(parts, self.group).flatten(0, 1)
-
-    def _to_tokens(self, x: Tensor) -> Tensor:
-        """[all tokens, own heads, dim] -> [own tokens, heads, dim]"""
-        parts = x.unflatten(0, (self.size, -1))
-        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)
+        # [own tokens, heads, dim] -> [all tokens, own heads, dim], and back
+        parts = (x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in (query, key, value))
+        rows = [_exchange(part, self.group).flatten(0, 1)[: self.num_tokens] for part in parts]
+        out = self.whole.attend(layer, *rows, **options)
+        padding = out.new_zeros(len(query) * self.size - self.num_tokens, *out.shape[1:])
+        all_tokens = torch.cat([out, padding]).unflatten(0, (self.size, -1))
+        return _exchange(all_tokens, self.group).transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 from torch import nn
 
 from posttrain.config.policy import LoraConfig
-from posttrain.engines import weight_handover
-from posttrain.engines.weight_handover import Handover, SentWeights, WeightReceiver, WeightSender, checksum
+from posttrain.engines import weights
+from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender, checksum
 from posttrain.errors import HardwareError
 from posttrain.models.lora import add_lora
 
@@ -77,7 +77,7 @@ def test_a_file_is_read_only_once_its_weights_are_complete(tmp_path: Path, monke
     sender, model = WeightSender(changed(tiny_model())), tiny_model()
     sent = sender.send(Handover("run", tmp_path, on_one_machine=False))
     later = replace(sent, number=sent.number + 1)
-    monkeypatch.setattr(weight_handover, "_COMPLETE_S", 0.01)
+    monkeypatch.setattr(weights, "_COMPLETE_S", 0.01)
     with pytest.raises(HardwareError, match=f"{sent.file} is not complete 0 s after"):
         WeightReceiver(model).receive([later])
     assert WeightReceiver(model).receive([sent])
@@ -96,7 +96,7 @@ def test_a_file_that_another_rank_removes_at_the_same_time_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks replace the files of a killed attempt side by side: one may be listed and gone."""
-    monkeypatch.setattr(weight_handover, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(weights, "MEMORY_FOLDER", tmp_path)
     (tmp_path / "posttrain-weights-run-1").symlink_to("gone")
     assert Handover("run", Path("elsewhere"), on_one_machine=True).file(0, 1) == tmp_path / "posttrain-weights-run-0"
 
@@ -105,13 +105,13 @@ def test_a_disk_without_room_is_named_with_the_file(tmp_path: Path, monkeypatch:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weight_handover.os, "posix_fallocate", full)
+    monkeypatch.setattr(weights.os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"No space left on device.*weights-run-0"):
         WeightSender(tiny_model()).send(Handover("run", tmp_path, on_one_machine=False))
     assert not list(tmp_path.iterdir())
 
 
-# -- buckets that engines open -------------------------------------------------------------------------------------------
+# -- buckets that engines open -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         found["bucket"] = memory
         return "bucket"
 
-    monkeypatch.setattr(weight_handover, "_is_on_gpu", lambda parts: True)
-    monkeypatch.setattr(weight_handover, "shareable_memory", nullcontext)
-    monkeypatch.setattr(weight_handover, "handle_of", handle_of)
-    monkeypatch.setattr(weight_handover, "open_handle", lambda handle, device: found[handle])
-    monkeypatch.setattr(weight_handover, "BUCKET_BYTES", 8 * 1024)
+    monkeypatch.setattr(weights, "_is_on_gpu", lambda parts: True)
+    monkeypatch.setattr(weights, "shareable_memory", nullcontext)
+    monkeypatch.setattr(weights, "handle_of", handle_of)
+    monkeypatch.setattr(weights, "open_handle", lambda handle, device: found[handle])
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 8 * 1024)
     return found
 
 
@@ -177,13 +177,14 @@ def test_both_sides_say_why_memory_cannot_be_shared(
     to = Handover("run", tmp_path, on_one_machine=True)
     sender = WeightSender(tiny_model())
     with monkeypatch.context() as patched:
-        patched.setattr(weight_handover, "open_handle", refuse)
+        patched.setattr(weights, "open_handle", refuse)
         why = WeightReceiver(tiny_model()).open_buckets([sender.send(to)])
         assert why == (
-            "the memory of a GPU that trains cannot be opened from one that samples (CUDA error: operation not permitted)"
+            "the memory of a GPU that trains cannot be opened from one that samples (CUDA error: operation not "
+            "permitted)"
         )
     sender.remove_file()
-    monkeypatch.setattr(weight_handover, "handle_of", refuse)
+    monkeypatch.setattr(weights, "handle_of", refuse)
     sender = WeightSender(tiny_model())
     sent = sender.send(to)
     assert (sent.why_no_bucket, sent.lots, sent.handle) == (
@@ -204,7 +205,7 @@ def test_a_checksum_tells_rows_apart() -> None:
 def test_weights_are_in_memory_only_where_there_is_room_on_the_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_handover, "MEMORY_FOLDER", tmp_path / "memory")
+    monkeypatch.setattr(weights, "MEMORY_FOLDER", tmp_path / "memory")
     here, shared = Handover("run", tmp_path / "shared", True), tmp_path / "shared"
     assert here.file(0, 1).parent == shared, "there is no such folder"
     (tmp_path / "memory").mkdir()

@@ -1,4 +1,5 @@
-"""Weights between two processes: buckets of tensors by their names in the model's files, each with a digest. torch only.
+"""Weights between two processes: buckets of tensors by their names in the model's files, each with a digest. torch
+only.
 
 A bucket's bytes are in a file in shared memory (CPU), which the receiver maps, or in GPU memory whose CUDA IPC handle
 the receiver opens. The sender reuses GPU memory for the next bucket, so the receiver copies.
@@ -10,12 +11,13 @@ import base64
 import dataclasses
 import pickle
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; the digest reads words of 8
+Name = TypeVar("Name")
+ALIGNMENT = 64  # bytes; the digest reads words of 8
 
 
 @dataclasses.dataclass
@@ -50,9 +52,9 @@ def views(bucket: WeightBucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, flat[first : first + size].view(dtype).view(shape)
 
 
-def lots(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+def lots_of(weights: Iterable[tuple[Name, Tensor]], limit: int) -> Iterator[list[tuple[Name, Tensor]]]:
     """Tensors in order, in batches of at most `limit` bytes; a larger tensor gets its own batch."""
-    lot: list[tuple[str, Tensor]] = []
+    lot: list[tuple[Name, Tensor]] = []
     size = 0
     for name, tensor in weights:
         if lot and size + padded(tensor.nbytes) > limit:
@@ -73,7 +75,7 @@ def layout(version: int, index: int, lot: list[tuple[str, Tensor]]) -> WeightBuc
 
 
 def padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def handle_of(memory: Tensor) -> str:

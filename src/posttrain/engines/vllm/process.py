@@ -1,7 +1,7 @@
 """Client of the vLLM process: starts it in its own Python environment, sends requests, waits with a deadline, reports
 failures.
 
-Independent of models and sampling. The server program is `vllm_side/posttrain_vllm.py`.
+Independent of models and sampling. The server program is `side/posttrain_vllm.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import HardwareError, InputError, RankLostError
+from posttrain.errors import EngineLostError, HardwareError, InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.processes import Child, ending_of, frame, take_frames
 
-SIDE = Path(__file__).parent / "vllm_side"
+SIDE = Path(__file__).parent / "side"
 _NUM_LOG_LINES = 12
 START = "start"
 # Environment variables that would leak this process's packages or memory settings into the other environment.
@@ -42,7 +42,7 @@ class VllmError(HardwareError):
     """vLLM did not start, or refused a request."""
 
 
-class VllmLostError(VllmError, RankLostError):
+class VllmLostError(VllmError, EngineLostError):
     """A vLLM that had started ended or did not answer in time."""
 
 
@@ -80,8 +80,8 @@ class VllmProcess:
             for folder in (weights, self.log.parent):
                 shutil.rmtree(folder, ignore_errors=True)
             raise InputError(
-                f"policy.generation.vllm_cfg.python = {python}: cannot be started ({error.strerror}); it must be the Python of "
-                "an environment that has vLLM"
+                f"policy.generation.vllm_cfg.python = {python}: cannot be started ({error.strerror}); it must be the "
+                "Python of an environment that has vLLM"
             ) from error
         self._socket = ours
         self._end = weakref.finalize(self, _end, self._process, ours)

@@ -1,11 +1,13 @@
 """Splits a model over ranks that share its layers: tensor parallelism.
 
-Each rank holds a part of every projection, of the embedding and of the output head. Parameters are stored as DTensors on the
-axis `tp` of the mesh, and FSDP spreads them over `dp` after that. While a module runs, its parameters are the local tensors;
-sums over the group are autograd functions (`tensor_group.py`). A projection split by columns makes this rank's heads, or its
-part of the MLP. The one after it is split by rows: it makes parts of a sum, which are added up in fp32.
+Each rank holds a part of every projection, of the embedding and of the output head. Parameters are stored as DTensors
+on the axis `tp` of the mesh, and FSDP spreads them over `dp` after that. While a module runs, its parameters are the
+local tensors; sums over the group are autograd functions (`tensor_group.py`). A projection split by columns makes this
+rank's heads, or its part of the MLP. The one after it is split by rows: it makes parts of a sum, which are added up in
+fp32.
 
-How a family's modules are split is in the plan that `transformers` has for it. The split model is tried on a few tokens.
+How a family's modules are split is in the plan that `transformers` has for it. The split model is tried on a few
+tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import project, without_adapter_wrapper
-from posttrain.policy.parallel import local_part
+from posttrain.policy.parallel.fsdp import local_part
+from posttrain.policy.parallel.tensor_group import TensorGroup, mark
 from posttrain.policy.runtime import evaluation_mode
-from posttrain.policy.tensor_group import TensorGroup, mark
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,8 +44,9 @@ _TRIAL_TOKENS = 8
 
 
 class _RowProduct(torch.autograd.Function):
-    """x @ weight.T summed over the group. The parts leave the product in fp32, and the sum is rounded once, as one rank's product
-    is. Parts in bf16 would make the log-probabilities of several ranks differ from those of one."""
+    """x @ weight.T summed over the group. The parts leave the product in fp32, and the sum is rounded once, as one
+    rank's product is. Parts in bf16 would make the log-probabilities of several ranks differ from those of one.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -63,7 +66,7 @@ class _RowProduct(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-# -- splitting a model ---------------------------------------------------------------------------------------------------
+# -- splitting a model -------------------------------------------------------------------------------------------------
 
 
 class _Head(Protocol):
@@ -78,7 +81,7 @@ class _Head(Protocol):
 
 
 def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
-    """Leave this rank its part of `model`, on `device`. Comes before `fully_shard`. `field` of the config asks for it."""
+    """Leave this rank its part of `model`, on `device`. Before `fully_shard`. `field` of the config asks for it."""
     group = TensorGroup(mesh)
     config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
     plan = _plan(config, field)
@@ -93,7 +96,8 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
             parameter = module._parameters[kind]
             assert parameter is not None
             if parameter not in made:
-                made[parameter] = _part(parameter, _placement(role, kind), group, device)
+                by_rows = Shard(1) if role == ROWS and kind == "weight" else Replicate()
+                made[parameter] = _part(parameter, Shard(0) if role == COLUMNS else by_rows, group, device)
             module._parameters[kind] = made[parameter]
         for kind, buffer in module._buffers.items():
             module._buffers[kind] = None if buffer is None else buffer.to(device)
@@ -102,8 +106,16 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
             if role == ROWS:
                 module.forward = _RowLinear(module, group)
     head.embedding.forward = _VocabularyRows(head.embedding, group)
-    for parent in _with_columns(head.decoder, plan):
-        parent.register_forward_pre_hook(lambda _, args, kwargs: _copied_input(args, kwargs, group), with_kwargs=True)
+
+    def copied_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (group.copied(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": group.copied(kwargs["hidden_states"])}
+
+    # Attention and MLP of every layer: modules whose input is that of projections by columns.
+    columns = [name for name, _ in head.decoder.named_modules() if _match(name, plan) == COLUMNS]
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in columns):
+        head.decoder.get_submodule(parent).register_forward_pre_hook(copied_input, with_kwargs=True)
     for layer in head.decoder.layers:
         mark(layer, group)
     if head.is_vocabulary:
@@ -154,18 +166,6 @@ def _match(name: str, plan: Mapping[str, str]) -> str:
     return next((role for pattern, role in plan.items() if fnmatchcase(name, pattern)), SAME)
 
 
-def _with_columns(decoder: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
-    """Attention and MLP of every layer: modules whose input is that of projections by columns."""
-    names = [name for name, _ in decoder.named_modules() if _match(name, plan) == COLUMNS]
-    return [decoder.get_submodule(parent) for parent in dict.fromkeys(name.rpartition(".")[0] for name in names)]
-
-
-def _placement(role: str, kind: str) -> Placement:
-    if role == COLUMNS:
-        return Shard(0)
-    return Shard(1) if role == ROWS and kind == "weight" else Replicate()
-
-
 def _part(parameter: nn.Parameter, placement: Placement, group: TensorGroup, device: torch.device) -> nn.Parameter:
     part = parameter.detach()
     if isinstance(placement, Shard):
@@ -208,7 +208,9 @@ class _RowLinear:
 
 
 class _VocabularyRows:
-    """The forward of an embedding that has the rows of some tokens: others come out as zero, and all ranks' are added."""
+    """The forward of an embedding that has the rows of some tokens: others come out as zero, and all
+    ranks' are added.
+    """
 
     def __init__(self, module: Any, group: TensorGroup) -> None:
         self.module, self.group = module, group
@@ -224,13 +226,7 @@ class _VocabularyRows:
         return self.group.added(self.look_up(own.where(is_here, 0)) * is_here[..., None])
 
 
-def _copied_input(args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup) -> tuple[Any, Any]:
-    if args:
-        return (group.copied(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": group.copied(kwargs["hidden_states"])}
-
-
-# -- does it compute the same? -------------------------------------------------------------------------------------------
+# -- does it compute the same? -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -248,6 +244,7 @@ def _compare(head: _Head, config: PretrainedConfig, expected: Tensor, field: str
     found, dtype = _trial(head), head.embedding.weight.dtype
     if not is_near(found, expected, dtype):
         raise InputError(
-            f"{field}: split over ranks, this model of the family {config.model_type} computes something else (hidden states off "
-            f"by {float((found - expected).abs().max()):.2g}, the largest is {float(expected.abs().max()):.2g}); set it to 1"
+            f"{field}: split over ranks, this model of the family {config.model_type} computes something else (hidden "
+            f"states off by {float((found - expected).abs().max()):.2g}, the largest is "
+            f"{float(expected.abs().max()):.2g}); set it to 1"
         )

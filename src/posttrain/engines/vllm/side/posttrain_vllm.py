@@ -44,7 +44,9 @@ class Channel:
 
 
 class Lease:
-    """The order in which weights may change: paused and idle, awake, updated, cache emptied; only then are answers sampled."""
+    """The order in which weights may change: paused and idle, awake, updated, cache emptied; only then are answers
+    sampled.
+    """
 
     # Allowed states of each operation, and the state after it.
     _ORDER: ClassVar = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from posttrain.policy.parallel import local_part
+from posttrain.policy.parallel.fsdp import local_part
 
 _MARK = "tensor_group"  # attribute of modules that compute with the group themselves
 
@@ -87,7 +87,7 @@ def group_of(module: nn.Module) -> TensorGroup | None:
 
 
 def local_parameter(module: nn.Module, summed_over: TensorGroup | None = None) -> Tensor:
-    """This rank's part of the weight of a module that is not called, whose gradients may be parts of a sum over a group."""
+    """This rank's part of the weight of a module that is not called, whose gradients may be parts of a group's sum."""
     local = local_part(_tensor(module.weight))
     return local if summed_over is None else summed_over.copied(local)
 

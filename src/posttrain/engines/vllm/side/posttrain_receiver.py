@@ -1,7 +1,8 @@
-"""Receives the trainer's weights in vLLM's worker processes, through vLLM's registry of weight-transfer engines (0.25 and newer).
+"""Receives the trainer's weights in vLLM's worker processes, through vLLM's registry of weight-transfer engines (0.25
+and newer).
 
-vLLM imports `worker_extension_cls` in every worker before it loads the model; importing this module registers the receiver.
-Tensors have their names in the model's files; vLLM's layerwise reload fuses, splits and converts them.
+vLLM imports `worker_extension_cls` in every worker before it loads the model; importing this module registers the
+receiver. Tensors have their names in the model's files; vLLM's layerwise reload fuses, splits and converts them.
 """
 
 from __future__ import annotations

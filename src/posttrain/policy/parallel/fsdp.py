@@ -1,103 +1,23 @@
-"""How ranks share the work: the mesh of ranks, and FSDP2, whose parameters are whole only while sampling or saving."""
+"""Sharded parameters (FSDP2), which are whole only while sampling or saving, and the part of a tensor that a rank
+holds.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """How the ranks are arranged: data parallel x context parallel x tensor parallel, `tp` varying fastest.
-
-    Ranks with the same `dp` index work on the same data: those of `cp` on parts of each row, those of `tp` with parts of each
-    layer.
-    """
-
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    replicas: int = 1  # groups of ranks that each hold a full model and exchange only gradients
-
-    @classmethod
-    def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
-        """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
-        cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
-        replicas = parallel.dp_replicate_size or 1
-        assert num_ranks % (cp * tp * replicas) == 0
-        return cls(num_ranks // (cp * tp), cp, tp, replicas)
-
-    @property
-    def size(self) -> int:
-        return self.dp * self.cp * self.tp
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that FSDP averages gradients over: each computed those of its own tokens."""
-        return self.dp * self.cp
-
-    @property
-    def for_sampling(self) -> Mesh:
-        """Ranks that share rows in training have the same weights while sampling, and sample different rows."""
-        return Mesh(dp=self.dp * self.cp, tp=self.tp)
-
-    def dp_index(self, rank: int) -> int:
-        """Which shard of the data a rank works on."""
-        return rank // (self.cp * self.tp)
-
-    def one_per_shard(self, results: Sequence[T]) -> list[T]:
-        """Of results by rank those of one rank for each shard of the data: the others computed the same."""
-        return list(results[:: self.cp * self.tp])
-
-    def axes(self, device: torch.device) -> Axes:
-        """The process groups of this arrangement. Every rank calls this, in the same order as others of its kind."""
-        if self.size == 1:
-            return Axes()
-        sizes = {"replicas": self.replicas, "dp": self.num_shards // self.replicas, "tp": self.tp}
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
-        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        rows = None
-        if self.cp > 1:
-            grid = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "part"))
-            rows = grid["cp"]
-        if self.tp == 1:
-            return Axes(mesh, None, rows)
-        # torch warns that a tensor which is spread over two axes is gathered in two operations
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows)
-
-
-class ParallelSizes(Protocol):
-    """The config section `policy.dtensor_cfg`."""
-
-    context_parallel_size: int
-    tensor_parallel_size: int
-    dp_replicate_size: int | None
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The axes of the mesh that this rank is on; None where it is alone."""
-
-    parameters: DeviceMesh | None = None  # those that FSDP spreads parameters over: data and context parallel ranks
-    layers: DeviceMesh | None = None  # tensor parallel ranks
-    rows: DeviceMesh | None = None  # context parallel ranks
 
 
 def is_first_rank() -> bool:
@@ -108,9 +28,8 @@ def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> 
     """Shard each layer on its own, so that only one is whole at a time, and the rest with the root."""
     if mesh is None:
         return
-    in_fp32 = MixedPrecisionPolicy(
-        reduce_dtype=torch.float32
-    )  # gradients are added up over ranks as over micro-batches
+    # Gradients are added up over ranks as over micro-batches.
+    in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=in_fp32)
     fully_shard(root, mesh=mesh, mp_policy=in_fp32)
@@ -189,7 +108,7 @@ def first_row(tensor: Tensor) -> int:
 
 
 def as_shard(part: Tensor, whole: DTensor, shape: tuple[int, ...] | None = None) -> DTensor:
-    """`part` as this rank's rows of a tensor that is spread as `whole` is; `shape` where it differs in what follows the rows.
+    """`part` as this rank's rows of a tensor that is spread as `whole` is; `shape` where it differs after the rows.
 
     The part may be in host memory although the mesh is on GPUs; the public API would move it to the GPU.
     """

@@ -24,17 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.engines.vllm_side.posttrain_weights import handle_of, open_handle
+from posttrain.engines.vllm.side.posttrain_weights import ALIGNMENT, handle_of, lots_of, open_handle
 from posttrain.errors import HardwareError, reason_of
 from posttrain.models.lora import is_adapted
 from posttrain.policy import host_memory
 from posttrain.policy.checkpoint.contents import named_adapters, named_weights
 from posttrain.policy.memory.rank import BUCKET_BYTES
-from posttrain.policy.parallel import first_of_part, is_first_copy, is_first_rank, local_part
+from posttrain.policy.parallel.fsdp import first_of_part, is_first_copy, is_first_rank, local_part
 from posttrain.policy.runtime import shareable_memory
 
 MEMORY_FOLDER = Path("/dev/shm")
-_ALIGNMENT = 64
 _COMPLETE_S = 300.0  # wait limit for a running copy to a file
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -126,12 +125,13 @@ class WeightSender:
         """Start to fill the file; it is complete after `wait_until_copied`."""
         self._parts, self._number = _own_parts(self.model), self._number + 1
         tensors = [part.tensor for part in self._parts]
-        begins, num_bytes = host_memory.place(tensors, _ALIGNMENT)
+        begins, num_bytes = host_memory.place(tensors, ALIGNMENT)
         if self._file is None:
             rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             self._file = to.file(rank, sum(tensor.nbytes for tensor in _weights_of(self.model).values()))
             to.remove_files(num_ranks)  # of an attempt that was killed and had more ranks
-            self._mapped = _create(self._file, num_bytes + _ALIGNMENT)
+            reserve_file(self._file, num_bytes + ALIGNMENT)
+            self._mapped = host_memory.map_file(self._file, num_bytes + ALIGNMENT)
         sums = _numbers([checksum(tensor) for tensor in tensors])
         self._copy_to_file(begins, num_bytes)
         if not to.on_one_machine:
@@ -163,7 +163,8 @@ class WeightSender:
             tensor = self._parts[index].tensor
             host_memory.view(self._bucket[0], begin, tensor).copy_(tensor)
         if self._bucket[0].is_cuda:
-            torch.cuda.current_stream().synchronize()  # does not wait for the copy to the file, which has its own stream
+            # Does not wait for the copy to the file, which has its own stream.
+            torch.cuda.current_stream().synchronize()
 
     def wait_until_copied(self) -> None:
         """Must be called before weights change."""
@@ -259,15 +260,16 @@ class WeightReceiver:
         for number, (part, source) in zip(sums, expected, strict=True):
             if number != part.checksum:
                 raise HardwareError(
-                    f"{part.name} arrived changed in the engine: its checksum is another than the trainer's. {source} was "
-                    "written to by another process, or memory or a disk is faulty. The same command continues from what was saved"
+                    f"{part.name} arrived changed in the engine: its checksum is another than the trainer's. {source} "
+                    "was written to by another process, or memory or a disk is faulty. The same command continues from "
+                    "what was saved"
                 )
         return not self._due
 
     def _map(self, one: SentWeights) -> Tensor:
         if one.file not in self._mapped or not one.on_one_machine:
             # Other machines see new file contents only after reopening the file.
-            self._mapped[one.file] = host_memory.map_file(one.file, one.num_bytes + _ALIGNMENT)
+            self._mapped[one.file] = host_memory.map_file(one.file, one.num_bytes + ALIGNMENT)
         mapped = self._mapped[one.file]
         number = host_memory.view(mapped, one.num_bytes, torch.empty(1, dtype=torch.int64, device="meta"))
         end = time.monotonic() + _COMPLETE_S
@@ -281,7 +283,9 @@ class WeightReceiver:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Checksum of the bits: sums over rows, weighted by row number. Integer, so the order of addition does not matter."""
+    """Checksum of the bits: sums over rows, weighted by row number. Integer, so the order of addition
+    does not matter.
+    """
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     rows = bits.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1).sum(-1, dtype=torch.int64)
     return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
@@ -314,17 +318,12 @@ def _is_on_gpu(parts: Sequence[_Part]) -> bool:
 
 def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[PartOffset, ...], ...], int]:
     """Parts in order, in batches that fit into the bucket (larger parts alone), and the required bucket size."""
-    lots: list[list[PartOffset]] = []
-    end = largest = 0
-    for index, tensor in enumerate(tensors):
-        num_bytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if not lots or end + num_bytes > BUCKET_BYTES:
-            lots.append([])
-            end = 0
-        lots[-1].append(PartOffset(index, end))
-        end += num_bytes
-        largest = max(largest, end)
-    return tuple(map(tuple, lots)), largest
+    lots, largest = [], 0
+    for lot in lots_of(enumerate(tensors), BUCKET_BYTES):
+        begins, size = host_memory.place([tensor for _, tensor in lot], ALIGNMENT)
+        lots.append(tuple(PartOffset(index, begin) for (index, _), begin in zip(lot, begins, strict=True)))
+        largest = max(largest, size)
+    return tuple(lots), largest
 
 
 def _check_cover(own: dict[str, Tensor], sent: Sequence[SentWeights]) -> None:
@@ -353,8 +352,8 @@ def _copy_part(own: Tensor, source: Tensor, part: SentPart) -> Tensor:
     return target if is_whole else source
 
 
-def _create(file: Path, num_bytes: int) -> Tensor:
-    """A file of this size, mapped. Its space is reserved: writing to a mapping without space would kill the process."""
+def reserve_file(file: Path, num_bytes: int) -> None:
+    """A new file of this size. Its space is reserved: writing to a mapping without space would kill the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -365,4 +364,3 @@ def _create(file: Path, num_bytes: int) -> Tensor:
         raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
         os.close(descriptor)
-    return host_memory.map_file(file, num_bytes)

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a training run, in a separate process and Python environment. Implements `roles.RoundEngine`.
+"""vLLM as the engine of a training run, in a separate process and Python environment. Implements `roles.RankEngine`.
 
 Weights are pushed in buckets with a digest, under their names in the model's files, over CUDA IPC or through files in
 shared memory. For adapted models only the adapters are pushed. Every sample is a request with its own seed, a function
@@ -24,39 +24,49 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import PolicyConfig
 from posttrain.config.generation import GenerationConfig
-from posttrain.engines.native.noise import sequence_key
-from posttrain.engines.vllm import allowed_rank, request_seed, sampling_arguments, vllm_options
-from posttrain.engines.vllm_process import Deadlines, VllmError, VllmProcess
-from posttrain.engines.vllm_side.posttrain_weights import digest, handle_of, layout, lots, padded, views
+from posttrain.engines.vllm.process import Deadlines, VllmError, VllmProcess
+from posttrain.engines.vllm.requests import LengthLimit, allowed_rank, sample_request, sampling_arguments, vllm_options
+from posttrain.engines.vllm.side.posttrain_weights import digest, handle_of, layout, lots_of, padded, views
+from posttrain.engines.weights import MEMORY_FOLDER, reserve_file
 from posttrain.errors import InputError, StopRequested
 from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.contents import is_stored_otherwise, named_adapters, named_weights
 from posttrain.policy.runtime import shareable_memory
 from posttrain.roles import Progress
-from posttrain.types import Completion, NoiseKey, OpenAnswer, OpenGroup, Quota, Sampling, Task, Unfinished
+from posttrain.types import (
+    Completion,
+    NoiseKey,
+    OpenAnswer,
+    OpenGroup,
+    Quota,
+    Sampling,
+    Task,
+    Unfinished,
+    completions_of,
+)
 
 _GPU_BUCKET_BYTES, _FILE_BUCKET_BYTES = 1 << 30, 256 << 20
-_SHARED_MEMORY = Path("/dev/shm")
-UNKNOWN = -1  # version of weights that were pushed before any was published
 
 
 class VllmSampler:
-    """`model` is the trained model, on `device`; its tensors are read whenever weights are pushed. vLLM is on the same GPU; if
-    the model is in host memory, on the GPUs of this process."""
+    """`model` is the trained model, on `device`; its tensors are read whenever weights are pushed. vLLM is on the same
+    GPU; if the model is in host memory, on the GPUs of this process."""
+
+    shares_tensors = False
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
     ) -> None:
         assert policy.generation is not None
         self._model, self._tokenizer, self._device = model, tokenizer, device
-        self._max_tokens = policy.max_total_sequence_length
+        self._longest = LengthLimit("policy.max_total_sequence_length", policy.max_total_sequence_length)
         self._is_adapted = is_adapted(model)
         self._shapes = {name: list(tensor.shape) for name, tensor in base_weights(model)}
         if is_stored_otherwise(_base(model), dict(base_weights(model))):
             raise InputError(
-                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the "
-                "model, and such weights cannot be handed over yet. Use backend native"
+                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than "
+                "the model, and such weights cannot be handed over yet. Use backend native"
             )
         self.version: int | None = None  # of the weights that vLLM holds
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every heartbeat; True ends the call
@@ -107,7 +117,7 @@ class VllmSampler:
             extra.setdefault("distributed_executor_backend", "mp")  # Ray would start workers on GPUs of others
         own: dict[str, object] = {
             "load_format": section.load_format or ("auto" if self._is_adapted else "dummy"),
-            "max_model_len": section.max_model_len or self._max_tokens,
+            "max_model_len": section.max_model_len or self._longest.num_tokens,
             "weight_transfer_config": {"backend": "posttrain"},
             "worker_extension_cls": "posttrain_receiver.WorkerExtension",
             "enable_sleep_mode": self._shares_gpu,
@@ -121,7 +131,7 @@ class VllmSampler:
 
     def take_weights(self, version: int) -> None:
         """Push the trainer's current weights to vLLM. Collective on sharded ranks."""
-        self._make_room()
+        self._free_cached_memory()
         self.version = None
         if self._is_adapted:
             self._push_adapter()
@@ -139,12 +149,11 @@ class VllmSampler:
             raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
 
     def _send_files(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for index, lot in enumerate(lots(weights, _FILE_BUCKET_BYTES)):
+        for index, lot in enumerate(lots_of(weights, _FILE_BUCKET_BYTES)):
             bucket = layout(version, index, lot)
             file = self._folder / f"bucket-{index}"
             bucket.file = str(file)
-            with file.open("wb") as opened:
-                os.posix_fallocate(opened.fileno(), 0, bucket.size)  # else a write without space kills the process
+            reserve_file(file, bucket.size)
             flat = torch.from_file(bucket.file, shared=True, size=bucket.size, dtype=torch.uint8)
             for (_, tensor), (_, view) in zip(lot, views(bucket, flat), strict=True):
                 view.copy_(tensor)
@@ -157,7 +166,7 @@ class VllmSampler:
         with shareable_memory():
             memory = torch.empty(max(_GPU_BUCKET_BYTES, largest), dtype=torch.uint8, device=self._device)
         handle = handle_of(memory)
-        for index, lot in enumerate(lots(weights, _GPU_BUCKET_BYTES)):
+        for index, lot in enumerate(lots_of(weights, _GPU_BUCKET_BYTES)):
             bucket = layout(version, index, lot)
             bucket.handle = handle
             for (_, tensor), (_, view) in zip(lot, views(bucket, memory), strict=True):
@@ -178,34 +187,28 @@ class VllmSampler:
         self.process.call("adapter", folder=str(folder), number=self._num_adapters)
         shutil.rmtree(self._folder / f"adapter-{self._num_adapters - 1}", ignore_errors=True)
 
+    @property
+    def has_weights(self) -> bool:
+        return self.version is not None
+
     def forget_weights(self) -> None:
-        """The trainer has loaded other weights: push them before the next sampling call."""
         self.version = None
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    @property
-    def holds_gpu_memory(self) -> bool:
-        return self._shares_gpu and self._is_awake
-
     def release(self) -> None:
         """Free its GPU memory for training. Base weights under adapters move to host memory; others are dropped."""
-        if not self.holds_gpu_memory:
+        if not (self._shares_gpu and self._is_awake):
             return
         self.process.call("sleep", level=1 if self._is_adapted else 2)
         self._is_awake = self._is_ready = False
         if not self._is_adapted:
             self.version = None
 
-    def _be_ready(self) -> None:
-        assert self.version is not None, "weights are pushed before answers are sampled"
-        if not self._is_ready:
-            self._make_room()
-            self.process.call("resume")
-            self._is_ready = self._is_awake = True
+    make_room = release
 
-    def _make_room(self) -> None:
-        """Frees torch's cached memory for vLLM."""
+    def _free_cached_memory(self) -> None:
+        """Memory that torch has cached, for vLLM."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -224,8 +227,7 @@ class VllmSampler:
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         groups = [OpenGroup(task, key.step, (Unfinished(),) * num_samples) for task in tasks]
-        after = self._sample(groups, sampling, key.seed, None, progress)
-        return [[answer for answer in group.answers if isinstance(answer, Completion)] for group in after]
+        return completions_of(self.sample_round(groups, sampling, key.seed, None, progress))
 
     def sample_round(
         self,
@@ -235,16 +237,6 @@ class VllmSampler:
         quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        return self._sample(groups, sampling, seed, quota, progress)
-
-    def _sample(
-        self,
-        groups: Sequence[OpenGroup],
-        sampling: Sampling,
-        seed: int,
-        quota: Quota | None,
-        progress: Progress | None,
-    ) -> list[OpenGroup]:
         answers: list[list[OpenAnswer]] = [list(group.answers) for group in groups]
         places = [
             (at, sample)
@@ -252,7 +244,11 @@ class VllmSampler:
             for sample, answer in enumerate(group.answers)
             if isinstance(answer, Unfinished)
         ]
-        requests = [self._request(groups[at], sample, sampling, seed) for at, sample in places]
+        requests = []
+        for at, sample in places:
+            begun = groups[at].answers[sample].token_ids
+            request = sample_request(groups[at].task, sample, groups[at].born, seed, sampling, self._longest, begun)
+            requests.append(request)
         born = [group.born for group in groups]
 
         def is_over() -> bool:
@@ -261,7 +257,11 @@ class VllmSampler:
 
         if not requests or is_over():
             return list(groups)
-        self._be_ready()
+        assert self.has_weights, "weights are pushed before answers are sampled"
+        if not self._is_ready:
+            self._free_cached_memory()
+            self.process.call("resume")
+            self._is_ready = self._is_awake = True
         shared = sampling_arguments(sampling) | {"detokenize": bool(sampling.stop_strings)}  # text is decoded here
         sampled = self.process.stream("generate", requests=requests, sampling=shared, asks=quota is not None)
         while sampled.rest is None:
@@ -283,18 +283,6 @@ class VllmSampler:
                 (*before.token_ids, *token_ids), (*before.logprobs, *logprobs), before.versions
             )
         return [dataclasses.replace(group, answers=tuple(found)) for group, found in zip(groups, answers, strict=True)]
-
-    def _request(self, group: OpenGroup, sample: int, sampling: Sampling, seed: int) -> tuple[list[int], int, int]:
-        """Prompt, seed and longest answer. An answer that continues is part of the prompt."""
-        task, begun = group.task, group.answers[sample].token_ids
-        if not 0 < len(task.prompt_ids) < self._max_tokens:
-            raise InputError(
-                f"task {task.id!r} has {len(task.prompt_ids)} prompt tokens: between 1 and {self._max_tokens - 1} fit "
-                f"policy.max_total_sequence_length = {self._max_tokens}"
-            )
-        key = sequence_key(seed, group.born, task.draw, task.first_sample + sample)
-        longest = min(sampling.max_new_tokens, self._max_tokens - len(task.prompt_ids))
-        return [*task.prompt_ids, *begun], request_seed(key, task.first_token + len(begun)), longest - len(begun)
 
     def _completion(
         self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: object
@@ -337,8 +325,8 @@ def _base(model: nn.Module) -> nn.Module:
 
 def _shared_folder() -> Path | None:
     """Falls back to a folder on disk: containers often have little or no shared memory."""
-    usable = os.access(_SHARED_MEMORY, os.W_OK)
-    return _SHARED_MEMORY if usable and shutil.disk_usage(_SHARED_MEMORY).free > 4 * _FILE_BUCKET_BYTES else None
+    usable = os.access(MEMORY_FOLDER, os.W_OK)
+    return MEMORY_FOLDER if usable and shutil.disk_usage(MEMORY_FOLDER).free > 4 * _FILE_BUCKET_BYTES else None
 
 
 def _environment(policy: PolicyConfig, generation: GenerationConfig, first_gpu: int | None) -> dict[str, str]:

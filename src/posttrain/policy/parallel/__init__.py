@@ -1,0 +1,1 @@
+"""How ranks share the work: the mesh of ranks, FSDP, and ranks that share layers (tensor) or rows (context)."""

@@ -1,0 +1,191 @@
+"""The prompts of conversations: tools in the first one, and the tokens between two turns of the model.
+
+**Tools**, which the dataset need not mention. A chat template that supports tools (its output changes when tools are
+passed) writes them in the format of its model. For other templates, a system message describes them and the format of a
+call (environments/turns/tools.py).
+
+**Between two turns**: the end of the model's turn, the observation, the opening of its next turn. Token in, token out:
+the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled, and the tokens made
+here. No text that the model has read or sampled is rendered or tokenised again. What the chat template prints around an
+observation is found by rendering the conversation with a placeholder for each of the model's turns and keeping what
+follows the last one. So the result does not depend on the model's text or on how the template would render it.
+
+Some templates render an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
+move the tools. Training on such text would train on tokens that were not sampled. `caution` is set for these templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.data.chat import ChatFormat, Ids
+from posttrain.data.errors import DataError
+from posttrain.rollouts.fresh import DrawnTasks, TaskStream
+from posttrain.types import Message, Task
+
+# Letters and digits only, as in chat.py: no template trims or escapes it, and no observation holds it by chance.
+_PLACEHOLDER = "posttrain5d0c8e17b2turn"
+_THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The environment's messages after one of the model's turns. An empty role means the template's role for tools."""
+
+    messages: tuple[Message, ...]
+
+
+class NextTurn:
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._end = chat.end_of_turn
+        self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
+        self.role = self._find_role()
+        # Raises if the template cannot render a conversation.
+        self._after_turn([{"role": "user", "content": "?"}], [Exchange(({"role": "", "content": "?"},))])
+        self.caution = self._find_caution()
+
+    def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
+        """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
+        body = self._after_turn(prompt, exchanges)
+        if not self._end or not body.startswith(self._end):  # contents only, without turn markers
+            return self._chat.encode_prompts([body])[0]
+        body = body[len(self._end) :]
+        return self._following_end(body) if self._is_closed(sampled) else [*self._end_ids, *self._following_end(body)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """As the engine decodes completions."""
+        text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _after_turn(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> str:
+        """The template's output after the model's last turn, including the opening of the next turn."""
+        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        messages = list(prompt)
+        for exchange in exchanges:
+            messages += [turn, *({**message, "role": message["role"] or self.role} for message in exchange.messages)]
+        whole = self._chat.render(messages)
+        _, found, after = whole.rpartition(_PLACEHOLDER)
+        if not found:
+            raise DataError(
+                "the chat template leaves out earlier turns of the assistant, so no conversation of several turns can "
+                "be written with it; use another one (policy.tokenizer.chat_template)"
+            )
+        return after
+
+    def _is_closed(self, sampled: Sequence[int]) -> bool:
+        """Whether the model ended its turn itself, rather than a stop string or the length limit."""
+        if list(sampled[-len(self._end_ids) :]) == self._end_ids:
+            return True
+        # " </s>": the space before the special token is the template's, not the model's.
+        last = self._end_ids[-1]
+        return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
+
+    def _following_end(self, body: str) -> Ids:
+        """Tokens of a text that follows a turn. Some tokenizers encode the start of a text differently."""
+        whole, alone = self._chat.encode_prompts([self._end + body, body])
+        return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
+
+    def _find_role(self) -> str:
+        """`tool` if the template supports it, else `user`."""
+        asked: Message = {"role": "user", "content": "?"}
+        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        for role in ("tool", "user"):
+            try:
+                written = self._chat.render([asked, turn, {"role": role, "content": "0bserved"}])
+            except DataError:
+                continue
+            if "0bserved" in written.rpartition(_PLACEHOLDER)[2]:
+                return role
+        raise DataError(
+            "the chat template can write neither a tool's turn nor a user's after an assistant's, so no conversation "
+            "of several turns can be written with it; use another one (policy.tokenizer.chat_template)"
+        )
+
+    def _find_caution(self) -> str | None:
+        """How the template changes earlier turns; None if it does not."""
+        asked: Message = {"role": "user", "content": "?"}
+        before = self._chat.render([asked])
+        for opening, what in (("", "writes an answer"), (_THOUGHT, "writes an answer with a chain of thought")):
+            text = opening + _PLACEHOLDER
+            turn: Message = {"role": "assistant", "content": text}
+            after: Message = {"role": self.role, "content": "?"}
+            if not self._chat.render([asked, turn, after]).startswith(before + text):
+                return (
+                    f"the chat template {what} in another way once the conversation goes on; posttrain keeps the "
+                    "tokens that were sampled, so a server that renders the whole conversation again shows the model "
+                    "another text"
+                )
+        return None
+
+
+Tools = Sequence[Mapping[str, object]]  # JSON schemas, OpenAI's format
+
+
+class ToolPrompts:
+    """The tasks of a stream; those of an environment with tools get a prompt that describes them."""
+
+    def __init__(
+        self, stream: TaskStream, chat: ChatFormat, names: frozenset[str], tools_of: Callable[[str], Tools]
+    ) -> None:
+        self.stream = stream
+        self._chat = chat
+        self._names = names  # of the environments that may have tools; `tools_of` is called once for each
+        self._tools_of = tools_of
+        self._writers: dict[str, ToolWriter | None] = {}
+
+    def take(self, count: int) -> list[Task]:
+        return [self._with_tools(task) for task in self.stream.take(count)]
+
+    def item(self, position: int) -> Task:
+        assert isinstance(self.stream, DrawnTasks), "rounds are over a stream of training data"
+        return self._with_tools(self.stream.item(position))
+
+    def _with_tools(self, task: Task) -> Task:
+        name = task.environment
+        if name not in self._names:
+            return task
+        if name not in self._writers:
+            tools = self._tools_of(name)
+            self._writers[name] = ToolWriter(self._chat, tools) if tools else None
+        writer = self._writers[name]
+        if writer is None:
+            return task
+        messages = writer.messages(task.messages)
+        text, ids = writer.chat.prompt(messages)
+        return replace(task, prompt=text, prompt_ids=tuple(ids), messages=tuple(messages))
+
+
+class ToolWriter:
+    """Adds the tools of one environment to a prompt: `chat` renders the conversation that `messages` returns."""
+
+    def __init__(self, chat: ChatFormat, tools: Tools) -> None:
+        self.chat, self._described = chat, ""
+        if chat.template is not None:
+            aware = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [dict(tool) for tool in tools]})
+            question: list[Message] = [{"role": "user", "content": "?"}]
+            if aware.render(question) != chat.render(question):
+                self.chat = aware
+                return
+        # Without a template, this is the only separator before the question.
+        self._described = describe(tools) + ("" if chat.template is not None else "\n\n")
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        if not self._described:
+            return list(messages)
+        first = messages[0]
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{self._described}"}, *messages[1:]]
+        return [{"role": "system", "content": self._described}, *messages]
+
+
+def describe(tools: Tools) -> str:
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can use these tools:\n{listed}\n"
+        'To use one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and end your turn; the result '
+        "comes "
+        "in the next message. When you know the answer, give it without a tool call."
+    )
