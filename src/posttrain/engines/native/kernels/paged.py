@@ -158,7 +158,8 @@ def attend_to_own(
         combine_pieces_kernel[(heads, rows)](
             out, pieces, sums, lengths, starts_or_any, window_or_0, splits, slots, prefix_splits,
             VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim),
-            SLOTS_PADDED=max(8, next_power_of_two(slots)), PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
+            SLOTS_PADDED=max(8, next_power_of_two(slots)),
+            PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
             HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
 
