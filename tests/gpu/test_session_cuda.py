@@ -94,7 +94,7 @@ def run(session: GenerationSession, arriving: Sequence[SessionRequest]) -> Answe
         for event in session.step():
             assert isinstance(event, TokenEvent)
             answers[event.request_id, event.sample].append(event)
-    assert session.pages_in_use == 0
+    assert session.counts.pages_in_use == 0
     return answers
 
 
@@ -145,7 +145,7 @@ def test_session_with_graphs_equals_one_without(
                     assert a.model_logprobs.of_token == pytest.approx(b.model_logprobs.of_token, abs=1e-3)
                     assert [token for token, _ in a.model_logprobs.top] == [token for token, _ in b.model_logprobs.top]
     assert session.driver.graphs is not None, "no capture failed"
-    assert (session.num_reused_tokens > 0) == keeps_prefixes
+    assert (session.counts.num_reused_tokens > 0) == keeps_prefixes
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_a_cancelled_request_leaves_the_others_unchanged() -> None:
     for key, ids in expected.items():
         if key[0] not in cancelled:
             assert found[key] == ids
-    assert session.pages_in_use == 0
+    assert session.counts.pages_in_use == 0
 
 
 @pytest.mark.parametrize("num_captured", [0, 2])

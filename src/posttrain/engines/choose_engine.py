@@ -54,7 +54,9 @@ def load_for_sampling(
     module = load_with_adapter(resolved, sampling_dtype(precision, where), where)
     module = module if adapt is None else adapt(module)
     tokenizer = load_tokenizer(resolved.tokenizer, f"model {resolved.text!r}")
-    length = int(getattr(_text_config(module), "max_position_embeddings", 0) or longest_default or 4096)
+    base: Any = module.get_base_model() if hasattr(module, "peft_config") else module  # type: ignore[operator]
+    text_config: PretrainedConfig = base.config.get_text_config()
+    length = int(getattr(text_config, "max_position_embeddings", 0) or longest_default or 4096)
     if longest_default is not None:
         length = min(length, longest_default)
     settings = native_settings(native or NativeConfig(), max_total_tokens or length)
@@ -62,8 +64,3 @@ def load_for_sampling(
         # As in training: summing partial products in bf16 would change the numbers.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return NativeEngine(module, tokenizer, settings), tokenizer
-
-
-def _text_config(model: nn.Module) -> PretrainedConfig:
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-    return base.config.get_text_config()

@@ -12,12 +12,11 @@ from tiny_models import tiny_model
 from torch import nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.engines.native.decoding import SingleBackend
-from posttrain.engines.native.drawn_tokens import Drawn
 from posttrain.engines.native.driver import Driver, NewToken, Request
+from posttrain.engines.native.forward import SingleBackend
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.noise import sequence_key
-from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.sampler import Drawn, TokenSampler
 from posttrain.engines.native.scheduler import Admission, PromptGroup, Sample, Scheduler
 from posttrain.engines.native.stopping import StopRules
 from posttrain.types import Sampling, Task

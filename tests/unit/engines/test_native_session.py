@@ -88,8 +88,8 @@ def run(session: GenerationSession, arriving: list[SessionRequest], every: int =
 
 
 def assert_empty(session: GenerationSession) -> None:
-    assert (session.unfinished, session.num_active, session.num_waiting) == (False, 0, 0)
-    assert session.pages_in_use == 0
+    assert (session.unfinished, session.counts.num_active, session.counts.num_waiting) == (False, 0, 0)
+    assert session.counts.pages_in_use == 0
     driver = session.driver
     assert (session._requests, driver._requests, driver.scheduler._groups) == ({}, {}, []), "nothing accumulates"
 
@@ -286,11 +286,11 @@ def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Modu
         for one in first
     ]
     further = [replace(one, sampling=replace(one.sampling, max_new_tokens=8)) for one in further]
-    before = session.num_reused_tokens
+    before = session.counts.num_reused_tokens
     answers |= tokens(run(session, further, every=2))
     assert before > 0
-    assert session.num_reused_tokens - before > 80
-    assert (session.num_preemptions > 0) == (num_pages == 22)
+    assert session.counts.num_reused_tokens - before > 80
+    assert (session.counts.num_preemptions > 0) == (num_pages == 22)
     for one in [*first, *further]:
         expected = engine_answers(model, one)
         assert {key: answers[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
@@ -450,7 +450,7 @@ def test_decode_steps_compute_short_prompts(
         events += session.step()
     assert counts == []
     assert_empty(session)
-    assert (session.num_reused_tokens > 0) == keeps_prefixes
+    assert (session.counts.num_reused_tokens > 0) == keeps_prefixes
     for request in wanted:
         assert drawn_by(events, request.id) == engine_answers(model, request)[request.id, 0][0]
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
-from posttrain.engines.native.drawn_tokens import Drawn
 from posttrain.engines.native.graphs import DecodeGraphs
+from posttrain.engines.native.sampler import Drawn
 from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
 from posttrain.types import Sampling
 
@@ -66,7 +66,7 @@ def run(session: GenerationSession, arriving: Sequence[SessionRequest], every: i
             assert isinstance(event, TokenEvent)
             answers[event.request_id, event.sample].append(event)
         steps += 1
-    assert session.pages_in_use == 0
+    assert session.counts.pages_in_use == 0
     return answers
 
 
@@ -163,7 +163,7 @@ def test_all_adapters_are_launched_before_tokens_are_read(monkeypatch: pytest.Mo
     session = session_of(adapted, activate=activate)
     for request in of_adapters(requests([Sampling(30, ignore_eos=True)] * 3)):
         session.add(request)
-    while session.num_waiting or not session.step():
+    while session.counts.num_waiting or not session.step():
         session.step()
     happened: list[str] = []
     step, read = DecodeGraphs.step, Drawn.read
@@ -220,7 +220,7 @@ def test_a_cancelled_request_frees_its_pages_at_once(model: nn.Module, monkeypat
     for _ in range(4):
         session.step()
     session.cancel(first.id)
-    assert (session.num_active, session.pages_in_use) == (0, 0)
+    assert (session.counts.num_active, session.counts.pages_in_use) == (0, 0)
     assert session.unfinished, "its last tokens are in flight"
     session.add(replace(other, id=first.id))  # the same name: tokens in flight are not its own
     answers = run(session, [])
@@ -255,7 +255,7 @@ def test_cached_pages_of_an_answer_hold_its_tokens(
         assert_same(again, expected)
         num_known = len(prompt) + length - 2  # at least: the host may not have read the last tokens
         if sampling is not stops or answer.index(answer[-1]) == length - 1:
-            assert session.num_reused_tokens >= num_known // 4 * 4
+            assert session.counts.num_reused_tokens >= num_known // 4 * 4
 
 
 def test_preempted_samples_continue_where_they_were(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_preempted_samples_continue_where_they_were(model: nn.Module, monkeypatc
     small = SETTINGS.model_copy(update={"kv_cache_gib": 22 * page_gib, "max_total_tokens": 60})
     session = GenerationSession(NativeEngine(model, TOKENIZER, small), keeps_prefixes=True)
     assert_same(run(session, wanted), expected)
-    assert session.num_preemptions > 0
+    assert session.counts.num_preemptions > 0
 
 
 def test_one_clearing_for_all_tokens_that_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_one_clearing_for_all_tokens_that_are_read_together(monkeypatch: pytest.
     session = session_of(broken, keeps_prefixes=True)
     for request in requests([Sampling(20, ignore_eos=True)] * 2, num_samples=2):
         session.add(request)
-    while session.num_waiting:
+    while session.counts.num_waiting:
         session.step()
     session.step()
     cleared: list[int] = []

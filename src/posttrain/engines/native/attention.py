@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.engines.native.cuda_graph_cache import Staging
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.models.attention_interface import AttendOptions
@@ -188,6 +189,16 @@ class PagedDecode:
                 self.num_filled[row] = len(sample.pages)
                 changed = True
         return changed
+
+    def send_table(self, samples: Sequence[Sample], staged: Staging, target: Tensor) -> None:
+        """The table of `samples` to `target` on the device, if it has changed since the last call."""
+        count = len(samples)
+        if not self.update_table(samples) and count == self.num_sent:
+            return
+        self.num_sent = count
+        table = staged.fill()
+        table[:count], table[count:] = self.host_table[:count], self.cache.scratch_page
+        staged.send(target)
 
     def point_at(self, table: Tensor, position: Tensor) -> None:
         """Prepare one step of rows whose pages are in `table` and whose new tokens are at `position`.

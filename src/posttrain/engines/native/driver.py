@@ -27,12 +27,10 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
-from posttrain.engines.native.decoding import Decoding, warn_without_graphs
-from posttrain.engines.native.drawn_tokens import Drawn, ModelLogprobs, draw, top_logprobs
-from posttrain.engines.native.forward import ForwardPass, first_logits, prefill
+from posttrain.engines.native.forward import Decoding, ForwardPass, first_logits, prefill, warn_without_graphs
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache
-from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.sampler import Drawn, ModelLogprobs, TokenSampler, draw, top_logprobs
 from posttrain.engines.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
 from posttrain.engines.native.speculation import DrawnWithDrafts, Speculation
 from posttrain.engines.native.stopping import StopRules

@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
-from posttrain.engines.native.decoding import SingleBackend
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
-from posttrain.engines.native.forward import ForwardPass
+from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call

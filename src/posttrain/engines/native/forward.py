@@ -1,16 +1,24 @@
-"""Forward passes of a `transformers` model over the paged cache: prefill of prompts, and one token per sample."""
+"""Forward passes of a `transformers` model over the paged cache: prefill of prompts, and one token per sample.
+
+Decode backends without CUDA graphs read dense copies of the pages on a CPU, or the pages in place. All of them write to
+the same pages, which hold every key and value. A dense copy is a faster view of the pages. It may be dropped at any
+time, and must be dropped after steps that did not update it.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.engines.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
 from posttrain.engines.native.kv_cache import PagedKvCache
-from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
+from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample, pages_for
 from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
@@ -118,7 +126,9 @@ def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
     """[samples, vocabulary]: all samples of a group draw their first token from one row of logits."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
     row_of = {group: row for row, group in enumerate(groups)}
-    logits = forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
+    last = [group.last_hidden for group in groups if group.last_hidden is not None]
+    assert len(last) == len(groups), "a prompt is computed before its samples start"
+    logits = forward.head.logits(torch.stack(last))
     rows = to_device(torch.tensor([row_of[sample.group] for sample in samples]), logits.device)
     return logits.index_select(0, rows)
 
@@ -144,6 +154,77 @@ def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple
         yield row
 
 
-def _last_hidden(group: PromptGroup) -> Tensor:
-    assert group.last_hidden is not None, "a prompt is computed before its samples start"
-    return group.last_hidden
+# A dense copy grows in steps of about this many tokens; see `DenseDecode`.
+_DENSE_HEADROOM_TOKENS = 96
+
+
+class Decoding(Protocol):
+    def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
+        """[samples, vocabulary], valid until the next call. `adapter` is active."""
+
+    def drop_copies(self) -> None:
+        """Drop dense copies whose pages were cleared or written without updating the copy."""
+
+
+@dataclass
+class SingleBackend:
+    """One decode backend for all steps and all adapters."""
+
+    forward: ForwardPass
+    backend: DenseDecode | PagedDecode
+
+    def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
+        return self.forward.next_logits(self.backend, samples)
+
+    def drop_copies(self) -> None:
+        if isinstance(self.backend, DenseDecode):
+            self.backend.forget_rows()
+
+
+class BackendPerAdapter:
+    """A decode backend for each adapter. `num_pages` counts pages for sequences; the cache has one more for padding."""
+
+    def __init__(
+        self, forward: ForwardPass, cache: PagedKvCache, num_pages: int, max_rows: int, max_total_tokens: int
+    ) -> None:
+        self._forward, self._cache, self._num_pages = forward, cache, num_pages
+        self._max_total_tokens = max_total_tokens
+        self.copies: dict[str, DenseDecode] = {}  # by adapter
+        self._paged = self.new_paged(max_rows)
+
+    def next_logits(self, adapter: str, samples: Sequence[Sample]) -> Tensor:
+        longest = 1 + max(sample.num_cached for sample in samples)
+        return self._forward.next_logits(self.decode_backend_for(adapter, len(samples), longest), samples)
+
+    def drop_copies(self) -> None:
+        self.copies.clear()
+
+    def forget_rows(self) -> None:
+        """Later samples may have the admission numbers of earlier ones."""
+        self.drop_copies()
+        self._paged.forget_rows()
+
+    def decode_backend_for(self, adapter: str, num_rows: int, longest: int) -> DenseDecode | PagedDecode:
+        """On a CPU the dense copies together never take more memory than the pages."""
+        if self._cache.device.type != "cpu":
+            return self._paged
+        size, longest_ever = self._cache.page_size, self._max_total_tokens
+        limit = self._num_pages * size
+        rows, length = num_rows, pages_for(min(longest + _DENSE_HEADROOM_TOKENS, longest_ever), size) * size
+        if rows * length > limit:  # a long answer among many short ones: read the pages in place
+            self.copies.pop(adapter, None)  # the copy would miss the tokens of these steps
+            return self._paged
+        if (copy := self.copies.get(adapter)) is not None:
+            rows, length = max(rows, copy.num_rows), max(length, copy.row_length)
+        held = sum(copy.num_rows * copy.row_length for name, copy in self.copies.items() if name != adapter)
+        if rows * length + held > limit:
+            self.drop_copies()  # refilled on next use
+        return self.copies.setdefault(adapter, DenseDecode(self._cache, longest_ever))
+
+    def new_paged(self, max_rows: int) -> PagedDecode:
+        most = pages_for(self._max_total_tokens, self._cache.page_size) + 1
+        return PagedDecode(self._cache, max_rows, most)
+
+
+def warn_without_graphs(error: GraphCaptureError) -> None:
+    warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=3)

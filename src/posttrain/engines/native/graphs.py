@@ -25,9 +25,8 @@ from torch import Tensor
 
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, batch_sizes
-from posttrain.engines.native.drawn_tokens import Drawn, DrawSettings, draw, top_logprobs
 from posttrain.engines.native.forward import ForwardPass
-from posttrain.engines.native.sampler import draw_plain
+from posttrain.engines.native.sampler import Drawn, DrawSettings, draw, draw_plain, top_logprobs
 from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
 from posttrain.policy.fused.adapters import capture_key
 from posttrain.policy.runtime import to_device
@@ -145,14 +144,13 @@ class DecodeGraphs:
     def __init__(self, forward: ForwardPass, decode: PagedDecode, like: DecodeGraphs | None = None) -> None:
         self.forward = forward
         self.decode = decode
-        self.scratch_page = decode.cache.scratch_page
         device = decode.cache.device
         max_rows, width = decode.host_table.shape
         self.sizes = batch_sizes(max_rows)
         most = self.sizes[-1]
         self.state = torch.zeros(5, most, dtype=torch.long, device=device)
         self.inverse_temperature = torch.zeros(most, dtype=torch.float32, device=device)
-        self.table = torch.full((most, width), self.scratch_page, dtype=torch.int32, device=device)
+        self.table = torch.full((most, width), decode.cache.scratch_page, dtype=torch.int32, device=device)
         # The rows of the next step. The token's entry holds the index at which `_arrange` finds the token.
         self._new_rows = torch.zeros_like(self.state)
         self._staged_rows, self._staged_table = Staging(self._new_rows), Staging(self.table)
@@ -219,7 +217,7 @@ class DecodeGraphs:
         assert len(rows) <= self.sizes[-1], f"{len(rows)} rows, and the largest step has {self.sizes[-1]}"
         size = next(size for size in self.sizes if size >= len(rows))
         self._arrange(samples, settings)
-        self._send_table(rows)
+        self.decode.send_table(rows, self._staged_table, self.table)
         if self._model_state is None:  # after the first prefill, which may move weights to another address
             activate()
             self._model_state = capture_key(self.forward.base)
@@ -271,16 +269,6 @@ class DecodeGraphs:
         self._draws_inside = all(one.sampler.is_plain and one.num_top_logprobs is None for one in settings)
         self._order = order
         self._prefixes.send(samples)
-
-    def _send_table(self, samples: Sequence[Sample]) -> None:
-        changed = self.decode.update_table(samples)
-        if not changed and len(samples) == self.decode.num_sent:
-            return
-        self.decode.num_sent = len(samples)
-        table = self._staged_table.fill()
-        table[: len(samples)] = self.decode.host_table[: len(samples)]
-        table[len(samples) :] = self.scratch_page
-        self._staged_table.send(self.table)
 
     def _compute(self, size: int, vocab_size: int | None) -> Tensor:
         """Tokens and log-probabilities [2, size]; without `vocab_size` the logits."""

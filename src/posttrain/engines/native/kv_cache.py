@@ -41,9 +41,8 @@ class PagedKvCache:
         self.device = device
         self.keys: dict[int, Tensor] = {}  # layer -> [pages, page size, heads, dim]
         self.values: dict[int, Tensor] = {}
-        self.factors: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # FP8 layers: scales of keys and values [pages, page size, heads]
+        # Of FP8 layers, the scales of keys and values: [pages, page size, heads].
+        self.factors: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, shape in layers.items():
             pages = (num_pages, page_size, shape.num_heads)
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
@@ -101,10 +100,8 @@ class PagedKvCache:
 
     def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Slots of positions [start, end) of the sequence in `pages`."""
-        position = np.arange(start, end)
-        return (
-            np.asarray(pages, dtype=np.int64)[position // self.page_size] * self.page_size + position % self.page_size
-        )
+        position, size = np.arange(start, end), self.page_size
+        return np.asarray(pages, dtype=np.int64)[position // size] * size + position % size
 
 
 def dequantised(pool: Tensor, factors: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,7 +134,8 @@ def num_pages_for_call(
     elif device.type == "cpu":
         budget = float(max(_CPU_DEFAULT_BYTES, least * budget_per_page))
     else:
-        free, total = _cuda_bytes(device)
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch has cached
         budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
     affordable = int(budget // budget_per_page)
     if affordable < least:
@@ -147,9 +145,3 @@ def num_pages_for_call(
             "max_new_tokens or the length of prompts"
         )
     return min(wanted, affordable)
-
-
-def _cuda_bytes(device: torch.device) -> tuple[int, int]:
-    """Free memory, including what torch has cached, and total memory."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total

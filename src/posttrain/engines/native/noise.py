@@ -21,7 +21,10 @@ def sequence_key(seed: int, step: int, draw: int, sample: int) -> int:
     """The key of one completion, as a signed 64-bit integer."""
     key = 0
     for part in (seed, step, draw, sample):
-        key = _mix(key ^ (((part + 1) * _GOLDEN) & _MASK))
+        key ^= ((part + 1) * _GOLDEN) & _MASK
+        for shift, factor in _ROUNDS:
+            key = ((key ^ (key >> shift)) * factor) & _MASK
+        key ^= key >> _LAST_SHIFT
     return _signed(key)
 
 
@@ -40,12 +43,6 @@ def uniform(keys: Tensor, index: Tensor) -> Tensor:
 def gumbel(keys: Tensor, index: Tensor) -> Tensor:
     """Standard Gumbel noise: the argmax of logits plus this is a sample of their softmax."""
     return uniform(keys, index).log_().neg_().log_().neg_()
-
-
-def _mix(value: int) -> int:
-    for shift, factor in _ROUNDS:
-        value = ((value ^ (value >> shift)) * factor) & _MASK
-    return value ^ (value >> _LAST_SHIFT)
 
 
 def _mix_tensor(value: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from posttrain.engines.native.page_allocator import PageAllocator
-from posttrain.engines.native.prefix_cache import PrefixCache
+from posttrain.engines.native.pages import PageAllocator, PrefixCache
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 

@@ -19,14 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-from posttrain.engines.native.decoding import BackendPerAdapter
-from posttrain.engines.native.drawn_tokens import ModelLogprobs
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
+from posttrain.engines.native.forward import BackendPerAdapter
 from posttrain.engines.native.fp8 import fp8_weights
 from posttrain.engines.native.graphs import GraphsPerAdapter
 from posttrain.engines.native.noise import sequence_key
-from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.sampler import ModelLogprobs, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
@@ -126,7 +125,7 @@ class GenerationSession:
         self._vocab_size = engine.vocab_size
         self._samplers: dict[Sampling, TokenSampler] = {}
         self._requests: dict[str, Request] = {}
-        self._num_preemptions = self._num_reused_tokens = 0  # before the last `reset`
+        self._before = SessionCounts()  # the last `reset`
         engine.model.eval()
         self._allocate()
         self.limits = SessionLimits(
@@ -185,29 +184,14 @@ class GenerationSession:
         return self.driver.unfinished
 
     @property
-    def num_active(self) -> int:
-        return len(self.driver.scheduler.active)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.driver.scheduler.waiting)
-
-    @property
-    def pages_in_use(self) -> int:
-        return self.num_pages - self.driver.scheduler.pages.num_free
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._num_preemptions + self.driver.scheduler.num_preemptions
-
-    @property
-    def num_reused_tokens(self) -> int:
-        return self._num_reused_tokens + self.driver.scheduler.num_reused_tokens
-
-    @property
     def counts(self) -> SessionCounts:
+        scheduler = self.driver.scheduler
         return SessionCounts(
-            self.num_active, self.num_waiting, self.pages_in_use, self.num_preemptions, self.num_reused_tokens
+            num_active=len(scheduler.active),
+            num_waiting=len(scheduler.waiting),
+            pages_in_use=self.num_pages - scheduler.pages.num_free,
+            num_preemptions=self._before.num_preemptions + scheduler.num_preemptions,
+            num_reused_tokens=self._before.num_reused_tokens + scheduler.num_reused_tokens,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -253,7 +237,7 @@ class GenerationSession:
             self._graphs = None
         elif self._graphs is not None:
             self._graphs.forget_rows()
-        self._num_preemptions, self._num_reused_tokens = self.num_preemptions, self.num_reused_tokens
+        self._before = self.counts
         self.driver = self._new_driver()
         return lost
 

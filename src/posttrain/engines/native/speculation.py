@@ -22,10 +22,9 @@ from posttrain.engines.native import drafting
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, batch_sizes
 from posttrain.engines.native.drafting import END, FROM, INDEX, KEY, LEFT, NUM_FIELDS, POSITION, TO, lay_out
-from posttrain.engines.native.drawn_tokens import Drawn
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.engines.native.kv_cache import PagedKvCache
-from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.sampler import Drawn, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, pages_for
 from posttrain.policy.fused.adapters import capture_key
 from posttrain.policy.memory.settings import MOST_DRAFTED_SAMPLES, draft_length
@@ -72,27 +71,21 @@ class Payoff:
         self._tokens[drafts] = 0.95 * tokens + num_tokens, 0.95 * steps + num_samples
 
     def pays(self, size: int, drafts: int) -> bool:
-        plain = self._plain_time(size)
+        # A plain step: the next larger measured size, as small differences in row count hardly change the time.
+        sizes = sorted(timed for timed, drafted in self._times if drafted == 0 and timed >= size)
+        plain = next((found for timed in sizes if (found := self._time(timed, 0)) is not None), None)
         if plain is None:
             return False
         with_drafts = self._time(size, drafts)
         if with_drafts is None:
             # Not measured yet: at least the time of a plain step with as many rows, if known.
             with_drafts = self._time(size * (1 + drafts), 0) or plain
-        return self._tokens_per_step(drafts) * plain > _GAIN * with_drafts
-
-    def _tokens_per_step(self, drafts: int) -> float:
         tokens, steps = self._tokens.get(drafts, (0.0, 0.0))
-        return tokens / steps if steps else _HOPE
+        return (tokens / steps if steps else _HOPE) * plain > _GAIN * with_drafts
 
     def _time(self, size: int, drafts: int) -> float | None:
         times = self._times.get((size, drafts), ())
         return median(times) if len(times) >= _NUM_TIMED else None
-
-    def _plain_time(self, size: int) -> float | None:
-        """Time of the next larger measured size: small differences in row count hardly change the time."""
-        sizes = sorted(timed for timed, drafts in self._times if drafts == 0 and timed >= size)
-        return next((found for timed in sizes if (found := self._time(timed, 0)) is not None), None)
 
 
 @dataclass
@@ -182,7 +175,7 @@ class Speculation:
         members: dict[PromptGroup, list[Sample]] = {}
         for sample in samples:
             members.setdefault(sample.group, []).append(sample)
-        lengths = [group.prompt_length + sum(map(_room_needed, own)) for group, own in members.items()]
+        lengths = [group.prompt_length + len(own) * group.max_new_tokens for group, own in members.items()]
         free = _TEXT_CAPACITY - 2 * drafting.MARGIN - sum(lengths) - 2 * len(samples)
         if free < 0:
             return
@@ -219,7 +212,7 @@ class Speculation:
         """Launch one step: one token or more for each sample. Does not synchronise with the device."""
         size, width = self._size(len(samples)), 1 + num_drafts
         self._arrange(samples)
-        self._send_table(samples)
+        self.decode.send_table(samples, self._staged_table, self.table)
         if self._graphs is None:
             drawn = self._compute(size, width, sampler)
         else:
@@ -253,16 +246,6 @@ class Speculation:
         self.state.copy_(self.state.index_select(1, to_device(source, self.state.device)))
         self._order = order
 
-    def _send_table(self, samples: Sequence[Sample]) -> None:
-        changed = self.decode.update_table(samples)
-        if not changed and len(samples) == self.decode.num_sent:
-            return
-        self.decode.num_sent = len(samples)
-        table = self._staged_table.fill()
-        table[: len(samples)] = self.decode.host_table[: len(samples)]
-        table[len(samples) :] = self.decode.cache.scratch_page
-        self._staged_table.send(self.table)
-
     def _compute(self, size: int, width: int, sampler: TokenSampler) -> Tensor:
         decode, cache = self.decode, self.decode.cache
         state, table = self.state[:, :size], self.table[:size]
@@ -279,7 +262,3 @@ class Speculation:
 
 def _left(sample: Sample) -> int:
     return sample.group.max_new_tokens - len(sample.token_ids)
-
-
-def _room_needed(sample: Sample) -> int:
-    return sample.group.max_new_tokens
