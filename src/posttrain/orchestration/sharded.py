@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,23 +35,15 @@ class NeverStops:
     def commit(self) -> None: ...
 
 
+@dataclass
 class ShardedTrainer:
-    def __init__(
-        self,
-        group: WorkerGroup,
-        train: MicroBatching,
-        score: MicroBatching,
-        seed: int,
-        show_progress: ShowProgress = no_progress,
-        stop: StopPoints | None = None,
-    ) -> None:
-        self.group = group
-        self.stop = stop or NeverStops()
-        self.show_progress = show_progress
-        self.train = train  # micro-batches of updates
-        self.score = score  # of passes without gradients, which need less memory
-        self.seed = seed
-        self.num_updates = 0
+    group: WorkerGroup
+    train: MicroBatching  # micro-batches of updates
+    score: MicroBatching  # of passes without gradients, which need less memory
+    seed: int
+    show_progress: ShowProgress = no_progress
+    stop: StopPoints = field(default_factory=NeverStops)
+    num_updates: int = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
         self.stop.commit()

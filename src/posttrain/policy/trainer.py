@@ -112,12 +112,12 @@ class PolicyTrainer:
         self.tokenizer = load_tokenizer(config.tokenizer.name)
         self.tokenizer.chat_template = setup.chat_template
         self.model = self._load_model(setup)
-        lora = config.dtensor_cfg.lora_cfg
         self._scores_answers, self._trains = setup.reward_model, setup.trains
         self._in_fp8 = config.fp8 and setup.trains
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        self.reference = self._freeze_reference() if setup.needs_reference and not lora.enabled else None
+        has_copy = setup.needs_reference and not config.dtensor_cfg.lora_cfg.enabled
+        self.reference = self._freeze_reference() if has_copy else None
         self.forward = self._shardable(self.model)
         self._refuse_unsupported(setup)
         self.optimizer: MixedPrecisionOptimizer | None = None
@@ -159,11 +159,8 @@ class PolicyTrainer:
         )
 
     def _shardable(self, model: nn.Module) -> Forward:
-        root: Forward
-        if self._scores_answers:
-            root = SequenceScores(model)
-        else:
-            root = TokenLogprobs(model, self.config.logprob_chunk_size)
+        chunk_size = self.config.logprob_chunk_size
+        root: Forward = SequenceScores(model) if self._scores_answers else TokenLogprobs(model, chunk_size)
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
         if layers_mesh is not None:
             split_over_ranks(model, root.head, layers_mesh, self.device, FIELD if self._trains else ENGINE_FIELD)
@@ -206,17 +203,15 @@ class PolicyTrainer:
         return self._shardable(copy.deepcopy(self.model).requires_grad_(False).eval())
 
     def facts(self) -> ModelFacts:
+        config: dict[str, object] = base_config(self.model).to_dict()
+        if self._scores_answers:  # a reward model has no output table, so there is none to share with the input's
+            config["tie_word_embeddings"] = False
         return ModelFacts(
-            config=self._model_config(),
+            config=config,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
             device=self.device.type,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
         )
-
-    def _model_config(self) -> dict[str, object]:
-        config: dict[str, object] = base_config(self.model).to_dict()
-        # A reward model has no output table, so there is none to share with the input's.
-        return {**config, "tie_word_embeddings": False} if self._scores_answers else config
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +235,7 @@ class PolicyTrainer:
         metrics: list[Mapping[str, Tensor]] = []
         with self._products_in_fp8(self.forward, gradients=True):
             for part in parts:
-                metrics += self._backward(part, objective)
+                metrics.append(self._backward(part, objective))
                 self.optimizer.collect_gradients()
                 if progress is not None:
                     progress(1)
@@ -249,20 +244,18 @@ class PolicyTrainer:
         summed = combine_metrics([_to_floats(m) for m in metrics])
         return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
 
-    def _backward(self, part: TokenBatch | None, objective: Objective) -> list[Mapping[str, Tensor]]:
+    def _backward(self, part: TokenBatch | None, objective: Objective) -> Mapping[str, Tensor]:
         """Both passes of one micro-batch; nothing of its graph is left afterwards."""
         with self._row(part, self.forward) as row:
             logprobs = self.forward(row, self.temperature)
-            measured: list[Mapping[str, Tensor]] = []
             if part is None:
                 loss = logprobs.sum() * 0.0
-                measured.append({"loss": torch.zeros_like(loss)})
+                metrics: Mapping[str, Tensor] = {"loss": torch.zeros_like(loss)}
             else:
                 loss, metrics = objective(logprobs, part)
-                measured.append(metrics)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             (loss * self.mesh.num_shards).backward()
-        return measured
+        return metrics
 
     @torch.no_grad()
     def evaluate(

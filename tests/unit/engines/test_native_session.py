@@ -358,7 +358,7 @@ def test_a_page_of_a_failed_request_is_not_reused_after_its_other_holder_is_canc
     model: nn.Module, is_ahead: bool
 ) -> None:
     session = session_of(model, keeps_prefixes=True)
-    session.driver._max_prompt_rows = 0  # the prompt is computed before the next token of the other holder
+    session.driver.max_prompt_rows = 0  # the prompt is computed before the next token of the other holder
     prompt = tuple(range(10, 21))
     holder, lost, again = (SessionRequest(name, prompt, Sampling(12, 0.0, ignore_eos=True), 0) for name in "abc")
     session.add(holder)
@@ -458,7 +458,7 @@ def test_decode_steps_compute_short_prompts(
 @pytest.mark.parametrize("is_ahead", ["ahead"], indirect=True)
 def test_longer_prompts_and_several_samples_are_prefilled(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(model)
-    session.driver._max_prompt_rows = 10
+    session.driver.max_prompt_rows = 10
     counts = count_prefilled(monkeypatch)
     wanted = [
         SessionRequest("short", (5, 6, 7), Sampling(20, 0.0, ignore_eos=True), 0),
@@ -481,7 +481,7 @@ def test_longer_prompts_and_several_samples_are_prefilled(model: nn.Module, monk
 @pytest.mark.parametrize("is_ahead", ["ahead"], indirect=True)
 def test_answers_of_one_token_leave_nothing_behind(model: nn.Module) -> None:
     session = session_of(model)
-    session.driver._max_prompt_rows = 0
+    session.driver.max_prompt_rows = 0
     for number in range(5):
         run(session, [SessionRequest(f"r{number}", (5, 6, 7), Sampling(1), seed=number)])
     assert session._graphs is not None

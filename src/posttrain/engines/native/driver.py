@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ _ENOUGH_TO_PREFILL = 16
 _IDLE_SHARE = 1 / 8
 
 
+@dataclass(eq=False)
 class Driver:
     """`graphs` are those of each adapter. `speculation` requires that all requests have equal sampling settings and no
     adapter. `activate` is called with the name of an adapter before the model runs for its samples, whenever it
@@ -89,37 +90,26 @@ class Driver:
     step instead, if its graphs have rows for them.
     """
 
-    def __init__(
-        self,
-        forward: ForwardPass,
-        cache: PagedKvCache,
-        scheduler: Scheduler,
-        decoding: Decoding,
-        max_prefill_tokens: int,
-        *,
-        graphs: Mapping[str, DecodeGraphs] | None = None,
-        speculation: Speculation | None = None,
-        activate: Callable[[str], None] | None = None,
-        max_admitted_tokens: int | None = None,
-        steps_between_prefills: int = 1,
-        max_prompt_rows: int = 0,
-    ) -> None:
-        self.forward = forward
-        self.cache = cache
-        self.scheduler = scheduler
-        self.decoding = decoding
-        self.graphs = graphs
-        self.speculation = speculation
-        self._max_prefill_tokens = max_prefill_tokens
-        self._max_admitted_tokens = max_admitted_tokens
-        self._activate = activate
+    forward: ForwardPass
+    cache: PagedKvCache
+    scheduler: Scheduler
+    decoding: Decoding
+    max_prefill_tokens: int
+    _: KW_ONLY
+    graphs: Mapping[str, DecodeGraphs] | None = None
+    speculation: Speculation | None = None
+    activate: Callable[[str], None] | None = None
+    max_admitted_tokens: int | None = None
+    steps_between_prefills: int = 1
+    max_prompt_rows: int = 0
+
+    def __post_init__(self) -> None:
         self._adapter: str | None = None  # the active one
         self._requests: dict[PromptGroup, Request] = {}
         self._in_flight: list[Drawn] = []  # drawn on the device, not read yet; in the order of their launches
         self._has_read_nan = False
-        self._max_prompt_rows = max_prompt_rows
-        self._steps_between_prefills = self._num_steps_since_prefill = steps_between_prefills
-        self._enough_to_prefill = min(_ENOUGH_TO_PREFILL, max(1, int(scheduler.max_batch_size * _IDLE_SHARE)))
+        self._num_steps_since_prefill = self.steps_between_prefills
+        self._enough_to_prefill = min(_ENOUGH_TO_PREFILL, max(1, int(self.scheduler.max_batch_size * _IDLE_SHARE)))
         self._has_backlog = False  # the last prefill took fewer samples than could start
 
     @property
@@ -128,7 +118,7 @@ class Driver:
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
-        assert self._activate is not None or not request.group.adapter, "the driver was built without adapters"
+        assert self.activate is not None or not request.group.adapter, "the driver was built without adapters"
         self._requests[request.group] = request
         self.scheduler.add(request.samples)
 
@@ -162,10 +152,10 @@ class Driver:
         if self.graphs is not None and not scheduler.active:
             for graphs in self.graphs.values():
                 graphs.forget_rows()  # tokens of samples that left before a step
-        may_join = self.graphs is not None and self._max_prompt_rows > 0
-        joining = scheduler.admit_short(self._max_prompt_rows) if may_join else Admission()
+        may_join = self.graphs is not None and self.max_prompt_rows > 0
+        joining = scheduler.admit_short(self.max_prompt_rows) if may_join else Admission()
         if not joining.samples and self._may_prefill():
-            admission = scheduler.admit(self._max_admitted_tokens)
+            admission = scheduler.admit(self.max_admitted_tokens)
             if admission.samples:
                 self._num_steps_since_prefill = 0
                 self._has_backlog = scheduler.num_startable > 0
@@ -198,7 +188,7 @@ class Driver:
             self._has_backlog = False
             return False
         enough = self._has_backlog or num_startable >= self._enough_to_prefill
-        needed = 1 if enough else self._steps_between_prefills
+        needed = 1 if enough else self.steps_between_prefills
         return not self.scheduler.active or self._num_steps_since_prefill >= needed
 
     def _give_up_graphs(self) -> None:
@@ -264,7 +254,7 @@ class Driver:
 
     def _by_adapter(self, samples: Sequence[Sample]) -> list[tuple[str, list[Sample]]]:
         """Each adapter with its samples. The currently active one comes first."""
-        if self._activate is None:
+        if self.activate is None:
             return [("", list(samples))] if samples else []
         groups: dict[str, list[Sample]] = {}
         for sample in samples:
@@ -272,8 +262,8 @@ class Driver:
         return sorted(groups.items(), key=lambda item: (item[0] != self._adapter, item[0]))
 
     def _use(self, adapter: str) -> None:
-        if self._activate is not None and adapter != self._adapter:
-            self._activate(adapter)
+        if self.activate is not None and adapter != self._adapter:
+            self.activate(adapter)
             self._adapter = adapter
 
     def _start(self, admission: Admission) -> list[Update]:
@@ -295,7 +285,7 @@ class Driver:
     def _prefill(self, adapter: str, jobs: Sequence[Prefill]) -> None:
         if jobs:
             self._use(adapter)
-            prefill(self.forward, self.cache, jobs, self._max_prefill_tokens)
+            prefill(self.forward, self.cache, jobs, self.max_prefill_tokens)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 

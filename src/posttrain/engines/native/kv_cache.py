@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,20 +32,23 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
+@dataclass(eq=False)
 class PagedKvCache:
     """The last page is the scratch page for padding: it fills unused entries of page tables."""
 
-    def __init__(self, layers: dict[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> None:
-        self.layers = layers
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.device = device
+    layers: dict[int, LayerShape]
+    num_pages: int
+    page_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.keys: dict[int, Tensor] = {}  # layer -> [pages, page size, heads, dim]
         self.values: dict[int, Tensor] = {}
         # Of FP8 layers, the scales of keys and values: [pages, page size, heads].
         self.factors: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, shape in layers.items():
-            pages = (num_pages, page_size, shape.num_heads)
+        device = self.device
+        for layer, shape in self.layers.items():
+            pages = (self.num_pages, self.page_size, shape.num_heads)
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
             self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
             if shape.is_fp8:

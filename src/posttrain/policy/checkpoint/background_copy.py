@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posttrain.policy import host_memory
 
-_SEGMENT_BYTES = 4 * 2**30
+_SEGMENT_BYTES = 4 * 2**30  # each segment is allocated as one block
 _POLL_S = 0.002
 _LONGEST_ALLOCATION_S = 900.0  # a hundred gigabytes take half a minute
 _LONGEST_COPY_S = 120.0  # a hundred gigabytes take a few seconds
@@ -88,7 +88,7 @@ class StagingArea:
 
     def _allocate(self, shapes: Mapping[str, Tensor]) -> None:
         try:
-            for keys in _segments(shapes):
+            for keys in host_memory.in_batches(shapes, _SEGMENT_BYTES):
                 group = [shapes[key] for key in keys]
                 starts, total = host_memory.place(group)
                 buffer = host_memory.allocate(total)
@@ -136,9 +136,8 @@ class HostCopy:
                 target.copy_(source)
             limit = time.monotonic() + _LONGEST_COPY_S
             while self._mark is not None and int(self._mark.numpy()[0]) == 0:
-                if (
-                    time.monotonic() > limit
-                ):  # after an error on the device the copy never completes, and no error is raised
+                # After an error on the device the copy never completes, and no error is raised.
+                if time.monotonic() > limit:
                     raise RuntimeError(
                         f"the copy of a checkpoint did not arrive in host memory within {_LONGEST_COPY_S:g} s"
                     )
@@ -155,17 +154,3 @@ class HostCopy:
 
 def _layout_of(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
     return [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]
-
-
-def _segments(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The keys in groups of a few gigabytes, each allocated as one block."""
-    groups: list[list[str]] = []
-    room = 0
-    for key, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if not groups or size > room:
-            groups.append([])
-            room = _SEGMENT_BYTES
-        groups[-1].append(key)
-        room -= size
-    return groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from posttrain.files.json_files import read_json
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
+from posttrain.policy.host_memory import in_batches
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.parallel.fsdp import copy_into, is_first_rank
 
@@ -131,7 +132,7 @@ def _adapted_name(saved: str) -> str:
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], *, is_first_rank: bool) -> None:
     """`model.safetensors`, or several numbered files and their index where one would be larger than 5 GB."""
-    groups = _files(weights)
+    groups = in_batches(weights, _MAX_FILE_BYTES)
     names = [
         "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         for number in range(1, len(groups) + 1)
@@ -150,13 +151,12 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], *, is_first_rank:
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], *, is_first_rank: bool) -> None:
-    whole = _in_host_memory(tensors)
+    whole: Iterable[object] = _in_host_memory(tensors)
     if is_first_rank:
-        for _ in write_safetensors(file, {name: _facts(tensor) for name, tensor in tensors.items()}, whole):
-            pass
-    else:
-        for _ in whole:
-            pass
+        facts = {name: _facts(tensor) for name, tensor in tensors.items()}
+        whole = write_safetensors(file, facts, _in_host_memory(tensors))
+    for _ in whole:
+        pass
 
 
 def _in_host_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -166,19 +166,6 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
 
 def _facts(tensor: Tensor) -> TensorFacts:
     return TensorFacts(tuple(tensor.shape), tensor.dtype)
-
-
-def _files(weights: Mapping[str, Tensor]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in weights.items():
-        num_bytes = _facts(tensor).num_bytes
-        if groups[-1] and size + num_bytes > _MAX_FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
-    return groups
 
 
 def whole_in_host_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
