@@ -15,6 +15,7 @@ from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.tensor_group import TensorGroup
+from posttrain.policy.runtime import triton_kernels
 
 # One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 4 GiB: then those of 8,192 tokens of a vocabulary of 128,256
 # are one chunk, which the backward pass need not compute again.
@@ -174,10 +175,4 @@ def _logit_gradient(
 
 def _kernels(device: torch.device) -> Any:
     """The module of fused kernels, where they run."""
-    if device.type != "cuda":
-        return None
-    try:
-        from posttrain.policy.fused import softmax
-    except ImportError:  # a torch build without Triton
-        return None
-    return softmax
+    return triton_kernels("policy.fused.softmax") if device.type == "cuda" else None

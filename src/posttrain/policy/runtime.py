@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +50,15 @@ def shareable_memory() -> Iterator[None]:
 def _set_expandable_segments(wanted: bool) -> None:
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(f"expandable_segments:{wanted}")
+
+
+@cache
+def triton_kernels(module: str) -> Any:
+    """A module of Triton kernels by its name; None in a torch build without Triton."""
+    try:
+        return import_module(f"posttrain.{module}")
+    except ImportError:
+        return None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

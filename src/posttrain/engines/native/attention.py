@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.models.attention_interface import AttendOptions
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
-from posttrain.policy.runtime import to_device
+from posttrain.policy.runtime import to_device, triton_kernels
 
 if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
@@ -262,8 +262,10 @@ class PagedDecode:
             return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()
         if self.shared is not None:
-            return self.kernel.shared_prefix_attention(query, *paged, self.shared, factors=factors, **options)
-        return self.kernel.paged_attention(query, *paged, factors=factors, **options)
+            out: Tensor = self.kernel.shared_prefix_attention(query, *paged, self.shared, factors=factors, **options)
+        else:
+            out = self.kernel.paged_attention(query, *paged, factors=factors, **options)
+        return out
 
 
 def gathered_attention(
@@ -315,11 +317,5 @@ def attend_to_rows(
     return out.reshape(rows, heads, v.shape[-1])
 
 
-def _load_kernel(device: torch.device):  # type: ignore[no-untyped-def]
-    if device.type != "cuda":
-        return None
-    try:
-        from posttrain.engines.native import kernels
-    except ImportError:  # a torch build without Triton
-        return None
-    return kernels
+def _load_kernel(device: torch.device) -> Any:
+    return triton_kernels("engines.native.kernels") if device.type == "cuda" else None

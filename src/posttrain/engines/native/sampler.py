@@ -16,9 +16,8 @@ the padding of the vocabulary: what a trainer computes from the same logits. At 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from posttrain.engines.native.noise import gumbel, token_keys
 from posttrain.engines.native.scheduler import Sample
-from posttrain.policy.runtime import to_device
+from posttrain.policy.runtime import to_device, triton_kernels
 from posttrain.types import Sampling
 
+_KERNELS = "engines.native.kernels"
 # First noise index of blocks, beyond any vocabulary.
 _BLOCK_INDEX = 1 << 40
 # For larger nuclei, sort the whole row.
@@ -55,9 +55,9 @@ class TokenSampler:
     def draw(self, logits: Tensor, sequence_keys: Tensor, token_index: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities, both [rows], for logits [rows, head's vocabulary]."""
         temperature = self.sampling.temperature
-        if self.is_plain and logits.is_cuda and (kernel := _kernel()) is not None:
+        if self.is_plain and logits.is_cuda and triton_kernels(_KERNELS) is not None:
             inverse = logits.new_full((len(logits),), self.inverse_temperature, dtype=torch.float32)
-            return kernel(logits, sequence_keys, token_index, inverse, vocab_size=self.vocab_size)
+            return draw_plain(logits, sequence_keys, token_index, inverse, self.vocab_size)
         scores = logits.float()
         if temperature not in (0.0, 1.0):
             scores = scores * self.inverse_temperature
@@ -99,25 +99,18 @@ def draw_plain(
 
     `inverse_temperature`: [rows], float32; 0: greedy.
     """
-    if logits.is_cuda and (kernel := _kernel()) is not None:
-        return kernel(logits, sequence_keys, token_index, inverse_temperature, vocab_size=vocab_size)
+    if logits.is_cuda and (kernels := triton_kernels(_KERNELS)) is not None:  # the same draw in one pass
+        drawn: tuple[Tensor, Tensor] = kernels.sample_rows(
+            logits, sequence_keys, token_index, inverse_temperature, vocab_size=vocab_size
+        )
+        return drawn
     is_greedy = inverse_temperature == 0.0
     scores = logits.float() * inverse_temperature.masked_fill(is_greedy, 1.0)[:, None]
-    best, drawn = (
+    best, sampled = (
         TokenSampler(Sampling(1, temperature), vocab_size).draw(scores, sequence_keys, token_index)
         for temperature in (0.0, 1.0)
     )
-    return torch.where(is_greedy, best[0], drawn[0]), torch.where(is_greedy, best[1], drawn[1])
-
-
-@cache
-def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The same draw in one pass over the logits."""
-    try:
-        from posttrain.engines.native.kernels import sample_rows
-    except ImportError:  # a torch build without Triton
-        return None
-    return sample_rows
+    return torch.where(is_greedy, best[0], sampled[0]), torch.where(is_greedy, best[1], sampled[1])
 
 
 def block_size(vocab_size: int) -> int:

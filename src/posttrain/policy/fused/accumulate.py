@@ -8,12 +8,13 @@ gradient are not called, and `torch.autograd.grad` returns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from posttrain.policy.runtime import triton_kernels
 
 # Rows of a sum that one product adds to. cuBLAS 13 takes 15.3 ms for the 128,256 of an output head at once on an H200,
 # and 12.3 without adding; for 28,672 of them adding costs 6 %.
@@ -92,7 +93,7 @@ def add_product(parameters: Sequence[Tensor], left: Tensor, right: Tensor) -> bo
     totals = [sum_of(parameter) for parameter in parameters]
     there = [total for total in totals if total is not None]
     if not there:
-        product = _product(left, right)
+        product = torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left, right).float()
         for parameter, part in zip(parameters, product.split([len(p) for p in parameters]), strict=True):
             setattr(parameter, _SUM, part)
     elif len(there) == len(totals):
@@ -100,10 +101,6 @@ def add_product(parameters: Sequence[Tensor], left: Tensor, right: Tensor) -> bo
     else:
         return False  # one of them was used on its own before
     return True
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left, right).float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -117,20 +114,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def add_into(total: Tensor, addend: Tensor) -> None:
     """`total += addend`, where `total` is fp32, at the speed of the memory."""
     suits = _plain_on_cuda(total) and _plain_on_cuda(addend) and total.dtype == torch.float32 != addend.dtype
-    if suits and (kernel := _kernel()) is not None:
-        kernel(total, addend)
+    if suits and (kernels := triton_kernels("policy.fused.kernels")) is not None:
+        kernels.add_into(total, addend)
     else:
         total.add_(addend)
-
-
-@cache
-def _kernel() -> Callable[[Tensor, Tensor], None] | None:
-    """None where Triton is missing."""
-    try:
-        from posttrain.policy.fused import kernels
-    except ImportError:
-        return None
-    return kernels.add_into
 
 
 def _plain_on_cuda(tensor: Tensor) -> bool:

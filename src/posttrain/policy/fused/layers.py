@@ -28,6 +28,7 @@ from posttrain.policy.fused.fp8 import Fp8Product, ScaledRows, active_fp8, whole
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 from posttrain.policy.parallel.tensor_group import group_of, local_parameter
+from posttrain.policy.runtime import triton_kernels
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -55,11 +56,8 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
 
 
 def _kernels_run_on(device: torch.device) -> bool:
-    try:
-        from posttrain.policy.fused import kernels
-    except ImportError:  # a torch build without Triton
-        return False
-    return kernels.runs_on(device)
+    kernels = triton_kernels("policy.fused.kernels")
+    return kernels is not None and kernels.runs_on(device)
 
 
 def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:

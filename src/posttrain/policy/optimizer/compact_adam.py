@@ -13,7 +13,7 @@ Results equal those of this class with state on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,6 +34,7 @@ from posttrain.policy.optimizer.low_precision import (
 )
 from posttrain.policy.optimizer.offload import run_through_device
 from posttrain.policy.parallel.fsdp import first_row, local_part
+from posttrain.policy.runtime import triton_kernels
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 _SLICE = 2**23  # numbers; bounds what exists in fp32, or passes through the device, at a time
@@ -106,9 +107,10 @@ class CompactAdam(Optimizer):
         self.decoupled = decoupled
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
         self.gradient_scale = 1.0  # they are multiplied with it on their way
-        kernel = _kernel() if _on_cuda(self.named.values()) else None
-        self._compute: Callable[[Slice], None] = kernel or update_slice
-        self._slice = _WHOLE if kernel is not None and not form.offload else _SLICE
+        on_cuda = any(local_part(parameter).is_cuda for parameter in self.named.values())
+        kernels = triton_kernels("policy.fused.adam_kernels") if on_cuda else None
+        self._compute: Callable[[Slice], None] = update_slice if kernels is None else kernels.update
+        self._slice = _WHOLE if kernels is not None and not form.offload else _SLICE
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -123,10 +125,9 @@ class CompactAdam(Optimizer):
         numbers = torch.tensor([self._numbers(name) for name in names], dtype=torch.float32).to(device)
         keys = torch.tensor([self._keys(name) for name in names], dtype=torch.int64).to(device)
         slices = (part for row, name in enumerate(names) for part in self._slices(name, numbers[row], keys[row]))
-        run_through_device(slices, lambda part: part.state, self._update, device)
-
-    def _update(self, part: Slice, state: Sequence[Tensor | None]) -> None:
-        self._compute(replace(part, state=state))
+        run_through_device(
+            slices, lambda part: part.state, lambda part, state: self._compute(replace(part, state=state)), device
+        )
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -256,16 +257,3 @@ def update_slice(part: Slice) -> None:
     else:
         first.copy_(moment)
         second.copy_(square)
-
-
-def _kernel() -> Callable[[Slice], None] | None:
-    """The same as one kernel; None where Triton is missing."""
-    try:
-        from posttrain.policy.fused import adam_kernels
-    except ImportError:
-        return None
-    return adam_kernels.update
-
-
-def _on_cuda(parameters: Iterable[Tensor]) -> bool:
-    return any(local_part(parameter).is_cuda for parameter in parameters)
