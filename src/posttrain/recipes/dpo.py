@@ -16,33 +16,15 @@ from posttrain.data.datasets import load_judged_dataset, load_pair_dataset
 from posttrain.data.sampler import Stream
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import CachedReference
-from posttrain.recipes.recipe import (
-    LOSS,
-    OPTIMIZER_RESULTS,
-    PAIR_RESULTS,
-    Prepared,
-    Recipe,
-    RunParts,
-    pair_accuracy,
-)
-from posttrain.reporting.presentation import Presentation, ShownMetric
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
+from posttrain.reporting.presentation import Presentation
 from posttrain.types import Judged, Pair
 
 
 @dataclass(frozen=True)
 class DpoRecipe(Recipe):
     config: DpoRunConfig
-    presentation: ClassVar[Presentation] = Presentation(
-        "dpo",
-        pair_accuracy("Share of pairs whose chosen answer has the higher implicit reward."),
-        (
-            LOSS,
-            ShownMetric("preference_loss", "Preference Loss"),
-            ShownMetric("sft_loss", "SFT Loss"),
-            *PAIR_RESULTS,
-            *OPTIMIZER_RESULTS,
-        ),
-    )
+    presentation: ClassVar[Presentation] = presentation_of("dpo")
 
     @property
     def unit(self) -> str:

@@ -25,8 +25,8 @@ from posttrain.environments.router import ScoringRouter
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.workers import deadline_s
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.recipes.recipe import LOSS, OPTIMIZER_RESULTS, Prepared, Recipe, RunParts, first_rows, load_both
-from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
+from posttrain.reporting.presentation import Presentation
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
@@ -40,30 +40,7 @@ from posttrain.types import Sampling, Task
 @dataclass(frozen=True)
 class GrpoRecipe(Recipe):
     config: GrpoRunConfig
-    presentation: ClassVar[Presentation] = Presentation(
-        "grpo",
-        Headline(
-            "train/reward",
-            "Reward",
-            lower_is_better=False,
-            chart=ChartSpec(
-                "Reward",
-                (("train/reward", "training reward"), ("validation/accuracy", "validation accuracy")),
-                "Mean reward of the rollouts of each step, and of greedy or sampled answers to held-out prompts.",
-            ),
-        ),
-        (
-            LOSS,
-            ShownMetric("reward", "Avg Reward", "reward"),
-            ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
-            ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
-            ShownMetric("trajectory_age_mean", "Mean Trajectory Age"),
-            ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
-            ShownMetric("kl_penalty", "KL", "kl"),
-            ShownMetric("gen_kl_error", "Generation KL Error"),
-            *OPTIMIZER_RESULTS,
-        ),
-    )
+    presentation: ClassVar[Presentation] = presentation_of("grpo")
 
     @property
     def unit(self) -> str:

@@ -9,8 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import ClassVar, Protocol
+
+import yaml
 
 from posttrain.config import DataConfig, DpoRunConfig, GrpoRunConfig, RunConfig
 from posttrain.data.chat import ChatFormat
@@ -101,20 +104,13 @@ class Recipe(ABC):
         return Prepared(train, validation, stream, lambda parts: build(parts, stream, held_out()))
 
 
-LOSS = ShownMetric("loss", "Loss", "loss")
-OPTIMIZER_RESULTS = (ShownMetric("grad_norm", "Grad Norm", "grad"), ShownMetric("lr", "Learning Rate"))
-PAIR_RESULTS = (
-    ShownMetric("accuracy", "Accuracy", "accuracy"),
-    ShownMetric("rewards_chosen_mean", "Chosen Reward", "chosen"),
-    ShownMetric("rewards_rejected_mean", "Rejected Reward", "rejected"),
-)
-
-
-def pair_accuracy(note: str) -> Headline:
-    """The headline metrics of pair-based training."""
-    curves = (("train/accuracy", "training"), ("validation/accuracy", "validation"))
-    chart = ChartSpec("Preference accuracy", curves, note)
-    return Headline("train/accuracy", "Pair accuracy", lower_is_better=False, chart=chart)
+@cache
+def presentation_of(kind: str) -> Presentation:
+    """How a kind of run is shown, from `presentations.yaml`."""
+    rows = yaml.safe_load(Path(__file__).with_name("presentations.yaml").read_text())[kind]
+    chart = {**rows["chart"], "curves": tuple(map(tuple, rows["chart"]["curves"]))}
+    headline = Headline(**rows["headline"], chart=ChartSpec(**chart))
+    return Presentation(kind, headline, tuple(ShownMetric(*row) for row in rows["metrics"]))
 
 
 def load_both(

@@ -14,16 +14,8 @@ from posttrain.data.datasets import load_pair_dataset
 from posttrain.data.sampler import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.policy.objectives import BradleyTerry
-from posttrain.recipes.recipe import (
-    LOSS,
-    OPTIMIZER_RESULTS,
-    PAIR_RESULTS,
-    Prepared,
-    Recipe,
-    RunParts,
-    pair_accuracy,
-)
-from posttrain.reporting.presentation import Presentation, ShownMetric
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
+from posttrain.reporting.presentation import Presentation
 from posttrain.types import Pair
 
 
@@ -31,16 +23,7 @@ from posttrain.types import Pair
 class RewardModelRecipe(Recipe):
     config: RmRunConfig
     chat_form: ClassVar[type[ChatFormat]] = WholeChatFormat
-    presentation: ClassVar[Presentation] = Presentation(
-        "rm",
-        pair_accuracy("Share of pairs whose chosen answer has the higher score."),
-        (
-            LOSS,
-            *PAIR_RESULTS,
-            ShownMetric("rewards_std", "Spread of Rewards"),
-            *OPTIMIZER_RESULTS,
-        ),
-    )
+    presentation: ClassVar[Presentation] = presentation_of("rm")
 
     @property
     def unit(self) -> str:

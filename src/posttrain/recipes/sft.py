@@ -12,28 +12,15 @@ from posttrain.config import SftRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_example_dataset
 from posttrain.data.sampler import Stream
-from posttrain.recipes.recipe import LOSS, Prepared, Recipe, RunParts
-from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
+from posttrain.reporting.presentation import Presentation
 from posttrain.types import Example
 
 
 @dataclass(frozen=True)
 class SftRecipe(Recipe):
     config: SftRunConfig
-    presentation: ClassVar[Presentation] = Presentation(
-        "sft",
-        Headline(
-            "train/loss",
-            "Loss",
-            lower_is_better=True,
-            chart=ChartSpec(
-                "Loss",
-                (("train/loss", "training"), ("validation/loss", "validation")),
-                "Mean negative log-likelihood per token.",
-            ),
-        ),
-        (LOSS, ShownMetric("grad_norm", "Grad Norm", "grad"), ShownMetric("lr", "Learning Rate", "lr")),
-    )
+    presentation: ClassVar[Presentation] = presentation_of("sft")
 
     @property
     def unit(self) -> str:
