@@ -23,8 +23,7 @@ from torch import Tensor
 from train_job import flops_of
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
-from posttrain.orchestration.weights import SharedWeights
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.policy.hardware import peak_flops
 from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.reporting.rows import Hardware, performance

@@ -35,8 +35,7 @@ from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.sharded import ShardedTrainer
-from posttrain.orchestration.weights import SharedWeights
+from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
 from posttrain.recipes.grpo import GrpoRecipe, build_credit, build_objective
 from posttrain.reporting import RunRecorder

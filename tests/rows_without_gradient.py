@@ -32,8 +32,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import LossFnConfig
 from posttrain.data.packing import MicroBatching
 from posttrain.orchestration.rank import Rank, build_rank
-from posttrain.orchestration.sharded import ShardedTrainer
-from posttrain.orchestration.weights import SharedWeights
+from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
 from posttrain.policy import trainer
 from posttrain.policy.objectives import ClippedPolicyGradient

@@ -28,8 +28,7 @@ from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
-from posttrain.orchestration.weights import PushedWeights, SharedWeights, WeightsOfRanks
+from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.hardware import peak_flops
 from posttrain.policy.parallel.mesh import Mesh

@@ -31,10 +31,10 @@ from tiny_models import byte_tokenizer
 from torch import Tensor
 
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
+from posttrain.policy.packed import PackedAttention, Segment
 
 pytest.importorskip("triton")
 pytestmark = [

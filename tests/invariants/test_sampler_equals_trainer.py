@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.head import OutputHead
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.packed import PackedRow
+from posttrain.policy.packed import PackedAttention, PackedRow, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
 CPU = torch.device("cpu")

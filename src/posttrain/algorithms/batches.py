@@ -1,8 +1,8 @@
 """The batches that algorithms train on: of rollouts, and of given answers for the algorithms that sample nothing.
 
 **Rollouts**: one row per scored rollout, cut into one batch per optimizer update. A row has the log-probabilities of
-its behaviour policy, which sampled it. For recorded answers, whose behaviour policy is unknown, the initial policy is used
-instead. Ratios are taken against `prev_logprobs`, the anchor: the policy before the first update of the step for
+its behaviour policy, which sampled it. For recorded answers, whose behaviour policy is unknown, the initial policy is
+used instead. Ratios are taken against `prev_logprobs`, the anchor: the policy before the first update of the step for
 on-policy samples, the behaviour policy for all others. With importance sampling correction, the anchor of answers that
 earlier weights sampled is the policy before the first update as well, and the loss weighs them by the ratio of the two.
 `prev_is_current` marks rows anchored at the policy of the update itself, which needs no separate forward pass if there

@@ -28,7 +28,7 @@ from posttrain.engines.vllm.side.posttrain_weights import ALIGNMENT, handle_of, 
 from posttrain.errors import HardwareError, reason_of
 from posttrain.models.lora import is_adapted
 from posttrain.policy import host_memory
-from posttrain.policy.checkpoint.contents import named_adapters, named_weights
+from posttrain.policy.checkpoint.files import named_adapters, named_weights
 from posttrain.policy.memory.rank import BUCKET_BYTES
 from posttrain.policy.parallel.fsdp import first_of_part, is_first_copy, is_first_rank, local_part
 from posttrain.policy.runtime import shareable_memory

@@ -1,17 +1,223 @@
-"""One micro-batch as model input: a single row without padding, in which responses share their prompt."""
+"""Packed rows of a batch, and attention over them: no padding, and prompts shared by their responses.
+
+Attention is used while training through `models/attention_interface.py`, and by the native engine for prompts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.models.attention_interface import AttentionContext
-from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.models.attention_interface import AttendOptions, AttentionContext
+from posttrain.policy.runtime import to_device
 from posttrain.types import TokenBatch
+
+# Cumulative lengths of queries and keys, and the longest of each.
+VarlenLengths = tuple[Tensor, Tensor, int, int]
+_DENSE_BLOCK_TOKENS = 192  # up to this size a masked product over all pairs is cheaper than one call per segment
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, end) of a packed row that attend to themselves causally and, before that, to all of the prefix."""
+
+    start: int
+    end: int
+    prefix_start: int = 0
+    prefix_end: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix_end - self.prefix_start
+
+
+class PackedAttention:
+    """Block-diagonal causal attention over one packed row, in which segments may share a prefix.
+
+    A prompt is one segment; each of its responses is a segment whose prefix is the prompt. So the prompt's tokens pass
+    through the model once, and every response attends to exactly the same tokens as without sharing.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.segments = list(segments)
+        self.device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        if _varlen_runs(query, options):
+            gather, lengths = self._varlen_layout
+            if gather is not None:
+                key, value = key.index_select(0, gather), value.index_select(0, gather)
+            return _varlen(query, key, value, lengths, options)
+        return self._per_block(query, key, value, options)
+
+    # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
+
+    @cached_property
+    def _varlen_layout(self) -> tuple[Tensor | None, VarlenLengths]:
+        """Indices of each segment's keys, with prefixes repeated before them; cumulative lengths of
+        queries and keys.
+        """
+        index: list[Tensor] = []
+        for s in self.segments:
+            index += [torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)]
+        queries = [s.length for s in self.segments]
+        keys = [s.length + s.prefix_length for s in self.segments]
+        shared = any(s.prefix_length for s in self.segments)
+        gather = to_device(torch.cat(index), self.device) if shared else None
+        return gather, _varlen_lengths(queries, keys, device=self.device)
+
+    # -- everywhere else: a few small attentions per tree --------------------------------------------------------------
+
+    @cached_property
+    def _trees(self) -> list[list[Segment]]:
+        """The segments grouped by prompt: each prompt's segment with those of its responses."""
+        trees: list[list[Segment]] = []
+        for segment in self.segments:
+            if segment.prefix_length:
+                trees[-1].append(segment)
+            else:
+                trees.append([segment])
+        return trees
+
+    @cached_property
+    def _blocks(self) -> list[list[list[Segment]]]:
+        """Trees that are computed together. One masked product over many small trees costs less than one
+        call per tree.
+        """
+        blocks: list[list[list[Segment]]] = []
+        for tree in self._trees:
+            fits = blocks and tree[-1].end - blocks[-1][0][0].start <= _DENSE_BLOCK_TOKENS
+            if fits:
+                blocks[-1].append(tree)
+            else:
+                blocks.append([tree])
+        return blocks
+
+    def _per_block(self, query: Tensor, key: Tensor, value: Tensor, options: AttendOptions) -> Tensor:
+        # split(), not slices: the backward pass of a slice writes a tensor as large as the whole row.
+        sizes = [block[-1][-1].end - block[0][0].start for block in self._blocks]
+        pieces = [x.transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (query, key, value)]
+        outputs = []
+        for index, (block, q, k, v) in enumerate(zip(self._blocks, *pieces, strict=True)):
+            if sizes[index] <= _DENSE_BLOCK_TOKENS:
+                outputs.append(masked_attention(q, k, v, self._mask(index, options["window"], q), options))
+            else:
+                outputs += self._per_segment(block[0], q, k, v, options)
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+    def _per_segment(
+        self, tree: list[Segment], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions
+    ) -> list[Tensor]:
+        sizes = [segment.length for segment in tree]
+        qs, ks, vs = (x.split(sizes, dim=2) for x in (q, k, v))
+        outputs = [causal_attention(qs[0], ks[0], vs[0], options)]
+        for q_own, k_own, v_own in zip(qs[1:], ks[1:], vs[1:], strict=True):
+            k_all, v_all = torch.cat([ks[0], k_own], dim=2), torch.cat([vs[0], v_own], dim=2)
+            outputs.append(causal_attention(q_own, k_all, v_all, options))
+        return outputs
+
+    def _mask(self, index: int, window: int | None, like: Tensor) -> Tensor:
+        """0 where a token of the block attends to another, -inf elsewhere. Computed once, used by every layer."""
+        if (mask := self._masks.get((index, window))) is None:
+            block = self._blocks[index]
+            first = block[0][0].start
+            size = block[-1][-1].end - first
+            visible = torch.zeros(size, size, dtype=torch.bool)
+            at = torch.zeros(size, dtype=torch.long)
+            for s in (segment for tree in block for segment in tree):
+                own, prefix = slice(s.start - first, s.end - first), slice(s.prefix_start - first, s.prefix_end - first)
+                visible[own, own] = torch.ones(s.length, s.length).tril().bool()
+                if s.prefix_length:
+                    visible[own, prefix] = True
+                at[own] = torch.arange(s.prefix_length, s.prefix_length + s.length)
+            if window is not None:
+                visible &= at[:, None] - at[None, :] < window
+            mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf"))
+            self._masks[index, window] = mask = to_device(mask, like.device)
+        return mask
+
+
+class PackedKeys:
+    """Segments with separately packed keys: the queries of each are the last positions among its keys."""
+
+    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.lengths = list(lengths)  # (queries, keys) of each segment
+        self.device = device
+
+    @cached_property
+    def _varlen_lengths(self) -> VarlenLengths:
+        return _varlen_lengths(*zip(*self.lengths, strict=True), device=self.device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        if _varlen_runs(query, options):
+            return _varlen(query, key, value, self._varlen_lengths, options)
+        queries, keys = zip(*self.lengths, strict=True)
+        outputs = []
+        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            outputs.append(causal_attention(q, k, v, options)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def _varlen_runs(query: Tensor, options: AttendOptions) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and options["softcap"] is None and is_half
+
+
+def _varlen_lengths(*lengths: Sequence[int], device: torch.device) -> VarlenLengths:
+    queries, keys = (
+        to_device(torch.tensor([0, *own], dtype=torch.int64).cumsum(0, dtype=torch.int32), device) for own in lengths
+    )
+    return queries, keys, max(lengths[0]), max(lengths[1])
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: VarlenLengths, options: AttendOptions) -> Tensor:
+    """torch's variable-length attention: the queries of each segment are the last of its positions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if options["window"] is None else options["window"] - 1
+    out = varlen_attn(query, key, value, *lengths, scale=options["scale"], window_size=(left, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+    """Attention of the last `q.shape[2]` positions over all `k.shape[2]` of them; [batch, heads, length, head_dim]."""
+    num_q, num_k, window = q.shape[2], k.shape[2], options["window"]
+    windowed = window is not None and num_k > window
+    if options["softcap"] is None and not windowed and num_q == num_k:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
+    at_q = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
+    at_k = torch.arange(num_k, device=q.device)[None, :]
+    visible = at_k <= at_q
+    if windowed:
+        assert window is not None
+        visible &= at_k > at_q - window
+    mask = torch.zeros(num_q, num_k, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
+    return masked_attention(q, k, v, mask, options)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttendOptions) -> Tensor:
+    """Attention with an additive mask, and with the soft cap on scores that some families have."""
+    scale, softcap = options["scale"], options["softcap"]
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
+    return (scores + mask).softmax(-1).to(v.dtype) @ v
 
 
 @dataclass(frozen=True)

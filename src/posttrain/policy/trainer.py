@@ -24,7 +24,7 @@ from posttrain.models.attention_interface import attention_context, refuse_dropo
 from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
-from posttrain.policy.checkpoint.contents import base_config
+from posttrain.policy.checkpoint.files import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers

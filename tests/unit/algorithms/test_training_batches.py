@@ -10,7 +10,7 @@ from posttrain.algorithms.batches import example_batch, pair_batch
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import LossFnConfig
-from posttrain.orchestration.weights import SharedWeights
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task
 

@@ -24,7 +24,7 @@ from workloads import workload
 
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.packed import PackedAttention, Segment
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("tiny", "llama-small")])

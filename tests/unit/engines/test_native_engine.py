@@ -20,7 +20,7 @@ from posttrain.engines.native.kv_cache import GIB, PagedKvCache
 from posttrain.engines.native.scheduler import Prefill
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()

@@ -12,7 +12,7 @@ import pytest
 from test_sharded_roles import Ranks
 
 from posttrain.engines.weights import Handover, PartOffset, SentWeights
-from posttrain.orchestration.weights import PushedWeights
+from posttrain.orchestration.sharded import PushedWeights
 
 
 class SendingRank:

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.checkpoint.files import load
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")

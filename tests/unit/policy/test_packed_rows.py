@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from posttrain.errors import InputError
 from posttrain.models import attention_interface
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy import attention
-from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy import packed as packed_rows
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.packed import PackedRow
+from posttrain.policy.packed import PackedAttention, PackedRow, Segment
 from posttrain.types import TokenBatch
 
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ def every_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Short rows are computed as dense blocks, long ones segment by segment: both, and the mixture, on
     the same rows.
     """
-    monkeypatch.setattr(attention, "_DENSE_BLOCK_TOKENS", request.param)
+    monkeypatch.setattr(packed_rows, "_DENSE_BLOCK_TOKENS", request.param)
 
 
 def random_batch(

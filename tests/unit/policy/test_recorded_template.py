@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
-from posttrain.policy.checkpoint import contents, files
+from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -41,7 +41,7 @@ def saved(folder: Path, chat: ChatFormat) -> Any:
     model = tiny_model(vocab_size=len(tokenizer))
     CheckpointWriter(model, tokenizer, None, torch.device("cpu")).save(folder, optimizer=False)
     files.load(folder, model, tokenizer, None)
-    both = [AutoTokenizer.from_pretrained(folder / place) for place in (contents.WEIGHTS, contents.TOKENIZER)]
+    both = [AutoTokenizer.from_pretrained(folder / place) for place in (files.WEIGHTS, files.TOKENIZER)]
     assert both[0].chat_template == both[1].chat_template
     return both[0]
 

@@ -16,7 +16,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.checkpointing.state import load_training_state, save_training_state
 from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
-from posttrain.orchestration.weights import SharedWeights
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus, from_plain, to_plain

@@ -228,7 +228,7 @@ def _adapter_parts(adapter: Adapter) -> list[WeightSource]:
 
 
 def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
-    from posttrain.policy.checkpoint.contents import KeptGenerationConfig
+    from posttrain.policy.checkpoint.files import KeptGenerationConfig
 
     config = source.shape.config
     floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]

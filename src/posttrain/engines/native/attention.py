@@ -1,4 +1,4 @@
-"""Attention over the paged cache: three contexts for `policy/attention.py`.
+"""Attention over the paged cache: three contexts for `policy/packed.py`.
 
 `PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two. `PagedDecode` reads the
 pages in place (with a GPU kernel, or a gather where there is none). `DenseDecode`, for CPUs, keeps a dense copy of the
@@ -21,7 +21,7 @@ from posttrain.engines.native.cuda_graph_cache import Staging
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.models.attention_interface import AttendOptions
-from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
+from posttrain.policy.packed import PackedAttention, PackedKeys, Segment
 from posttrain.policy.runtime import to_device, triton_kernels
 
 if TYPE_CHECKING:

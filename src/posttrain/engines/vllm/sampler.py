@@ -31,7 +31,7 @@ from posttrain.engines.weights import MEMORY_FOLDER, reserve_file
 from posttrain.errors import InputError, StopRequested
 from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
-from posttrain.policy.checkpoint.contents import is_stored_otherwise, named_adapters, named_weights
+from posttrain.policy.checkpoint.files import is_stored_otherwise, named_adapters, named_weights
 from posttrain.policy.runtime import shareable_memory
 from posttrain.roles import Progress
 from posttrain.types import (

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.checkpointing.background import leave_mark
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
-from posttrain.policy.checkpoint.contents import Contents, keep_generation_config, small_files, state_of
+from posttrain.policy.checkpoint.files import Contents, keep_generation_config, small_files, state_of
 from posttrain.policy.host_memory import available_bytes
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.parallel.fsdp import as_shard, is_first_rank, local_part

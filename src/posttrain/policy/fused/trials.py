@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.policy.runtime import evaluation_mode
 
 _TRIAL_TOKENS = 8

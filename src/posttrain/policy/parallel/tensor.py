@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import project, without_adapter_wrapper
+from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, mark
 from posttrain.policy.runtime import evaluation_mode

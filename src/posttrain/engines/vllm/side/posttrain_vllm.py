@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from posttrain import processes
 else:
-    processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "processes.py")))
+    processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "processes.py")))
 
 _SIGN_OF_LIFE_S = 1.0
 
