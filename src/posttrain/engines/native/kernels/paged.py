@@ -131,8 +131,9 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def attend_to_own(
     query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor,
-    starts: Tensor | None, out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
-    tile: AttentionTile, splits: int, prefix_splits: int, prefix_block: int,
+    starts: Tensor | None, out: Tensor, pieces: Tensor, sums: Tensor, *,
+    scale: float, window: int | None, softcap: float | None, tile: AttentionTile,
+    splits: int, prefix_splits: int, prefix_block: int,
 ) -> None:  # fmt: skip
     """Attention of each row from its start on (None: 0), combined with the prefix results in `pieces`."""
     rows, heads, dim = query.shape
