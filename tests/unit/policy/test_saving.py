@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.policy import host_memory
-from posttrain.policy.checkpoint import background_copy, contents, files
+from posttrain.policy.checkpoint import background_copy, files
 from posttrain.policy.checkpoint import writer as writer_module
 from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
 from posttrain.policy.checkpoint.writer import CheckpointWriter
@@ -41,7 +41,7 @@ def test_transformers_loads_what_was_written(
     model.save_pretrained(tmp_path / "theirs")
     writer = CheckpointWriter(model, byte_tokenizer(), None, CPU)
     writer.save(tmp_path / "ours", optimizer=False)
-    folder = tmp_path / "ours" / contents.WEIGHTS
+    folder = tmp_path / "ours" / files.WEIGHTS
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if max_bytes > 10**6:
         assert names == ["model.safetensors"]
@@ -65,7 +65,7 @@ def test_unsaveable_generation_config_does_not_break_checkpointing(tmp_path: Pat
     with pytest.raises(ValueError, match="do_sample"):
         model.save_pretrained(tmp_path / "theirs")
     CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path / "ours", optimizer=False)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / contents.WEIGHTS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / files.WEIGHTS)
     assert (loaded.generation_config.temperature, loaded.generation_config.do_sample) == (0.6, None)
 
 
@@ -73,9 +73,9 @@ def test_families_stored_with_other_tensors_are_saved_by_transformers(tmp_path: 
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
-    assert contents.is_stored_otherwise(model, contents.named_weights(model))
+    assert files.is_stored_otherwise(model, files.named_weights(model))
     CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path, optimizer=False)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / contents.WEIGHTS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / files.WEIGHTS)
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -225,7 +225,7 @@ def test_background_thread_does_not_read_tensors_from_the_model(
     for name in ("state_dict", "named_parameters", "parameters"):
         monkeypatch.setattr(model, name, refuse)
     writer.write()
-    assert (tmp_path / contents.WEIGHTS / "model.safetensors").exists()
+    assert (tmp_path / files.WEIGHTS / "model.safetensors").exists()
 
 
 def test_an_update_waits_for_the_copy_and_reports_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +313,6 @@ def test_adapters_are_saved_without_the_model_under_them(tmp_path: Path) -> None
     assert StagingArea.num_bytes(writer._to_stage(writer._contents(optimizer=False))) < 10_000
     writer.begin(tmp_path, optimizer=False)
     writer.write()
-    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / contents.WEIGHTS)
+    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / files.WEIGHTS)
     for (name, a), (_, b) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
