@@ -31,7 +31,7 @@ def _planned(config: RunConfig, device_name: str, max_steps: int) -> str:
 
 
 def _advice(config: RunConfig, error: OutOfGpuMemoryError, folder: Path) -> str:
-    from posttrain.apps.plan.out_of_memory import advice
+    from posttrain.apps.plan.proposal import advice
 
     return advice(config, error, folder)
 

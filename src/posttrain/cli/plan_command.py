@@ -16,9 +16,8 @@ from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
-    from posttrain.apps.plan.cost import RunCost
     from posttrain.apps.plan.measured import Measured
-    from posttrain.apps.plan.plan import RunEstimate
+    from posttrain.apps.plan.plan import RunCost, RunEstimate
     from posttrain.apps.plan.proposal import Proposal
 
 EPILOG = """\
@@ -68,9 +67,8 @@ def _price(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     from posttrain.apps.launch.cost import cost_on_cluster, gpu_of
-    from posttrain.apps.plan.cost import cost_of
     from posttrain.apps.plan.measured import read_measured
-    from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s, splits_of
+    from posttrain.apps.plan.plan import cost_of, estimate_run, find_gpu, planned_step_s, splits_of
     from posttrain.apps.plan.proposal import explain, propose
     from posttrain.config.cluster_profile import ClusterProfile
     from posttrain.config.loader import load_standalone

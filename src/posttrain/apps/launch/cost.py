@@ -316,7 +316,7 @@ def cost_on_cluster(
 
 
 def num_steps_of(config: RunConfig) -> int:
-    from posttrain.apps.plan.cost import NO_LIMIT
+    from posttrain.apps.plan.plan import NO_LIMIT
 
     if config.schedule.max_num_steps >= NO_LIMIT:
         raise InputError("how many steps the run has depends on the data; give the section's max_num_steps")

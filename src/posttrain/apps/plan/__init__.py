@@ -4,10 +4,10 @@
 |---|---|
 | `calibration.py` | GPUs, and the measured constants of timing |
 | `workload.py` | what one step computes: samples, lengths, micro-batches |
-| `memory.py` | peak memory of each phase and the KV cache, on top of the estimate of one rank (`policy/memory`) |
+| `phases.py` | peak memory of each phase and the KV cache. The formula is `policy/memory`: ranks ask it as well |
 | `decoding.py`, `timing.py` | seconds of each stage |
 | `simulation.py`, `split.py` | steps with rounds and engines as discrete events; GPUs split between training and sampling |
-| `plan.py`, `proposal.py` | the plan of one config; better settings, and remedies where something does not fit |
+| `plan.py`, `proposal.py` | the plan of one config, and its cost; better settings, remedies where something does not fit |
 | `measured.py` | what a run measured, next to the prediction |
 
 Nothing here imports torch but `simulation.py`, which ends rounds by the quota of `types.py`.

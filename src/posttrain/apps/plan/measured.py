@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from posttrain.apps.plan.workload import MeanLengths
 from posttrain.errors import InputError
 from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.reporting.run_data import load_run
-from posttrain.reporting.run_files import METRICS_FILE, Row
+from posttrain.reporting.run_files import METRICS_FILE
 
 # The names under which a run reports memory (policy/runtime.py), and the phases that each covers.
 _PEAKS = {"sampling": (SAMPLING,), "logprobs": (SCORING,), "training": (TRAINING, OPTIMIZER)}
@@ -67,14 +66,13 @@ def read_measured(folder: Path) -> Measured:
     if not rows:
         raise InputError(f"--run {folder}: {METRICS_FILE} has no training step yet")
     used = rows[1:] or rows
-    keys = {key for row in used for key in row if key != "step"}
-    values = {key: value for key in keys if (value := _median(used, key)) is not None}
-    return Measured(len(used), values, run.info.get("device_word", "GPU") == "GPU")
-
-
-def _median(rows: Sequence[Row], key: str) -> float | None:
-    values = [row[key] for row in rows if row.get(key) is not None]
-    return float(statistics.median(values)) if values else None
+    values: dict[str, list[float]] = {}
+    for row in used:
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                values.setdefault(key, []).append(value)
+    medians = {key: float(statistics.median(found)) for key, found in values.items()}
+    return Measured(len(used), medians, run.info.get("device_word", "GPU") == "GPU")
 
 
 def compare(found: RunEstimate, measured: Measured) -> list[PredictedAndMeasured]:

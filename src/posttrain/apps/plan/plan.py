@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.apps.plan.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
-from posttrain.apps.plan.memory import MemoryPlan, plan_memory
+from posttrain.apps.plan.phases import MemoryPlan, plan_memory
 from posttrain.apps.plan.timing import StepTime, TimeModel
 from posttrain.apps.plan.workload import MeanLengths, Workload, workload_of
 from posttrain.config import GrpoRunConfig, RunConfig
-from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
@@ -19,6 +18,8 @@ from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts
 
 if TYPE_CHECKING:
     from posttrain.apps.plan.split import Splits
+
+NO_LIMIT = 1_000_000  # steps: the run ends with its epochs, and how many steps those have depends on the data
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ def estimate_config(
     """Of a shape that is known."""
     _refuse_fp8(config, gpu)
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+    saving = config.checkpointing
+    copy: CheckpointCopy = "none"
+    if saving.enabled and saving.async_save is not False:  # as loop.py decides it on a GPU, where host memory suffices
+        copy = "with optimizer" if saving.save_optimizer else "weights"
 
     def with_checkpointing(recomputes: bool) -> RunEstimate:
         settings = run_settings(
@@ -116,7 +121,7 @@ def estimate_config(
             ranks=config.num_ranks,
             scores_answers=config.scores_answers,
             checkpointing=recomputes,
-            checkpoint_copy=_checkpoint_copy(config.checkpointing),
+            checkpoint_copy=copy,
             num_engines=config.num_engines,
             engine_shares=config.gpus_per_engine,
         )
@@ -144,13 +149,6 @@ def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0
     from posttrain.apps.plan.split import simulated_step_s
 
     return simulated_step_s(found, config, rewards_s)
-
-
-def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
-    """As loop.py decides it on a GPU, where host memory suffices."""
-    if not config.enabled or config.async_save is False:
-        return "none"
-    return "with optimizer" if config.save_optimizer else "weights"
 
 
 def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
@@ -270,3 +268,43 @@ def described(config: RunConfig, device_name: str, max_steps: int) -> str:
     needed = max(found.needed_bytes(phase) for phase in found.memory.phases) / GIB
     hours = max_steps * found.time.total_s / 3600
     return f"{needed:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """At a price for an hour of one GPU, in its currency; only GPUs are counted."""
+
+    gpu_hour_price: float
+    num_gpus: int
+    num_steps: int | None  # None: not known before the data is read
+    step_s: float
+
+    @property
+    def per_step(self) -> float:
+        return self.gpu_hour_price * self.num_gpus * self.step_s / 3600
+
+    @property
+    def in_all(self) -> float | None:
+        return None if self.num_steps is None else self.per_step * self.num_steps
+
+    def lines(self) -> list[str]:
+        gpus = f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''} at {self.gpu_hour_price:g} an hour each"
+        lines = [f"  {_amount(self.per_step)} for a step of {self.step_s:.1f} s on {gpus}"]
+        if self.num_steps is None or self.in_all is None:
+            lines.append(
+                f"  {_amount(1000 * self.per_step)} for 1,000 steps; how many a run has depends on the data, or on max_num_steps"
+            )
+        else:
+            hours = self.num_steps * self.step_s / 3600
+            steps = f"{self.num_steps:,} steps, {hours:,.1f} hours"
+            lines.append(f"  {_amount(self.in_all)} for {steps}; less if the epochs end before")
+        return lines
+
+
+def cost_of(config: RunConfig, step_s: float, gpu_hour_price: float) -> RunCost:
+    steps = config.schedule.max_num_steps
+    return RunCost(gpu_hour_price, config.cluster.num_workers, steps if steps < NO_LIMIT else None, step_s)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from posttrain.apps.plan.calibration import CALIBRATION, Gpu
 from posttrain.apps.plan.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
-from posttrain.apps.plan.memory import CachePlan
+from posttrain.apps.plan.phases import CachePlan
 from posttrain.apps.plan.workload import Workload
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.rank import RankMemory

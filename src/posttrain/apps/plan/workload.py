@@ -170,6 +170,9 @@ def workload_of(
     known = _lengths(policy, lengths, prompt_tokens, answer_tokens)
     fixed = bool(policy.generation and policy.generation.ignore_eos) or known.answer >= 0.98 * max_new
     per_unit = step.num_answers_per_unit
+    in_flight = 1.0
+    if isinstance(config, GrpoRunConfig) and config.grpo.async_grpo.enabled:
+        in_flight = config.num_groups_in_flight / config.grpo.num_prompts_per_step
     return Workload(
         kind=config.kind,
         num_groups=step.num_rows / ranks,
@@ -184,15 +187,9 @@ def workload_of(
         train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
         score=_micro_batch(policy, "logprob", per_unit),
         num_engine_groups=step.num_rows / config.num_engine_gpus if config.num_engines else None,
-        in_flight=_in_flight(config),
+        in_flight=in_flight,
         budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )
-
-
-def _in_flight(config: RunConfig) -> float:
-    if not isinstance(config, GrpoRunConfig) or not config.grpo.async_grpo.enabled:
-        return 1.0
-    return config.num_groups_in_flight / config.grpo.num_prompts_per_step
 
 
 def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatch:

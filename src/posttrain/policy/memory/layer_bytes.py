@@ -47,10 +47,6 @@ class LayerBytes:
         shares = self.settings.row_shares
         return Pass(row.tokens / shares, row.responses / shares, row.gathered / shares, row.pairs / shares)
 
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self.shape.fused else UNFUSED_ACTIVATIONS
-
     # -- kept for the backward pass ------------------------------------------------------------------------------------
 
     def kept_per_token(self) -> float:
@@ -60,9 +56,8 @@ class LayerBytes:
         residuals = 2 * FP32 * s.hidden
         qkv = e * (query + 2 * kv)
         if s.family == "qwen3":  # head norms keep their inputs, and their outputs are rotated
-            copies = (
-                2 if self.settings.ranks == 1 else 1
-            )  # the inputs are parts of a joined product, or tensors of their own
+            # The inputs are parts of a joined product, or tensors of their own.
+            copies = 2 if self.settings.ranks == 1 else 1
             qkv += copies * e * (query + kv) + FP32 * (s.heads + s.kv_heads) / shares
         attended = e * query + FP32 * s.heads / shares
         if self.settings.row_shares > 1:
@@ -76,7 +71,7 @@ class LayerBytes:
             # Sharded weights cannot be joined: their modules keep two norms and the product inside SwiGLU, which are
             # computed again otherwise.
             kept += 2 * e * s.hidden + e * inner
-        return self._factor * kept
+        return kept if self.shape.fused else UNFUSED_ACTIVATIONS * kept
 
     def kept_by_layer(self, row: Pass) -> float:
         row = self._own(row)
@@ -130,9 +125,7 @@ class LayerBytes:
         v, e = self._parts[3], self.settings.element
         weight = v * self.shape.hidden if self.settings.lora_rank is None else 0
         rows = min(self._own(row).responses, self.chunk_tokens)
-        has_sum = (
-            accumulates and e != FP32 and self.settings.ranks == 1
-        )  # sharded gradients are accumulated by autograd
+        has_sum = accumulates and e != FP32 and self.settings.ranks == 1  # else accumulated by autograd
         total = 0.0 if has_sum else FP32 * weight
         from_start = total if self.recomputes_logits(row) else 0.0  # of earlier chunks
         return max((FP32 + e) * v * rows + from_start, e * v * rows + total)

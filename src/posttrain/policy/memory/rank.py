@@ -209,9 +209,8 @@ class RankMemory:
             "compact": max(largest, FP32 * 4 * _SLICE),
         }[optimizer.kind]
         if optimizer.is_offloaded:
-            work += (
-                3 * _SLICE * self.state_bytes() / self.num_trained
-            )  # slices being copied in, updated, and copied out
+            # Slices being copied in, updated, and copied out.
+            work += 3 * _SLICE * self.state_bytes() / self.num_trained
         items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": work}
         return Phase(OPTIMIZER, items)
 

@@ -113,6 +113,9 @@ def run_settings(
     engine = None
     if policy.generation is not None:
         native = policy.generation.native_cfg
+        drafts: int | None = None if native.num_speculative_tokens == "auto" else native.num_speculative_tokens
+        if drafts is None and policy.deterministic:
+            drafts = 0  # whether they pay is found out by timing
         engine = EngineSettings(
             native.max_batch_size,
             native.page_size,
@@ -122,9 +125,7 @@ def run_settings(
             in_fp8=native.precision == "fp8",
             cache_in_fp8=native.precision == "fp8" and native.kv_cache_dtype != "bfloat16",
             layers_in_bf16=native.num_first_layers_in_bf16 + native.num_last_layers_in_bf16,
-            num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic)
-            if ranks == 1
-            else 0,
+            num_drafts=drafts if ranks == 1 else 0,
             has_own_weights=policy.generation.uses_vllm,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
@@ -145,12 +146,6 @@ def run_settings(
         engine_shares=engine_shares,
         fp8=policy.fp8,
     )
-
-
-def _num_drafts(setting: Literal["auto"] | int, *, may_time: bool) -> int | None:
-    if setting == "auto":
-        return None if may_time else 0
-    return setting
 
 
 def counts_too_many_adapters(lora: LoraConfig) -> bool:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_model
 
 from posttrain.apps.plan.calibration import GPUS
-from posttrain.apps.plan.memory import cache_pages, plan_memory
+from posttrain.apps.plan.phases import cache_pages, plan_memory
 from posttrain.apps.plan.workload import MeanLengths, MicroBatch, SharedPrompt, Workload
 from posttrain.config.policy import OptimizerConfig
 from posttrain.data.packing import MicroBatching, cost, plan_micro_batches

@@ -11,7 +11,7 @@ from test_plan_memory import H200, LLAMA, PLAIN, workload
 
 from posttrain.apps.plan.calibration import CALIBRATION
 from posttrain.apps.plan.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
-from posttrain.apps.plan.memory import plan_memory
+from posttrain.apps.plan.phases import plan_memory
 from posttrain.apps.plan.timing import TimeModel
 from posttrain.apps.plan.workload import MeanLengths, MicroBatch, SharedPrompt
 from posttrain.engines.native import graphs

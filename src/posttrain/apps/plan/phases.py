@@ -54,7 +54,10 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
         phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes}))
     if workload.num_scorings:
         phases.append(_scoring(rank, trained, kept_cache))
-    phases += [_training(rank, trained, kept_cache), rank.optimizer_phase(kept_cache)]
+    _, count = trained.passes(trained.train, rank.shape.window)
+    row = trained.largest_pass(trained.train, rank.shape.window)
+    phases.append(rank.training_phase(row, kept_cache, accumulates=count > trained.num_updates))
+    phases.append(rank.optimizer_phase(kept_cache))
     return MemoryPlan(tuple(phases), cache, rank.in_host_memory())
 
 
@@ -84,12 +87,6 @@ def _scoring(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, floa
     if head > layer:
         return Phase(SCORING, {**items, "logits chunk": head, "activations": rank.hidden_bytes(row.responses)})
     return Phase(SCORING, {**items, "activations": layer})
-
-
-def _training(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
-    _, count = workload.passes(workload.train, rank.shape.window)
-    row = workload.largest_pass(workload.train, rank.shape.window)
-    return rank.training_phase(row, kept_cache, accumulates=count > workload.num_updates)
 
 
 def cache_pages(workload: Workload, page_size: int, rows: int) -> tuple[int, int]:
