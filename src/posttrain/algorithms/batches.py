@@ -128,22 +128,13 @@ def minibatches(
         if part.num_tokens == 0:
             continue  # an update without gradient would still apply weight decay and momentum
         if with_rewarded:
-            part = _with_rewarded(part, [_is_rewarded(groups, place) for place in chosen])
+            # `rewarded` adds up to 1 over the trained tokens of rewarded answers of the whole batch.
+            rewards = [groups[g].rollouts[r].score.reward for g, r in chosen]
+            is_rewarded = [reward is not None and reward > 0 for reward in rewards]
+            counted = part.columns["mask"] * of_tokens(is_rewarded, part)
+            part = part.with_columns(rewarded=counted / counted.sum().clamp(min=1))
         batches.append(part)
     return batches
-
-
-def _is_rewarded(groups: Sequence[Group], place: Place) -> bool:
-    reward = groups[place[0]].rollouts[place[1]].score.reward
-    return reward is not None and reward > 0
-
-
-def _with_rewarded(batch: TokenBatch, is_rewarded: Sequence[bool]) -> TokenBatch:
-    """`rewarded` adds up to 1 over the trained tokens of rewarded answers: its denominator is taken over the whole
-    batch.
-    """
-    counted = batch.columns["mask"] * of_tokens(is_rewarded, batch)
-    return batch.with_columns(rewarded=counted / counted.sum().clamp(min=1))
 
 
 MAX_SHIFT = 32  # largest shift tried
@@ -197,7 +188,10 @@ def judged_batch(answers: Sequence[Judged]) -> TokenBatch:
 
 def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
     """Each prompt with the answer to another prompt, in the same prompt order. Long sequences are truncated."""
-    shift = _mismatching_shift(batch.prompt_of)
+    # The shift of answers, in rows, that leaves the fewest with their own prompt; 1 if all prompts differ.
+    prompt_of, rows = batch.prompt_of, range(len(batch.prompt_of))
+    shifts = range(1, max(2, min(len(rows), MAX_SHIFT)))
+    shift = min(shifts, key=lambda shift: sum(prompt_of[row] == prompt_of[row - shift] for row in rows))
     lengths = [max(1, max_total_tokens - len(batch.prompts[prompt])) for prompt in batch.prompt_of]
     responses = [batch.responses[row - shift][:length].tolist() for row, length in enumerate(lengths)]
     return TokenBatch.build(
@@ -206,13 +200,6 @@ def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
         prompt_of=batch.prompt_of,
         columns={"mask": torch.ones(sum(len(ids) for ids in responses))},
     )
-
-
-def _mismatching_shift(prompt_of: Sequence[int]) -> int:
-    """The shift of answers, in rows, that leaves the fewest with their own prompt; 1 if all prompts differ."""
-    rows = range(len(prompt_of))
-    shifts = range(1, max(2, min(len(rows), MAX_SHIFT)))
-    return min(shifts, key=lambda shift: sum(prompt_of[row] == prompt_of[row - shift] for row in rows))
 
 
 def example_batch(examples: Sequence[Example]) -> TokenBatch:

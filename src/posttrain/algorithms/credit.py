@@ -140,7 +140,8 @@ class Credit:
         of_rollouts = self.estimator([[rollout.score for rollout in group.rollouts] for group in seen])
         tokens = self._of_tokens(of_rollouts, batch, kl, places)
         if self.reward_steps:
-            metrics |= _mean_shaped_reward(judged)
+            rewards = [reward for group in judged for reward in group.rewards if reward is not None]
+            metrics |= {"shaped_reward": total(rewards) / len(rewards)} if rewards else {}
         return (
             self._with_advantages(groups, judged, batch, tokens, places),
             batch.with_columns(advantages=tokens.float()),
@@ -169,7 +170,10 @@ class Credit:
             values = self.whitening(values, torch.ones_like(values))
         tokens = values.repeat_interleave(lengths)
         if kl is not None and self.kl is not None and self.kl.charged_to != "sequence":
-            charged = kl if self.kl.charged_to == "token" else _kl_to_go(kl, batch.response_lengths)
+            charged = kl
+            if self.kl.charged_to != "token" and len(kl):  # for each token the KL from it to the end of its answer
+                parts = kl.split(batch.response_lengths)
+                charged = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
             tokens = tokens - self.kl.penalty * charged
         if self.whitening is not None and self.whitening.over == "tokens":
             tokens = self.whitening(tokens, batch.columns["mask"].double())
@@ -194,18 +198,8 @@ class Credit:
         return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, credited, strict=True)]
 
 
-def _kl_to_go(kl: Tensor, lengths: Sequence[int]) -> Tensor:
-    """For each token the sum of the KL from it to the end of its answer."""
-    return torch.cat([part.flip(0).cumsum(0).flip(0) for part in kl.split(list(lengths))]) if len(kl) else kl
-
-
 def _mean(values: Tensor) -> float:
     """The mean; if all values are equal, exactly that value, without rounding error."""
     if not len(values):
         return 0.0
     return float(values[0]) if bool((values == values[0]).all()) else float(values.mean())
-
-
-def _mean_shaped_reward(groups: Sequence[Group]) -> dict[str, float]:
-    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-    return {"shaped_reward": total(rewards) / len(rewards)} if rewards else {}

@@ -70,6 +70,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
     lengths = [r.completion.num_sampled for r in rollouts]
+    distinct = [len({r.completion.token_ids for r in group.rollouts}) / len(group.rollouts) for group in groups]
     metrics = {
         "unscored": float(len(rollouts) - len(rewards)),
         "mean_generation_length": statistics.fmean(lengths),
@@ -78,7 +79,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "truncation_rate": statistics.fmean(r.truncated for r in rollouts),
         "groups_with_signal": statistics.fmean(has_signal(group) for group in groups),
         "num_samples": float(len(rollouts)),
-        "distinct_answers": statistics.fmean(_share_of_distinct(group) for group in groups),
+        "distinct_answers": statistics.fmean(distinct),
         "repetition": _repetition(groups),
     }
     if rewards:
@@ -92,10 +93,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
     return metrics | _conversation_metrics(groups)
-
-
-def _share_of_distinct(group: Group) -> float:
-    return len({rollout.completion.token_ids for rollout in group.rollouts}) / len(group.rollouts)
 
 
 def _repetition(groups: Sequence[Group]) -> float:

@@ -141,7 +141,7 @@ def _out_of_gpu_memory(text: str, where: Where) -> OutOfGpuMemoryError:
     if tried := _TRIED.search(text):
         facts.append(f"{tried[1]} {tried[2]} more were asked for")
     if found := _CAPACITY.search(text):
-        capacity = _num_bytes(found[1], found[2])
+        capacity = int(float(found[1]) * _UNITS[found[2]])
         facts.append(f"the GPU has {found[1]} {found[2]}, {found[3]} {found[4]} of it free")
     others = _OTHERS.findall(text)
     if len(others) > 1:
@@ -150,10 +150,6 @@ def _out_of_gpu_memory(text: str, where: Where) -> OutOfGpuMemoryError:
     remedy = _GPU_REMEDIES.get(where.operation, "`posttrain plan` shows what needs how much")
     message = f"{where.prefix} ran out of GPU memory {where.when}: {details}. {remedy}"
     return OutOfGpuMemoryError(message, where.operation, capacity)
-
-
-def _num_bytes(number: str, unit: str) -> int:
-    return int(float(number) * _UNITS[unit])
 
 
 # -- ranks that lost each other ----------------------------------------------------------------------------------------

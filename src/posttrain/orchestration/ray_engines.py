@@ -152,14 +152,11 @@ class RayEngines:
         size = len(self._engines[0].workers)
         return f"{len(self._engines)} engines{f' of {size} processes' if size > 1 else ''}"
 
-    @property
-    def _parts(self) -> list[RayWorker]:
-        return [worker for engine in self._engines for worker in engine.workers]
-
     def wait_until_built(self) -> list[tuple[str, str]]:
         """Returns their nodes: IP and id."""
         gather("build", [engine.built for engine in self._engines], self.unit)
-        return gather("build", [future_of(worker.actor.node.remote()) for worker in self._parts], self.unit)
+        workers = [worker for engine in self._engines for worker in engine.workers]
+        return gather("build", [future_of(worker.actor.node.remote()) for worker in workers], self.unit)
 
     def request_stop(self) -> None:
         for engine in self._engines:

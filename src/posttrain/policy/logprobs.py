@@ -116,15 +116,12 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits
             kept = None
             if grad_hidden is not None:
-                grad_hidden[part] = _hidden_gradient(d_logits, weight, ctx.group)
+                alone = ctx.group is None
+                grad_hidden[part] = d_logits @ weight if alone else ctx.group.sum_in_place(project(d_logits, weight.T))
             if needs_weight and not add_product([weight], d_logits.T, hidden[part]):
                 grad_weight = _add_product(grad_weight, d_logits.T, hidden[part], alone=len(hidden) <= ctx.chunk)
             del d_logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
-
-
-def _hidden_gradient(d_logits: Tensor, weight: Tensor, group: TensorGroup | None) -> Tensor:
-    return d_logits @ weight if group is None else group.sum_in_place(project(d_logits, weight.T))
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, alone: bool) -> Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 import torch
 from torch import Tensor, nn
 
-from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import AttendOptions, attention_context
 from posttrain.policy.head import UnsupportedModelError
 
@@ -115,7 +114,9 @@ def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, devi
 
 def check_length(config: PretrainedConfig, longest: int) -> None:
     """Refuse lengths at which the model's positions would depend on which sequences run together."""
-    for rope in _rope_settings(config):
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_kind_of_layer = [part for part in settings.values() if isinstance(part, Mapping)]
+    for rope in [settings] if "rope_type" in settings else by_kind_of_layer:
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and longest > limit:
             raise UnsupportedModelError(
@@ -135,9 +136,3 @@ class _LayerObserver:
         self.windows[layer] = options["window"]
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
-
-def _rope_settings(config: PretrainedConfig) -> list[JsonMapping]:
-    """One entry, or one per kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, Mapping)]

@@ -219,13 +219,9 @@ def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperatur
                 continue
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if is_first:
-                content = _bytes(whole)
+                content = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
                 starts = range(0, len(content), _CHUNK_BYTES)
                 chunks = pool.map(hashlib.sha256, [content[start : start + _CHUNK_BYTES] for start in starts])
                 digest.update(f"{name}:{tuple(whole.shape)}:{whole.dtype};".encode())
                 digest.update(b"".join(chunk.digest() for chunk in chunks))
     return digest.hexdigest() if is_first else ""
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

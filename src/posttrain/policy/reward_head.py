@@ -145,18 +145,15 @@ def load_reward_model(
             "reward model has one label; a classifier of several cannot be used as one"
         )
     if fresh:
-        _draw(getattr(model, HEAD).weight, float(getattr(model.config, "initializer_range", 0.02)), seed or 0)
+        weight, spread = getattr(model, HEAD).weight, float(getattr(model.config, "initializer_range", 0.02))
+        # The same numbers on every rank and device, whatever ran before.
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed or 0))
+        with torch.no_grad():
+            weight.copy_(noise * spread)
     model.config.architectures = [type(model).__name__]  # as it is saved: a checkpoint is compared with it
     model.config.get_text_config().pad_token_id = pad_token_id
     model.config.use_cache = False
     return model.to(device)
-
-
-@torch.no_grad()
-def _draw(weight: Tensor, spread: float, seed: int) -> None:
-    """The same numbers on every rank and device, whatever ran before."""
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-    weight.copy_(noise * spread)
 
 
 def padding_for_scores(tokenizer: PreTrainedTokenizerBase, answer_ends: Collection[int]) -> int | None:

@@ -75,7 +75,10 @@ class VllmSampler:
         self._num_adapters = 0
         self._shares_gpu = device.type == "cuda"
         self._on_gpu = self._shares_gpu or resolve_device(policy.device).type == "cuda"
-        self._folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=_shared_folder()))
+        # Else a folder on disk: containers often have little or no shared memory.
+        usable = os.access(MEMORY_FOLDER, os.W_OK)
+        usable = usable and shutil.disk_usage(MEMORY_FOLDER).free > 4 * _FILE_BUCKET_BYTES
+        self._folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=MEMORY_FOLDER if usable else None))
         vllm = policy.generation.vllm_cfg
         assert vllm.python is not None, "refused when the config is loaded"
         with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
@@ -321,12 +324,6 @@ def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
 def _base(model: nn.Module) -> nn.Module:
     base: nn.Module = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
     return base
-
-
-def _shared_folder() -> Path | None:
-    """Falls back to a folder on disk: containers often have little or no shared memory."""
-    usable = os.access(MEMORY_FOLDER, os.W_OK)
-    return MEMORY_FOLDER if usable and shutil.disk_usage(MEMORY_FOLDER).free > 4 * _FILE_BUCKET_BYTES else None
 
 
 def _environment(policy: PolicyConfig, generation: GenerationConfig, first_gpu: int | None) -> dict[str, str]:

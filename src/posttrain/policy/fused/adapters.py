@@ -43,7 +43,10 @@ def product_of(modules: Sequence[nn.Module]) -> Product | None:
     everything = [*weights, *(biases if has_bias else ())]
     for adapter in adapters:
         everything += () if adapter is None else (adapter.down, adapter.up)
-    if any((bias is not None) is not has_bias for bias in biases) or not _fit_together(everything):
+    dtype, device = everything[0].dtype, everything[0].device
+    alike = all(tensor.dtype is dtype and tensor.device == device for tensor in everything)
+    has_duplicates = len(set(map(id, everything))) < len(everything)
+    if any((bias is not None) is not has_bias for bias in biases) or not alike or has_duplicates:
         return None
     return Product(
         weights,
@@ -52,13 +55,6 @@ def product_of(modules: Sequence[nn.Module]) -> Product | None:
         joined(biases) if has_bias else None,
         _low_rank(weights, adapters),
     )
-
-
-def _fit_together(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one dtype and device, without duplicates."""
-    dtype, device = tensors[0].dtype, tensors[0].device
-    alike = all(tensor.dtype is dtype and tensor.device == device for tensor in tensors)
-    return alike and len(set(map(id, tensors))) == len(tensors)
 
 
 def is_adapted(module: nn.Module) -> bool:

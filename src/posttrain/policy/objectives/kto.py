@@ -51,7 +51,10 @@ class KtoLoss:
         sft = torch.zeros((), device=device)
         if self.config.sft_loss_weight > 0:
             nll = -per_sequence(logprobs * mask, ids, count)
-            sft = (nll * is_good / self._sft_denominators(batch, lengths, class_size)).sum()
+            denominators = class_size * lengths.clamp(min=1) if self.config.sft_average_log_probs else class_size
+            if self.config.sft_token_level_loss:
+                denominators = sequence_values(batch, "num_class_tokens", device).clamp(min=1)
+            sft = (nll * is_good / denominators).sum()
             loss = loss + self.config.sft_loss_weight * sft
         is_right, is_tie = ranked(lead, per_sequence(logprobs * mask, ids, count))
         metrics = {
@@ -64,8 +67,3 @@ class KtoLoss:
             "rewards_rejected_mean": (rewards * ~is_good / class_size).sum(),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    def _sft_denominators(self, batch: TokenBatch, lengths: Tensor, class_size: Tensor) -> Tensor:
-        if self.config.sft_token_level_loss:
-            return sequence_values(batch, "num_class_tokens", lengths.device).clamp(min=1)
-        return class_size * lengths.clamp(min=1) if self.config.sft_average_log_probs else class_size

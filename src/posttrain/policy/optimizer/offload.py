@@ -55,7 +55,7 @@ class _Stream:
         while len(self._leaving) > _MAX_LEAVING:
             self._leaving.popleft().synchronize()
         with torch.cuda.stream(self.incoming):
-            return [_to(tensor, self.device) for tensor in tensors]
+            return [None if t is None else t.to(self.device, non_blocking=True) for t in tensors]
 
     def finish(self, piece: Piece, home: Tensors, fetched: Tensors, compute: Callable[[Piece, Tensors], None]) -> None:
         self.current.wait_stream(self.incoming)
@@ -80,7 +80,3 @@ class _Stream:
 def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """The same ones every time: torch keeps memory that was freed on a stream for that stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)

@@ -35,10 +35,12 @@ Factors = tuple[Tensor, Tensor]
 def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the attention kernels support these tensors: device, dtypes and shapes."""
     heads, kv_heads = query.shape[1], keys.shape[2]
+    # Keys and values in FP8 are read two numbers at a time.
+    fits_fp8 = keys.dtype == torch.float8_e4m3fn and keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
     return (
         runs_here(query)
         and keys.dtype == values.dtype
-        and (keys.dtype == query.dtype or (keys.dtype == torch.float8_e4m3fn and _has_pairs(keys, values)))
+        and (keys.dtype == query.dtype or fits_fp8)
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and query.shape[-1] == keys.shape[-1]
         and keys.shape[:3] == values.shape[:3]
@@ -49,11 +51,6 @@ def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and keys.is_contiguous()
         and values.is_contiguous()
     )
-
-
-def _has_pairs(keys: Tensor, values: Tensor) -> bool:
-    """Keys and values in FP8 are read two numbers at a time."""
-    return keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
 
 
 def runs_here(tensor: Tensor) -> bool:
