@@ -85,8 +85,8 @@ _OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _GPU_REMEDIES = {
-    "generate": "Lower native_cfg.max_batch_size, native_cfg.kv_cache_gib or gpu_memory_utilization under `generation`, "
-    "or the longest answer (max_new_tokens)",
+    "generate": "Lower native_cfg.max_batch_size, native_cfg.kv_cache_gib or gpu_memory_utilization under "
+    "`generation`, or the longest answer (max_new_tokens)",
     "update": "Set policy.dtensor_cfg.activation_checkpointing=true, lower policy.sequence_packing.train_mb_tokens or "
     "policy.train_micro_batch_size, or spread the optimizer's state over more GPUs (cluster.gpus_per_node)",
     "logprobs": "Lower policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size",

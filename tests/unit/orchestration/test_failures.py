@@ -35,7 +35,7 @@ REMOTE_GONE = (
 )
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:51022"
 RENDEZVOUS = "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 41235)."
-ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried 4096 bytes."
 KILLED = (
     "The actor died unexpectedly before finishing this task. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
     "unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The "
@@ -71,28 +71,22 @@ def test_out_of_gpu_memory_names_rank_stage_amounts_and_remedy() -> None:
     assert (error.stage, error.gpu_bytes) == ("generate", int(79.10 * 2**30))
 
 
+SHARED = CUDA + " Process 11 has 40.00 GiB memory in use. Process 12 has 38.00 GiB memory in use."
+
+
 @pytest.mark.parametrize(
-    ("operation", "remedy"),
+    ("error", "operation", "words"),
     [
-        ("update", "policy.dtensor_cfg.activation_checkpointing=true"),
-        ("logprobs", "policy.logprob_batch_size"),
-        ("evaluate", "policy.logprob_batch_size"),
-        ("build", "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        (torch.OutOfMemoryError(CUDA), "update", "policy.dtensor_cfg.activation_checkpointing=true"),
+        (torch.OutOfMemoryError(CUDA), "logprobs", "policy.logprob_batch_size"),
+        (torch.OutOfMemoryError(CUDA), "evaluate", "policy.logprob_batch_size"),
+        (torch.OutOfMemoryError(CUDA), "build", "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "update", "ran out of GPU memory"),
+        (torch.OutOfMemoryError(SHARED), "update", "nvidia-smi"),  # several processes
     ],
 )
-def test_the_remedy_for_memory_depends_on_the_stage(operation: str, remedy: str) -> None:
-    assert remedy in said_of(torch.OutOfMemoryError(CUDA), operation)
-
-
-def test_memory_errors_of_cuda_libraries_are_recognised_by_their_words() -> None:
-    assert "ran out of GPU memory" in said_of(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-    )
-
-
-def test_other_processes_on_the_gpu_are_mentioned() -> None:
-    both = CUDA + " Process 11 has 40.00 GiB memory in use. Process 12 has 38.00 GiB memory in use."
-    assert "nvidia-smi" in said_of(torch.OutOfMemoryError(both))
+def test_the_remedy_for_gpu_memory_depends_on_stage_and_words(error: Exception, operation: str, words: str) -> None:
+    assert words in said_of(error, operation)
 
 
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), MemoryError()])
@@ -179,9 +173,8 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_planners_proposal(
 
     monkeypatch.setattr(NativeEngine, "generate", generate)
     model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data")
-    no_drafts = (
-        "policy.generation.native_cfg.num_speculative_tokens=0"  # their rows are most of what so small a model needs
-    )
+    # Rows of drafts are most of what so small a model needs.
+    no_drafts = "policy.generation.native_cfg.num_speculative_tokens=0"
     assert run([*grpo(model, data, tmp_path / "run", steps=1), no_drafts]) == 1
     shown = capsys.readouterr().err
     last = shown[shown.index("posttrain: error: ") :]
