@@ -12,7 +12,6 @@ from pathlib import Path
 
 from config_reference import config_reference
 
-from posttrain.apps.doctor.advice import ADVICE
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
     REFUSED_DATASETS,
@@ -121,7 +120,7 @@ def rules_table() -> str:
 
 
 def rules_sections() -> str:
-    return "\n".join(f"### {rule.id}\n\n*{rule.of}: {rule.condition}.*\n\n{ADVICE[rule.id]}\n" for rule in RULES)
+    return "\n".join(f"### {rule.id}\n\n*{rule.of}: {rule.condition}.*\n\n{rule.advice}\n" for rule in RULES)
 
 
 PAGES = {

@@ -141,12 +141,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def rules_text() -> str:
-    from posttrain.apps.doctor.advice import ADVICE
     from posttrain.reporting.doctor.doctor import RULES
 
     blocks = [
-        [f"{rule.id}, of {rule.of}: {rule.condition}", *_wrapped("", ADVICE[rule.id].replace("`", ""))]
-        for rule in RULES
+        [f"{rule.id}, of {rule.of}: {rule.condition}", *_wrapped("", rule.advice.replace("`", ""))] for rule in RULES
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
 

@@ -70,14 +70,11 @@ def without_non_finite(row: Row) -> tuple[Row, dict[str, float]]:
 
 
 def _prefixed(prefix: str, values: Mapping[str, SupportsFloat | None]) -> Row:
-    return {f"{prefix}/{name}": _number(value) for name, value in values.items()}
-
-
-def _number(value: SupportsFloat | None) -> float | int | None:
-    """A Python number: counts stay whole, tensors and NumPy scalars of any kind become floats."""
-    if value is None or type(value) is int:
-        return value
-    return float(value)
+    """Python numbers: counts stay whole, tensors and NumPy scalars of any kind become floats."""
+    return {
+        f"{prefix}/{name}": value if value is None or type(value) is int else float(value)
+        for name, value in values.items()
+    }
 
 
 def top_level_stages(timings_s: Mapping[str, float]) -> dict[str, float]:

@@ -123,13 +123,11 @@ def _merged_by_step(rows: Sequence[Row]) -> list[Row]:
     """One row per step, numbers or None: a validation of its own may have been logged next to the step's row."""
     merged: dict[int, Row] = {}
     for row in rows:
-        merged.setdefault(row["step"], {}).update({key: _drawable(value) for key, value in row.items()})
+        merged.setdefault(row["step"], {}).update(
+            # Larger numbers are more than the arithmetic of charts can handle.
+            {key: v if isinstance(v, int | float) and abs(v) < 1e100 else None for key, v in row.items()}
+        )
     return [merged[step] for step in sorted(merged)]
-
-
-def _drawable(value: object) -> float | None:
-    """Numbers of a size that the arithmetic of charts can handle; others are left out."""
-    return value if isinstance(value, int | float) and abs(value) < 1e100 else None
 
 
 def groups_of(path: Path) -> list[Row]:

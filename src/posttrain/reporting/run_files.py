@@ -131,10 +131,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _are_rows(value: object, number: str, **kinds: type) -> bool:
     return isinstance(value, list) and all(
         isinstance(row, dict)
@@ -150,7 +146,7 @@ _INFO: dict[str, Callable[[Any], bool]] = {
     "resumed_at_steps": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "headline": lambda value: isinstance(value, dict),
     **dict.fromkeys(("wall_s", "max_steps", "num_devices"), _is_number),
-    **dict.fromkeys(("started_at", "updated_at", "status", "title", "reason"), _is_text),
+    **dict.fromkeys(("started_at", "updated_at", "status", "title", "reason"), lambda value: isinstance(value, str)),
 }
 
 

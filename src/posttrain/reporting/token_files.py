@@ -33,7 +33,7 @@ Pieces = Callable[[Sequence[int]], list[str]]  # the text of each token
 
 
 def token_pieces(decode: Callable[[Sequence[int]], str]) -> Pieces:
-    """The text of each token from a tokenizer that decodes several. A character of several tokens belongs to the last."""
+    """The text of each token, from a tokenizer that decodes several. A character of several belongs to the last."""
 
     def pieces(token_ids: Sequence[int]) -> list[str]:
         found: list[str] = []

@@ -93,13 +93,11 @@ def duration(seconds: float) -> str:
 def printable(text: str) -> str:
     """Text with control characters replaced by their escape sequences."""
     return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else _visible(char)
+        char
+        if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs")
+        else char.encode("unicode_escape").decode()
         for char in text
     )
-
-
-def _visible(char: str) -> str:
-    return char.encode("unicode_escape").decode()
 
 
 def step_header(step: int, max_steps: int) -> Line:
@@ -126,7 +124,9 @@ def step_summary(results: Sequence[ShownMetric], row: Row, groups: Sequence[Grou
         rewards = ", ".join(f"{name}={number(value)}" for name, value in shown)
         lines.append(Line(f"[Reward]   {rewards if shown[0][1] is not None else 'no response could be scored'}"))
     names = {metric.key: "kl" if metric.key == "kl_penalty" else metric.key for metric in results if metric.short_name}
-    trained = [f"{name}={number(row[f'train/{key}'])}" for key, name in names.items() if _is_of_training(key, row)]
+    shown_above = ("reward", "filtered_reward", "mean_generation_length")
+    of_training = [key for key in names if f"train/{key}" in row and key not in shown_above]
+    trained = [f"{names[key]}={number(row[f'train/{key}'])}" for key in of_training]
     lines.append(Line(f"[Train]    {', '.join(trained)}"))
     parts = [f"{name}={duration(timings[stage])}" for stage, name in MAIN_STAGES if timings.get(stage)]
     if "checkpointing" in timings:
@@ -136,10 +136,6 @@ def step_summary(results: Sequence[ShownMetric], row: Row, groups: Sequence[Grou
 
 
 REWARD_STATISTICS = (("mean", "reward"), ("std", "reward_std"), ("min", "reward_min"), ("max", "reward_max"))
-
-
-def _is_of_training(key: str, row: Row) -> bool:
-    return f"train/{key}" in row and key not in ("reward", "filtered_reward", "mean_generation_length")
 
 
 def _counts(row: Row, groups: Sequence[Group]) -> str:

@@ -198,9 +198,8 @@ def _columns(file: TokenFile, draw: int, sample: int) -> JsonObject | None:
         "pieces": file.pieces(part),
         "ids": file.token_ids[part].tolist(),
         "trained": file.trained[part].tolist(),
-        **{name: _numbers(values) for name, values in columns.items()},
+        **{
+            name: [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+            for name, values in columns.items()
+        },
     }
-
-
-def _numbers(values: np.ndarray) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]

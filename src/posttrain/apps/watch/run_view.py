@@ -185,7 +185,7 @@ class RunView:
             "num_devices": info.get("num_devices"),
             "device_word": device,
             "eta_s": self._eta_s(),
-            "validation": self._validation(),
+            "validation": next((found for key, lower in VALIDATIONS if (found := self._best(key, lower))), None),
             "best": self._best(headline.metric, headline.lower_is_better),
             "health": list(self._health(charts, bands)),
             "charts": [
@@ -231,9 +231,6 @@ class RunView:
         best = int(np.argmin(values) if lower_is_better else np.argmax(values))
         first, last = {"step": int(steps[0]), "value": float(values[0])}, float(values[-1])
         return {"metric": metric, "first": first, "last": last, "step": int(steps[best]), "value": float(values[best])}
-
-    def _validation(self) -> JsonObject | None:
-        return next((found for key, lower in VALIDATIONS if (found := self._best(key, lower)) is not None), None)
 
     def _stages(self) -> list[JsonObject]:
         """The stages that take most of the time: mean seconds of the recent steps."""
@@ -327,10 +324,7 @@ def config_differences(runs: Sequence[RunView]) -> JsonObject:
     for key in keys:
         values = [one.get(key, _MISSING) for one in settings]
         if any(value != values[0] for value in values[1:]):
-            shown = [None if value is _MISSING else _text(value) for value in values]
+            texts = ["null" if value is None else str(value) for value in values]
+            shown = [None if value is _MISSING else text for value, text in zip(values, texts, strict=True)]
             rows.append({"key": key, "values": shown})
     return {"differences": rows, "num_equal": len(keys) - len(rows), "known": [bool(one) for one in settings]}
-
-
-def _text(value: object) -> str:
-    return "null" if value is None else str(value)

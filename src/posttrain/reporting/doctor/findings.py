@@ -81,7 +81,9 @@ def kept_findings(rows: Iterable[JsonMapping]) -> list[Finding]:
 def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[Answer, ...]:
     """At most three answers. `groups` are the rows of `rollouts/step_N.jsonl.gz`."""
     if shown == "equal" and groups:
-        groups = sorted(groups, key=_num_rewards)[:1]
+        groups = sorted(groups, key=lambda one: len({answer.get("reward") for answer in one.get("completions", ())}))[
+            :1
+        ]
     rollouts = [(group, answer) for group in groups for answer in group.get("completions", ())]
     if shown == "unscored":
         rollouts = [pair for pair in rollouts if pair[1].get("reward") is None]
@@ -92,10 +94,6 @@ def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[Answ
     elif shown == "best":
         rollouts.sort(key=lambda pair: -(pair[1].get("reward") or 0.0))
     return tuple(_answer(group, answer) for group, answer in rollouts[:MAX_ANSWERS])
-
-
-def _num_rewards(group: JsonMapping) -> int:
-    return len({answer.get("reward") for answer in group.get("completions", ())})
 
 
 def _answer(group: JsonMapping, answer: JsonMapping) -> Answer:

@@ -50,21 +50,17 @@ def kl_runaway(run: History) -> Sighting | None:
     is_estimate = run.kl != "train/kl_penalty"  # every few steps only
     count = 2 if is_estimate else PERSISTENCE
     fixes = (higher_kl_penalty(run), lower_lr(run, 100 if kl > 5 else 10))
-    if _is_fast(run) or kl > 5:
+    if run.num_steps <= 20 or kl > 5:  # it grew at once: the learning rate is at fault rather than the penalty
         fixes = (fixes[1], fixes[0])
     if run.all_above(run.kl, KL_ERROR, count):
-        text = f"the KL to the starting model is {kl:.3g} per token: the policy is diverging from it (0.01 to 0.1 is usual)"
+        what = "the policy is diverging from it (0.01 to 0.1 is usual)"
+        text = f"the KL to the starting model is {kl:.3g} per token: {what}"
         return Sighting("error", run.kl, kl, text, fixes)
     if run.all_above(run.kl, KL_WARNING, count):
         severity: Severity = "note" if run.validation_is_rising else "warning"
         text = f"the KL to the starting model is {kl:.3g} per token (0.01 to 0.1 is usual)"
         return Sighting(severity, run.kl, kl, text, fixes)
     return None
-
-
-def _is_fast(run: History) -> bool:
-    """Whether the KL grew within the first steps: then the learning rate is at fault rather than the penalty."""
-    return run.num_steps <= 20
 
 
 def entropy_collapse(run: History) -> Sighting | None:
@@ -178,7 +174,8 @@ def wrong_template(run: History) -> Sighting | None:
     if run.num_steps != PERSISTENCE or not _template_fixes(run):
         return None
     truncation = run.recent(TRUNCATION, PERSISTENCE)
-    earns_nothing = all(low == high for low, high in _reward_ranges(run))
+    ranges = zip(run.values("train/reward_min"), run.values("train/reward_max"), strict=False)
+    earns_nothing = all(low == high for low, high in ranges)
     if truncation is None or not (truncation > 0.9 or earns_nothing):
         return None
     text = (
@@ -186,10 +183,6 @@ def wrong_template(run: History) -> Sighting | None:
     )
     severity: Severity = "error" if truncation > 0.9 and earns_nothing else "warning"
     return Sighting(severity, TRUNCATION, truncation, text, _template_fixes(run), "cut")
-
-
-def _reward_ranges(run: History) -> list[tuple[float, float]]:
-    return list(zip(run.values("train/reward_min"), run.values("train/reward_max"), strict=False))
 
 
 def truncated(run: History) -> Sighting | None:
