@@ -219,7 +219,9 @@ class NativeEngine:
     def take_weights(self, version: int) -> None:
         """Nothing to do: these are the trainer's tensors."""
 
-    forget_weights = close = lambda self: None
+    def forget_weights(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def make_room(self) -> None:
         """A large KV cache is freed for training. A small one stays, with the CUDA graphs captured for it."""
