@@ -3,8 +3,8 @@
 | file | what |
 |---|---|
 | `instances.py` | machines: GPUs, fabric, allocatable CPU and memory |
-| `launch_request.py` | a run's config and a cluster profile, checked against each other; what travels in the ConfigMap |
-| `pod_template.py`, `workloads.py` | the pod; Job, JobSet, Volcano Job, RayJob or RayCluster around it; values of Helm |
+| `launch_request.py` | a run's config and a cluster profile, checked against each other; its ConfigMap |
+| `pod_template.py`, `workloads.py` | the pod; the workload of each scheduler around it; values of Helm |
 | `admin_objects.py` | what an administrator creates once |
 | `manifest_files.py` | YAML of objects, written to and read from files |
 | `quantities.py`, `storage_sizes.py` | amounts as Kubernetes writes them; sizes of shared file systems |
@@ -12,7 +12,7 @@
 | `cost.py` | prices with day, source and region; hours, dollars, interruptions |
 | `node/` | `posttrain node`, the first process of every pod |
 | `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
-| `kubernetes_cluster.py`, `cluster_checks.py` | a cluster of Kubernetes, the only file with its client; what a run needs of it |
+| `kubernetes_cluster.py`, `cluster_checks.py` | Kubernetes, the only file with its client; what a run needs of it |
 | `ray_jobs.py` | runs as jobs of a long-lived Ray cluster, over Ray's Jobs API |
 | `local/` | this machine as a cluster |
 | `run_checkpoints.py` | checkpoints of a run, with metrics |

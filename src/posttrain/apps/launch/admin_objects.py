@@ -30,7 +30,7 @@ def render_setup(profile: ClusterProfile) -> list[Object]:
     ]
 
 
-# -- machines ------------------------------------------------------------------------------------------------------------
+# -- machines ----------------------------------------------------------------------------------------------------------
 
 
 def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
@@ -130,7 +130,7 @@ def gke_node_pool(profile: ClusterProfile) -> str | None:
     return text + "\n"
 
 
-# -- queues --------------------------------------------------------------------------------------------------------------
+# -- queues ------------------------------------------------------------------------------------------------------------
 
 
 def _quota(profile: ClusterProfile, instance: Instance) -> dict[str, int | str]:
@@ -193,7 +193,7 @@ def _volcano(profile: ClusterProfile, instance: Instance) -> list[Object]:
     ]
 
 
-# -- storage -------------------------------------------------------------------------------------------------------------
+# -- storage -----------------------------------------------------------------------------------------------------------
 
 
 def _storage(profile: ClusterProfile) -> list[Object]:
@@ -236,7 +236,8 @@ def _storage_class(profile: ClusterProfile, on_aws: bool) -> Object:
     if on_aws:
         if storage.subnet is None or storage.security_group is None:
             raise InputError(
-                "a new FSx file system needs storage.subnet and storage.security_group; or name one in storage.file_system"
+                "a new FSx file system needs storage.subnet and storage.security_group; or name one in "
+                "storage.file_system"
             )
         parameters = {
             "subnetId": storage.subnet,

@@ -1,4 +1,5 @@
-"""What a run costs on a cluster: hours × machines × price, start-up, storage, and what interruptions of Spot machines waste.
+"""What a run costs on a cluster: hours × machines × price, start-up, storage, and what interruptions of Spot machines
+waste.
 
 With M the mean time between interruptions of the gang (that of one machine over their number), C the seconds that a
 save blocks training, τ the time between saves, q the share of interruptions before which a notice lets the run save,
@@ -8,8 +9,8 @@ and R the seconds from an interruption to the next step, the share of time that 
 
 q = 0 is the formula of Young (1974). M is never assumed silently: it is given, or a range is shown.
 
-Prices are USD an hour of a machine, each with its day, source and region; a profile's own price replaces them. Spot prices
-move hourly and by zone: a row has the lowest and the highest of its region's zones on that day.
+Prices are USD an hour of a machine, each with its day, source and region; a profile's own price replaces them. Spot
+prices move hourly and by zone: a row has the lowest and the highest of its region's zones on that day.
 """
 
 from __future__ import annotations
@@ -289,7 +290,8 @@ def gpu_of(profile: ClusterProfile) -> str:
     name = find_instance(profile.nodes, profile.cluster.kind).gpu
     if not name:
         raise InputError(
-            "the profile names no instance_type, so its GPU is not known: name one, or give --gpu NAME to `posttrain plan`"
+            "the profile names no instance_type, so its GPU is not known: name one, or give --gpu NAME to "
+            "`posttrain plan`"
         )
     return name
 

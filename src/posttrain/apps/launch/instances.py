@@ -1,8 +1,8 @@
 """Machines of AWS and Google Cloud: GPUs, network devices, what pods may request, and the environment of NCCL.
 
-Allocatable CPU and memory of AWS are from the Karpenter reference; machines of 2 TiB are taken to have what p5en.48xlarge has.
-Those of Google Cloud follow from GKE's published reservation (`_gke_memory_mib`). Network settings of gIB are those of the
-set_nccl_env.sh that GKE installs on A3 Ultra and A4 nodes.
+Allocatable CPU and memory of AWS are from the Karpenter reference; machines of 2 TiB are taken to have what
+p5en.48xlarge has. Those of Google Cloud follow from GKE's published reservation (`_gke_memory_mib`). Network settings
+of gIB are those of the set_nccl_env.sh that GKE installs on A3 Ultra and A4 nodes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ INSTANCES = {
         Instance("p5e.48xlarge", "aws", "h200", 8, 191.45, 1_937_332, efa=32),
         Instance("p5en.48xlarge", "aws", "h200", 8, 191.45, 1_937_332, efa=16),
         Instance("p6-b200.48xlarge", "aws", "b200", 8, 191.45, 1_937_332, efa=8),
-        Instance("a3-highgpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872), accelerator="nvidia-h100-80gb"),
-        Instance("a3-megagpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872), accelerator="nvidia-h100-mega-80gb"),
+        Instance("a3-highgpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872),
+                 accelerator="nvidia-h100-80gb"),
+        Instance("a3-megagpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872),
+                 accelerator="nvidia-h100-mega-80gb"),
         Instance("a3-ultragpu-8g", "gcp", "h200", 8, _gke_cpu(224), _gke_memory_mib(2952),
                  accelerator="nvidia-h200-141gb", rdma=True, tuner=_A3U),
         Instance("a4-highgpu-8g", "gcp", "b200", 8, _gke_cpu(224), _gke_memory_mib(3968),
@@ -106,7 +108,8 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
         near = get_close_matches(nodes.instance_type, INSTANCES, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(
-            f"nodes.instance_type = {nodes.instance_type!r} is not in the table: {hint}Known: {', '.join(INSTANCES)}. For "
+            f"nodes.instance_type = {nodes.instance_type!r} is not in the table: {hint}Known: "
+            f"{', '.join(INSTANCES)}. For "
             "another machine leave it out, and give nodes.gpus, nodes.cpu, nodes.memory_gib and nodes.selector"
         )
     expected = _PROVIDER_OF_KIND.get(cluster_kind)

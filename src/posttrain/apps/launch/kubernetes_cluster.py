@@ -42,7 +42,8 @@ class KubernetesCluster:
         except (ConfigException, OSError) as error:
             why = reason_of(error).rstrip(".")
             raise ClusterUnreachable(
-                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, gcloud container "
+                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
+                "gcloud container "
                 "clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
@@ -77,13 +78,15 @@ class KubernetesCluster:
             )
         except urllib3.exceptions.HTTPError as error:
             raise ClusterUnreachable(
-                f"{self._server} does not answer ({reason_of(getattr(error, 'reason', None) or error)}): is the cluster up, and "
+                f"{self._server} does not answer ({reason_of(getattr(error, 'reason', None) or error)}): is the "
+                "cluster up, and "
                 "is this machine in its network (VPN)? cluster.context of the profile, or --context, names another"
             ) from error
         except ApiException as error:
             if error.status in (0, 401):
                 raise ClusterUnreachable(
-                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso login, gcloud "
+                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso "
+                    "login, gcloud "
                     "auth login), or name another context"
                 ) from error
             raise
@@ -142,7 +145,8 @@ class KubernetesCluster:
             if error.status == 409:
                 run = body["metadata"]["labels"][RUN_LABEL]
                 raise InputError(
-                    f"{what} exists already in namespace {body['metadata']['namespace']}: `posttrain launch stop {run}` removes "
+                    f"{what} exists already in namespace {body['metadata']['namespace']}: `posttrain launch stop "
+                    f"{run}` removes "
                     "the run of this name, or give --name"
                 ) from error
             raise InputError(f"{what} was refused: {_message_of(error)}. Nothing of the run is left") from error
@@ -276,7 +280,8 @@ class KubernetesCluster:
         )
 
     def _run_small_pod(self, workload: Object, command: Sequence[str], machine: str | None) -> tuple[str, str]:
-        """A command in the run's image, with its claim; on `machine`, else on any. Returns why it failed, and its output."""
+        """A command in the run's image, with its claim; on `machine`, else on any. Returns why it failed, and its
+        output."""
         body = _small_pod(workload, command, machine)
         place = path_of(body)
         self._found("POST", place, body)

@@ -1,4 +1,5 @@
-"""The pod of a run: one per machine, the same under every scheduler. `posttrain node` is its PID 1; no shell is started.
+"""The pod of a run: one per machine, the same under every scheduler. `posttrain node` is its PID 1; no shell is
+started.
 
 The environment variables and paths are a contract with `posttrain node` (docs/decisions/0040).
 """

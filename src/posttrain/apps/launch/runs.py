@@ -1,5 +1,5 @@
-"""Runs in a cluster, read from its objects: phase, attempts, and pods by rank. The objects are those of the API server, or the
-local cluster's, which have the same fields; found by the label `posttrain.dev/run`."""
+"""Runs in a cluster, read from its objects: phase, attempts, and pods by rank. The objects are those of the API server,
+or the local cluster's, which have the same fields; found by the label `posttrain.dev/run`."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ def choose_pod(pods: Sequence[RunPod], rank: int, attempt: int | None) -> RunPod
     if not chosen:
         there = ", ".join(str(pod.attempt) for pod in of_rank)
         raise InputError(
-            f"--attempt {attempt}: there are pods of rank {rank} of attempt {there}. A scheduler removes the pods of earlier "
+            f"--attempt {attempt}: there are pods of rank {rank} of attempt {there}. A scheduler removes the pods "
+            "of earlier "
             "attempts, and their output with them, unless the cluster ships logs elsewhere"
         )
     return chosen[-1]

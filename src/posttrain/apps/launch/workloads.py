@@ -79,7 +79,7 @@ def _exit_codes(*codes: int) -> Object:
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 
-# -- the schedulers ------------------------------------------------------------------------------------------------------
+# -- the schedulers ----------------------------------------------------------------------------------------------------
 
 
 def _job(request: LaunchRequest) -> list[Object]:
@@ -263,8 +263,8 @@ def _fluent_bit_config(profile: ClusterProfile) -> str:
 
 
 def _with_log_shipping(request: LaunchRequest, cluster: Object) -> list[Object]:
-    """A Fluent Bit sidecar in every pod, which ships Ray's logs to the provider's log service, and its ConfigMap; the cluster
-    alone if no image is given."""
+    """A Fluent Bit sidecar in every pod, which ships Ray's logs to the provider's log service, and its ConfigMap; the
+    cluster alone if no image is given."""
     image = request.profile.log_image
     if image is None:
         return [cluster]

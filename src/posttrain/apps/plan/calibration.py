@@ -1,7 +1,8 @@
 """GPUs, and the share of their limits that posttrain reaches: the measured constants of the planner.
 
-A prediction is a count (floating-point operations, bytes) divided by a limit of the GPU and by the share of that limit which
-the code reaches. Counts are made in the other files, from the code that does the work. Limits and shares are here.
+A prediction is a count (floating-point operations, bytes) divided by a limit of the GPU and by the share of that limit
+which the code reaches. Counts are made in the other files, from the code that does the work. Limits and shares are
+here.
 
 Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one that reached 806 TFLOP/s unless noted:
 
@@ -25,10 +26,10 @@ Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one th
 | attention over a cache in FP8, 512 rows of 256 and 700 tokens | 3.4 and 3.9 TB/s | `fp8_decode_attention_share` |
 | Llama 8B in FP8, 512 rows, mean contexts 256 and 578 | 11.68 and 14.31 ms | (check) |
 | the same, 512 answers of 50 to 2,000 tokens | 14.9 s | (check) |
-| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `UNFUSED_ACTIVATIONS` of policy/memory |
+| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `UNFUSED_ACTIVATIONS` |
 
-"Check" rows were not used to choose a constant; a test compares the prediction with them. The other shares are estimates, marked
-as such below.
+"Check" rows were not used to choose a constant; a test compares the prediction with them. The other shares are
+estimates, marked as such below.
 """
 
 from __future__ import annotations

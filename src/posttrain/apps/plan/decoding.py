@@ -1,8 +1,8 @@
 """How a batch of answers is decoded: how many rows are active for how many steps, over how much context.
 
-Rows are filled as by the scheduler (engines/native/scheduler.py): a finished row is replaced by the next in the queue. The
-lengths of answers are unknown before a run. They are drawn with a constant probability of ending at each token, up to the
-limit, with the assumed or measured mean.
+Rows are filled as by the scheduler (engines/native/scheduler.py): a finished row is replaced by the next in the queue.
+The lengths of answers are unknown before a run. They are drawn with a constant probability of ending at each token, up
+to the limit, with the assumed or measured mean.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0
 def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     """The assumptions of the estimate, one line each."""
     gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
-    limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
+    speeds = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s"
+    limits = f"{speeds}, {gpu.memory_bytes / GIB:.1f} GiB"
     how = f"measured ({MEASURED_ON})" if gpu.is_measured else "not measured: data sheet, scaled by what an H200 reaches"
     lengths = workload.lengths
     lines = [
@@ -178,7 +179,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         )
     if found.settings.fp8:
         lines.append(
-            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured for "
+            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as "
+            "measured for "
             "products alone; the run is refused on GPUs before Ada and Hopper"
         )
     if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
@@ -292,7 +294,8 @@ class RunCost:
         lines = [f"  {_amount(self.per_step)} for a step of {self.step_s:.1f} s on {gpus}"]
         if self.num_steps is None or self.in_all is None:
             lines.append(
-                f"  {_amount(1000 * self.per_step)} for 1,000 steps; how many a run has depends on the data, or on max_num_steps"
+                f"  {_amount(1000 * self.per_step)} for 1,000 steps; how many a run has depends on the data, or "
+                "on max_num_steps"
             )
         else:
             hours = self.num_steps * self.step_s / 3600

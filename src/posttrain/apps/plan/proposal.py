@@ -1,5 +1,5 @@
-"""Proposes faster settings (micro-batches, activation checkpointing, decode rows) and, where something does not fit, the
-single changes that would make it fit.
+"""Proposes faster settings (micro-batches, activation checkpointing, decode rows) and, where something does not fit,
+the single changes that would make it fit.
 
 Proposals do not change what is learnt, unless marked (adapters instead of all weights).
 """
@@ -56,7 +56,7 @@ def _has_room(found: RunEstimate, *phases: str) -> bool:
     return all(found.needed_bytes(phase) <= limit for phase in found.memory.phases if phase.name in phases)
 
 
-# -- better settings -----------------------------------------------------------------------------------------------------
+# -- better settings ---------------------------------------------------------------------------------------------------
 
 
 def propose(found: RunEstimate) -> Proposal | None:
@@ -137,7 +137,7 @@ def _smallest_as_good(tried: list[RunEstimate], seconds: list[float]) -> RunEsti
     return next(one for one, taken in zip(tried, seconds, strict=True) if taken <= limit)
 
 
-# -- what does not fit ---------------------------------------------------------------------------------------------------
+# -- what does not fit -------------------------------------------------------------------------------------------------
 
 
 def remedies(found: RunEstimate) -> list[Remedy]:
@@ -278,8 +278,8 @@ _MOST_SHOWN = 4
 
 
 def advice(config: RunConfig, error: OutOfGpuMemoryError, folder: Path) -> str:
-    """The planner's estimate, and settings that free memory in the failed phase. Empty where the planner cannot count: an
-    unknown model, or a GPU of unknown size.
+    """The planner's estimate, and settings that free memory in the failed phase. Empty where the planner cannot count:
+    an unknown model, or a GPU of unknown size.
 
     `folder` is the run's: the lengths that it has measured are used.
     """
@@ -300,7 +300,8 @@ def advice(config: RunConfig, error: OutOfGpuMemoryError, folder: Path) -> str:
         return "\n".join([*lines, explain(found)])
     used = found.workload.lengths
     lines.append(
-        "  by its count this fits. Other processes may hold memory of the GPU (`nvidia-smi`), or sequences are longer than the "
+        "  by its count this fits. Other processes may hold memory of the GPU (`nvidia-smi`), or sequences are "
+        "longer than the "
         f"prompts of {used.prompt:.0f} and answers of {used.answer:.0f} tokens that it takes ({used.source})"
     )
     for words, freed_bytes in savings(found, _PHASES.get(error.stage, (OPTIMIZER,)))[:_MOST_SHOWN]:

@@ -1,7 +1,8 @@
 """A discrete-event model of the steps of GRPO: rounds of sampling on engines, and training after them or beside them.
 
-A round ends at a quota of groups (types.Quota), so its seconds follow from the lengths of answers and from the speed of an
-engine, not from the training beside it. What a step waits for follows from the rounds. Independent of configs and GPUs.
+A round ends at a quota of groups (types.Quota), so its seconds follow from the lengths of answers and from the speed of
+an engine, not from the training beside it. What a step waits for follows from the rounds. Independent of configs and
+GPUs.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class Training:
 
 
 def step_seconds(rounds_s: Sequence[float], training: Sequence[Training], *, ahead: bool) -> list[float]:
-    """Of each step, from the rounds of the steps. `ahead`: the next round runs from the rewards of a step to its end, where
-    the handover waits for it; the first round has no step before it."""
+    """Of each step, from the rounds of the steps. `ahead`: the next round runs from the rewards of a step to its end,
+    where the handover waits for it; the first round has no step before it."""
     found = []
     for index, (round_s, parts) in enumerate(zip(rounds_s, training, strict=True)):
         before = round_s if index == 0 or not ahead else 0.0

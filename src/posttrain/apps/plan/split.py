@@ -1,7 +1,9 @@
-"""How GPUs are split between training and sampling: the splits that a config allows, simulated on the planner's stage times.
+"""How GPUs are split between training and sampling: the splits that a config allows, simulated on the planner's stage
+times.
 
-Candidates are the config with other values of `policy.generation.colocated` and `grpo.async_grpo`, as far as its checks accept
-them. Rounds and what a step waits for are simulated (`simulation.py`); memory is that of the plan of each candidate.
+Candidates are the config with other values of `policy.generation.colocated` and `grpo.async_grpo`, as far as its checks
+accept them. Rounds and what a step waits for are simulated (`simulation.py`); memory is that of the plan of each
+candidate.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Splits:
 
     @property
     def best(self) -> Split | None:
-        """The fastest that fits and whose answers are at most as old as the config allows, or 1 step; None: as it is."""
+        """The fastest that fits and whose answers are at most as old as the config allows, or 1 step; None: as it
+        is."""
         oldest = max(self.now.max_age, 1)
         fitting = [split for split in self.others if not split.found.too_large and split.max_age <= oldest]
         best = min(fitting, key=lambda split: split.step_s, default=self.now)
@@ -103,7 +106,8 @@ class Splits:
     @property
     def assumptions(self) -> list[str]:
         lines = [
-            "splits: the lengths of all answers are drawn independently, and a step waits for its slowest GPU; speed is beside "
+            "splits: the lengths of all answers are drawn independently, and a step waits for its slowest GPU; "
+            "speed is beside "
             "shared GPUs without asynchronous sampling"
         ]
         if self.now.config.policy.generation.uses_vllm:
@@ -190,8 +194,8 @@ def simulated_step_s(found: RunEstimate, config: GrpoRunConfig, rewards_s: float
 
 
 def handover_s(found: RunEstimate, config: GrpoRunConfig) -> float:
-    """Written by ranks, then read by every engine: in host memory, or in a folder that machines share. An upper bound on one
-    machine, where GPUs may read each other's memory."""
+    """Written by ranks, then read by every engine: in host memory, or in a folder that machines share. An upper bound
+    on one machine, where GPUs may read each other's memory."""
     if not config.num_engines:
         return 0.0
     rank = found.rank

@@ -1,7 +1,7 @@
 """What one step computes: how many samples of which length, in how many micro-batches.
 
-MeanLengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches follow
-`data/packing.py`: a prompt is computed once for the samples that share a micro-batch with it.
+MeanLengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches
+follow `data/packing.py`: a prompt is computed once for the samples that share a micro-batch with it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class SharedPrompt:
 
     @property
     def gathered(self) -> float:
-        """Keys that attention is given. Shared ones are repeated in front of every answer; not shared, none is copied."""
+        """Keys that attention is given. Shared ones are repeated in front of every answer; not shared, none is
+        copied."""
         return self.prompt + self.size * (self.prompt + self.answer - 1) if self.size > 1 else 0.0
 
     def pairs(self, window: int | None) -> float:

@@ -1,8 +1,8 @@
-"""Bytes per token of a pass through the model: activations kept for the backward pass, temporary tensors, and the traffic of
-elementwise kernels.
+"""Bytes per token of a pass through the model: activations kept for the backward pass, temporary tensors, and the
+traffic of elementwise kernels.
 
-`policy/fused/{ops,layers}.py` decide what a layer keeps, `policy/logprobs.py` what the output head needs: these counts follow
-that code. With weights of `element` bytes, products are in that precision and the residual stream is fp32.
+`policy/fused/{ops,layers}.py` decide what a layer keeps, `policy/logprobs.py` what the output head needs: these counts
+follow that code. With weights of `element` bytes, products are in that precision and the residual stream is fp32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one rank. Those that share layers have parts of the heads, of the MLP and of the vocabulary, but whole residuals;
-    those that share rows have a part of the tokens, and for attention a part of the heads."""
+    """Of one rank. Those that share layers have parts of the heads, of the MLP and of the vocabulary, but whole
+    residuals; those that share rows have a part of the tokens, and for attention a part of the heads."""
 
     shape: ModelShape
     settings: RunSettings
@@ -133,7 +133,7 @@ class LayerBytes:
     def recomputes_logits(self, row: Pass) -> bool:
         return self._own(row).responses > self.chunk_tokens
 
-    # -- moved by elementwise kernels ------------------------------------------------------------------------------------
+    # -- moved by elementwise kernels ----------------------------------------------------------------------------------
 
     def moved_forward(self) -> float:
         """Per layer and token: two norms, rotation, SwiGLU, residual sums; adapters where there are any."""
@@ -147,13 +147,15 @@ class LayerBytes:
         return norms + 6 * e * s.inner + 2 * e * (s.query_width + s.kv_width)
 
     def moved_by_quantising(self) -> float:
-        """Per layer and token of a backward pass in FP8: gradients of the outputs. The forward pass moves no more than bf16."""
+        """Per layer and token of a backward pass in FP8: gradients of the outputs. The forward pass moves no more than
+        bf16."""
         if not self.settings.fp8:
             return 0.0
         return (self.settings.element + 1) * sum(outputs for _, outputs in self.shape.linears)
 
     def moved_by_adapters(self) -> tuple[float, float]:
-        """Forward and backward, per layer and token: reading inputs again and adding to outputs, and the same for gradients."""
+        """Forward and backward, per layer and token: reading inputs again and adding to outputs, and the same for
+        gradients."""
         if self.settings.lora_rank is None:
             return 0.0, 0.0
         e = self.settings.element

@@ -1,7 +1,7 @@
 """The sizes of a model: from the config.json of a folder, from the hub, or from the table of named shapes. No weights.
 
-Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma. Others
-are refused.
+Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma.
+Others are refused.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def _fetch_config(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are among these
         reason = reason_of(error)
         raise UnknownModelError(
-            f"policy.model_name: the config.json of {name!r} is neither here nor could it be fetched from the hub: {reason}"
+            f"policy.model_name: the config.json of {name!r} is neither here nor could it be fetched from the "
+            f"hub: {reason}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Peak GPU memory of one rank while sampling, training and stepping the optimizer, item by item.
 
-Sums are of tensors, as `torch.cuda.max_memory_allocated` counts them. The CUDA context and gaps between blocks are added
-only where the question is whether all of it fits.
+Sums are of tensors, as `torch.cuda.max_memory_allocated` counts them. The CUDA context and gaps between blocks are
+added only where the question is whether all of it fits.
 
 `should_checkpoint` answers `policy.dtensor_cfg.activation_checkpointing: auto`. Each rank calls it once the model is
 loaded. The answer affects memory and time, but not results.
@@ -152,7 +152,8 @@ class RankMemory:
         return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_products}
 
     def quantised_weights(self, *, gradients: bool) -> dict[str, float]:
-        """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, and again along the other axis for gradients."""
+        """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, and again along the other axis for
+        gradients."""
         if not self.settings.fp8:
             return {}
         return {"FP8 weights of training": (2.0 if gradients else 1.0) * self.shape.layer_products}

@@ -9,6 +9,6 @@
 | `references.py` | rules that need several objects of the files |
 | `check.py` | all of it, in order |
 
-An error is what an API server, a webhook or a controller refuses, and what is accepted and cannot work. A warning is what
-works and is unwise.
+An error is what an API server, a webhook or a controller refuses, and what is accepted and cannot work. A warning is
+what works and is unwise.
 """

@@ -13,10 +13,10 @@ A rule has a sentence (`about`) and one check or several (`checks`; they inherit
 | `show` | expression of the value in the finding; without it, the field |
 | `message`, `remedy` | texts with `${expression}` |
 
-Names in expressions: `value` (the field), `self` and `key` (of `each`), `keys` (of all wildcards), `earlier` (items before it),
-`name` (of the object), what the scope knows (`gpus`, `count`, …) and the functions in `_FUNCTIONS` and `_readers`. An
-expression that cannot be evaluated, as a key is missing or a value has another type, reports nothing: schemas do.
-A rule without checks is in `references.py`.
+Names in expressions: `value` (the field), `self` and `key` (of `each`), `keys` (of all wildcards), `earlier` (items
+before it), `name` (of the object), what the scope knows (`gpus`, `count`, …) and the functions in `_FUNCTIONS` and
+`_readers`. An expression that cannot be evaluated, as a key is missing or a value has another type, reports nothing:
+schemas do. A rule without checks is in `references.py`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def load_rules() -> tuple[dict[str, str], tuple[Check, ...]]:
     return about, tuple(checks)
 
 
-# -- what expressions can read -------------------------------------------------------------------------------------------
+# -- what expressions can read -----------------------------------------------------------------------------------------
 
 
 def _text_of(value: object) -> str:
@@ -276,7 +276,7 @@ def compile_expression(expression: str) -> tuple[Any, list[str], list[str]]:
     return program, program.variables(), program.functions()
 
 
-# -- findings ------------------------------------------------------------------------------------------------------------
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 def check_rules(manifests: Sequence[Manifest]) -> Findings:

@@ -104,7 +104,8 @@ def _check_shape(manifest: Manifest) -> Findings:
 
 
 def _without_repetition(findings: Sequence[LintFinding]) -> list[LintFinding]:
-    """Where a schema and a semantic rule report the same place, the semantic rule stays: its message is more precise."""
+    """Where a schema and a semantic rule report the same place, the semantic rule stays: its message is more
+    precise."""
     semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OWN and f.level == "error"}
     kept = [
         f

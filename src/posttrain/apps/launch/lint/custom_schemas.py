@@ -21,8 +21,8 @@ from posttrain.files.json_files import JsonObject
 RULE = "crd-schema"
 CEL_RULE = "crd-cel"
 _KEPT = (
-    "type", "enum", "required", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
-    "minProperties", "maxProperties", "uniqueItems", "multipleOf", "additionalProperties",
+    "type", "enum", "required", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems",
+    "maxItems", "minProperties", "maxProperties", "uniqueItems", "multipleOf", "additionalProperties",
 )  # fmt: skip
 
 

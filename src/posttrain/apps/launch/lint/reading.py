@@ -1,4 +1,5 @@
-"""Pods, Jobs and values inside objects of any shape. A value of the wrong type reads as an empty one: schemas report it."""
+"""Pods, Jobs and values inside objects of any shape. A value of the wrong type reads as an empty one: schemas report
+it."""
 
 from __future__ import annotations
 

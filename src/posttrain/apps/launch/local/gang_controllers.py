@@ -110,8 +110,8 @@ class VolcanoController(Controller):
 
 @dataclass
 class RayJobController(Controller):
-    """A RayJob: a Ray cluster, and the entrypoint on its head, as Ray's Jobs API starts it. A failure is retried with a new
-    cluster, which does not wait for the pods of the old one."""
+    """A RayJob: a Ray cluster, and the entrypoint on its head, as Ray's Jobs API starts it. A failure is retried with a
+    new cluster, which does not wait for the pods of the old one."""
 
     name: str
     namespace: str
@@ -210,7 +210,8 @@ class RayJobController(Controller):
                 "RAY_ADDRESS": f"{self._address}:{RAY_PORT}",
                 "FQ_RAY_IP": self._address,
                 "RAY_IP": self._address.partition(".")[0],
-                "KUBERAY_GEN_RAY_START_CMD": f"ray start {_options(group)} --address={self._address}:{RAY_PORT} --block",
+                "KUBERAY_GEN_RAY_START_CMD": f"ray start {_options(group)} --address={self._address}:{RAY_PORT} "
+                "--block",
             },
         )
 

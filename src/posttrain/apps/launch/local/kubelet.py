@@ -129,7 +129,8 @@ class Kubelet:
         (folder / "root").mkdir(parents=True)
         return {
             "ip_command": self._ip,
-            "network": f"link set lo up\naddr add {pod.ip}/16 dev eth0\nlink set eth0 up\nroute add default via {GATEWAY}\n",
+            "network": f"link set lo up\naddr add {pod.ip}/16 dev eth0\nlink set eth0 up\n"
+            f"route add default via {GATEWAY}\n",
             "hostname": pod.hostname,
             "root": str(folder / "root"),
             "mounts": [

@@ -51,7 +51,10 @@ def claim_folder(claim: str) -> Path:
 def why_impossible() -> str | None:
     """Why pods cannot be made on this machine; None: they can."""
     if sys.platform != "linux":
-        return f"pods are made of Linux namespaces, and this is {sys.platform}; use a Linux machine, or a profile of a cluster"
+        return (
+            f"pods are made of Linux namespaces, and this is {sys.platform}; use a Linux machine, or a profile of a "
+            "cluster"
+        )
     if ip_command() is None:
         return "the program `ip` is missing, which connects pods: install the package iproute2"
     for path in (sys.prefix, __file__):
@@ -63,7 +66,8 @@ def why_impossible() -> str | None:
         return None
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return (
-        f"this kernel, or the container around this process, does not let users make namespaces ({reason}). Where it may be "
+        f"this kernel, or the container around this process, does not let users make namespaces ({reason}). Where "
+        "it may be "
         "changed: sysctl user.max_user_namespaces=10000, kernel.unprivileged_userns_clone=1 (Debian), "
         "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in Docker --security-opt seccomp=unconfined"
     )
@@ -93,7 +97,8 @@ class LocalCluster:
             folder.mkdir(parents=True)
         except FileExistsError:
             raise InputError(
-                f"{name}: a run of this name is on this machine; `posttrain launch stop {name}` removes it, or give --name"
+                f"{name}: a run of this name is on this machine; `posttrain launch stop {name}` removes it, or "
+                "give --name"
             ) from None
         try:
             (folder / REQUESTS).mkdir()
@@ -183,7 +188,7 @@ class LocalCluster:
         phases = [pod["status"]["phase"] for pod in pods if pod["metadata"]["uid"] == uid]
         return not phases or phases[0] in ENDED or not self._is_alive(name)
 
-    # -- what is asked for -----------------------------------------------------------------------------------------------
+    # -- what is asked for ---------------------------------------------------------------------------------------------
 
     def delete(self, workload: Object) -> None:
         """Stops pods with their grace period; then removes everything except the claim."""

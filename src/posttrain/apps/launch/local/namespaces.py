@@ -1,13 +1,13 @@
 """A pod without a container engine: a process in its own namespaces, created by an unprivileged user. Linux only.
 
     namespaces.py probe                 what this kernel forbids; nothing if pods can be made
-    namespaces.py pod DESCRIPTOR        a pod: its PID goes to the descriptor, which is closed when the command begins; its
-                                        description comes over standard input
+    namespaces.py pod DESCRIPTOR        a pod: its PID goes to the descriptor, which is closed when the command begins;
+                                        its description comes over standard input
     namespaces.py enter PID             a command in the pod of which PID is the first process; the same description
 
-Standard library only: it is started without site packages, so that a pod begins in a fraction of a second. The user of a pod is
-1000, as the manifests ask; outside it is the user who started the cluster. The file system of a pod is that of this machine, with
-the pod's volumes in it; its network is a private one.
+Standard library only: it is started without site packages, so that a pod begins in a fraction of a second. The user of
+a pod is 1000, as the manifests ask; outside it is the user who started the cluster. The file system of a pod is that of
+this machine, with the pod's volumes in it; its network is a private one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The pod that controllers work with, and the interface of the machine that runs it; without namespaces and processes."""
+"""The pod that controllers work with, and the interface of the machine that runs it; without namespaces and
+processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checks of a machine before anything is started on it: a missing GPU is cheaper to detect before the model is loaded."""
+"""Checks of a machine before anything is started on it: a missing GPU is cheaper to detect before the model is
+loaded."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def _efa(settings: NodeSettings, root: Path) -> list[str]:
     if found >= settings.efa_devices:
         return []
     return [
-        f"{found} EFA devices (/dev/infiniband/uverbs*), and {settings.efa_devices} are needed: the container needs the limit "
+        f"{found} EFA devices (/dev/infiniband/uverbs*), and {settings.efa_devices} are needed: the container "
+        "needs the limit "
         f"vpc.amazonaws.com/efa: {settings.efa_devices} and the node the EFA device plugin"
     ]
 
@@ -80,7 +82,8 @@ def _shared_memory(settings: NodeSettings, root: Path) -> list[str]:
     if size >= _SHM_SHARE * settings.shm_gib * _GIB:
         return []
     return [
-        f"/dev/shm has {size / _GIB:.1f} GiB, and {settings.shm_gib} are needed: mount an emptyDir with medium: Memory and "
+        f"/dev/shm has {size / _GIB:.1f} GiB, and {settings.shm_gib} are needed: mount an emptyDir with medium: "
+        "Memory and "
         f"sizeLimit: {settings.shm_gib}Gi there"
     ]
 

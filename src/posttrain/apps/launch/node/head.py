@@ -40,8 +40,8 @@ _RAY_START_S = 120.0
 MAX_FRUITLESS = 3  # attempts in a row without a new checkpoint, after which a run is not started again
 _GIVEN_UP = "given_up.json"  # the last reported attempt; a relaunched run has new ones
 _POLL_S = 0.2
-# Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a signal
-# with nothing to save.
+# Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a
+# signal with nothing to save.
 _MEANINGS: dict[int, int] = {
     ExitCode.ERROR_FOUND: ExitCode.NO_PROGRESS,
     ExitCode.HANGUP: ExitCode.SAVED,
@@ -269,8 +269,10 @@ def why_no_progress(folder: Path) -> str | None:
     except OSError as error:
         left = f" ({marker} could not be written: {reason_of(error)})"
     return (
-        f"attempts {numbers} of the run in {folder} made no new checkpoint, so it is not started again{left}. Their logs say "
-        "why; if steps are longer than the machines live, make them shorter (fewer prompts per step), or take on-demand "
+        f"attempts {numbers} of the run in {folder} made no new checkpoint, so it is not started again{left}. "
+        "Their logs say "
+        "why; if steps are longer than the machines live, make them shorter (fewer prompts per step), or take "
+        "on-demand "
         "machines. Launch it again to try three more times"
     )
 

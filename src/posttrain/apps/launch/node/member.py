@@ -42,8 +42,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Children:
     """Processes of a member: started, reaped with their orphans, and ended.
 
-    PID 1 of a container inherits all orphans and must reap them. If `posttrain node` is not PID 1, it becomes a subreaper
-    (PR_SET_CHILD_SUBREAPER), so that no process outlives it.
+    PID 1 of a container inherits all orphans and must reap them. If `posttrain node` is not PID 1, it becomes a
+    subreaper (PR_SET_CHILD_SUBREAPER), so that no process outlives it.
     """
 
     def __init__(self) -> None:
