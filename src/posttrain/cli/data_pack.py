@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers, add_command, add_option
+from posttrain.apps.options import Option
+from posttrain.cli.overrides_parser import Subparsers, add_command, add_option, number, yaml_value
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 
 if TYPE_CHECKING:
     from posttrain.data.packed_file import PackedHeader
 
+POSITIVE = number(int, Option(at_least=1))
 NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when packs are made
 ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
 
@@ -46,13 +48,13 @@ def add_parser(actions: Subparsers) -> None:
         metavar="JSON",
         help="variables for the template, as a map",
     )
-    parser.option("--pack-size N", "room of a pack, in tokens", type=positive, required=True)
+    parser.option("--pack-size N", "room of a pack, in tokens", type=POSITIVE, required=True)
     parser.option("--algorithm", "how pairs are placed", choices=ALGORITHMS, default=ALGORITHMS[0])
     parser.option("--seed N", "of the shuffling", default=0)
     parser.option(
         "--max-length N",
         "longest prompt with one answer, in tokens, as policy.max_total_sequence_length (default: what fits)",
-        type=positive,
+        type=POSITIVE,
     )
     parser.switch("--json", "print the numbers as JSON")
 
@@ -109,24 +111,10 @@ def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
 
 def _keys(words: list[str]) -> JsonObject:
     """`prompt_key=question` as an entry of `data.train` would hold it."""
-    from posttrain.config.yaml_files import parse_value
-
-    keys: JsonObject = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
+        if not word.partition("=")[0] or "=" not in word:
             raise InputError(f"{word!r} is not a key of a dataset; write KEY=VALUE, such as prompt_key=question")
-        try:
-            keys[name] = parse_value(value)
-        except ValueError as error:
-            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
-    return keys
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not possible; a whole number, at least 1")
-    return int(text)
+    return {word.partition("=")[0]: yaml_value(word) for word in words}
 
 
 def _json_map(text: str) -> JsonObject:

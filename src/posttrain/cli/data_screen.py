@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.data_pack import positive
+from posttrain.cli.data_pack import POSITIVE
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config.command_line import short_names
 from posttrain.files.json_files import JsonObject
@@ -58,7 +58,7 @@ def add_parser(actions: Subparsers) -> None:
         "a negative one as --keep=-1:0.5)",
         type=_range,
     )
-    parser.option("--limit N", "measure at most N prompts", type=positive)
+    parser.option("--limit N", "measure at most N prompts", type=POSITIVE)
     parser.option("--minutes M", "stop measuring after M minutes, loading not counted", type=float)
     parser.switch("--json", "print NAME.screen.json instead of the table")
     parser.switch("--quiet", "print the result, warnings and errors only")

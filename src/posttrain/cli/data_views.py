@@ -34,7 +34,7 @@ def show_statistics(console: Console, found: TraceStatistics, path: str) -> None
             "files": f"{found.read.files:,}",
             "rows": f"{found.read.rows:,}",
             "traces used": _of(found.traces, found.read.rows),
-            "groups": f"{found.groups:,}, {_ratio(found.traces, found.groups)} traces each",
+            "groups": f"{found.groups:,}, {found.traces / max(found.groups, 1):.3g} traces each",
             "  with signal": f"{_of(found.with_signal, found.groups)}: rewards differ",
             "  without": (
                 f"{found.all_equal:,} with all rewards equal, {found.single:,} with a single trace"
@@ -173,10 +173,6 @@ def show_advice(console: Console, advice: Advice) -> None:
 
 def _of(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} ({part / whole:.0%})" if whole else f"{part:,}"
-
-
-def _ratio(part: int, whole: int) -> str:
-    return f"{part / whole:.3g}" if whole else "0"
 
 
 def check_picture(file: Path) -> None:

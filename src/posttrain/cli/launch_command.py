@@ -69,8 +69,8 @@ def _actions() -> dict[str, launch_runs.Action]:
 
 
 def _add_action(name: str, parser: OverridesParser) -> None:
-    _, add_own_arguments, run = _actions()[name]
-    add_own_arguments(parser)
+    _, add_options, run = _actions()[name]
+    add_options(parser)
     parser.set_defaults(run=run)
 
 

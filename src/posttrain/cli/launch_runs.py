@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.apps.options import Option
+from posttrain.cli.overrides_parser import OverridesParser, number
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -231,18 +232,13 @@ def _stop(args: argparse.Namespace) -> int:
 def _add_interrupt(parser: OverridesParser) -> None:
     _add_name(parser)
     parser.option("--rank", "whose machine", default=0)
-    parser.option("--notice S", "seconds from the notice to the end", type=_seconds, default=120.0)
+    parser.option(
+        "--notice S",
+        "seconds from the notice to the end",
+        type=number(float, Option(at_least=0, at_most=86400)),
+        default=120.0,
+    )
     parser.switch("--evict", "send SIGTERM, as a drain does, with the pod's own grace period")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 0 on are accepted; 0 gives no notice")
-    return seconds
 
 
 def _interrupt(args: argparse.Namespace) -> int:

@@ -156,18 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _leave(code: int) -> None:
     """End a stopped program without the seconds in which Python takes modules apart; not while a thread writes."""
-    if any(_may_write(thread) for thread in threading.enumerate()):
-        return
+    for thread in threading.enumerate():
+        may_write = not thread.daemon or thread.name == CHECKPOINT_THREAD
+        if may_write and thread is not threading.main_thread():
+            return
     with suppress(Exception):
         atexit._run_exitfuncs()  # temporary folders, children
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
-
-
-def _may_write(thread: threading.Thread) -> bool:
-    return thread is not threading.main_thread() and (not thread.daemon or thread.name == CHECKPOINT_THREAD)
 
 
 def _main(given: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -10,14 +11,13 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
 
-from posttrain.apps.options import options_of
-from posttrain.errors import ExitCode
+from posttrain.apps.options import Option, options_of
+from posttrain.errors import ExitCode, InputError
+from posttrain.files.json_files import JsonObject, read_at_most
 from posttrain.files.redaction import redact_argument
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    from posttrain.files.json_files import JsonObject
 
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
@@ -158,6 +158,54 @@ def given_fields(args: argparse.Namespace, kind: type[DataclassInstance], prefix
     """What `add_fields` has parsed, by the names of the fields."""
     found = {name: getattr(args, f"{prefix}{name}") for name, *_ in options_of(kind)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def pairs(option: str, words: Sequence[str], form: str = "NAME=VALUE") -> dict[str, str]:
+    """The values of an option that may be repeated."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not name or not value:
+            raise InputError(f"{option} {word}: expected {form}")
+        if name in found:
+            raise InputError(f"{option} {word}: {name} is given twice")
+        found[name] = value
+    return found
+
+
+def yaml_value(word: str) -> Any:
+    """The value of a word `key=value`, as a config would hold it."""
+    from posttrain.config.yaml_files import parse_value
+
+    try:
+        return parse_value(word.partition("=")[2])
+    except ValueError as error:
+        raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
+
+
+def number(kind: type[int] | type[float], option: Option) -> Callable[[str], float]:
+    """For argparse: text to a number that the option accepts."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and option.accepts(value)):
+            word = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not possible; {word}, {option.accepted}")
+        return value
+
+    return parse
+
+
+def read_secret(option: str, file: Path, max_bytes: int) -> str:
+    try:
+        return read_at_most(file, max_bytes).decode()
+    except (OSError, ValueError) as error:
+        no_text = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else None
+        reason = no_text or getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {file} cannot be read: {reason}") from error
 
 
 def sentence(summary: str) -> str:

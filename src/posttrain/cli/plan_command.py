@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.apps.options import Option
+from posttrain.cli.overrides_parser import OverridesParser, number
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from posttrain.apps.plan.plan import RunCost, RunEstimate
     from posttrain.apps.plan.proposal import Proposal
 
+PRICE = number(float, Option(more_than=0))
 EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
@@ -48,21 +49,11 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--run FOLDER", "a run's folder: compare with what it measured", type=Path, dest="run_folder")
     parser.option("--prompt-tokens N", "mean length of prompts", type=float)
     parser.option("--answer-tokens N", "mean length of answers", type=float)
-    parser.option("--gpu-hour-price N", "price of one GPU for an hour: shows what the run costs", type=_price)
+    parser.option("--gpu-hour-price N", "price of one GPU for an hour: shows what the run costs", type=PRICE)
     parser.switch("--json", "print everything as JSON")
     kinds = f"{', '.join(KINDS)} (guessed from the file if left out)"
     parser.words("KIND key=value", f"{kinds}, then settings that override the file's")
     parser.set_defaults(run=run)
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 < price < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price; give a number above 0 such as 2.5")
-    return price
 
 
 def run(args: argparse.Namespace) -> int:

@@ -87,20 +87,14 @@ def _memory(found: RunEstimate) -> Table:
     for name in names:
         rows.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
     rows.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
-    rows.add_row(
-        f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *[_needed(found, index) for index in range(len(phases))]
-    )
+    styles = ["green" if found.fits(phase) else "bold red" for phase in phases]
+    needed = [f"{found.needed_bytes(phase) / GIB:.1f}{'' if found.fits(phase) else ' !'}" for phase in phases]
+    rows.add_row(f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *map(Text, needed, styles))
     return rows
 
 
 def _gib(num_bytes: float | None) -> str:
     return "" if not num_bytes else f"{num_bytes / GIB:.1f}" if num_bytes >= 0.05 * GIB else "<0.1"
-
-
-def _needed(found: RunEstimate, index: int) -> Text:
-    phase = found.memory.phases[index]
-    fits = found.fits(phase)
-    return Text(f"{found.needed_bytes(phase) / GIB:.1f}{'' if fits else ' !'}", style="green" if fits else "bold red")
 
 
 def _time(found: RunEstimate) -> Table:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, pairs
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
@@ -129,8 +129,8 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
 
     folder: Path = args.folder.expanduser()
     check_model_folder(folder)
-    metrics = {name: _number(name, value) for name, value in _pairs("--metric", args.metric).items()}
-    evaluations = {name: Path(path) for name, path in _pairs("--eval", args.eval).items()}
+    metrics = {name: _number(name, value) for name, value in pairs("--metric", args.metric).items()}
+    evaluations = {name: Path(path) for name, path in pairs("--eval", args.eval).items()}
     lineage = gather_lineage(
         folder,
         base_model=args.base_model,
@@ -277,18 +277,6 @@ def _rollback(registry: Registry, args: argparse.Namespace) -> int:
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _pairs(option: str, words: list[str]) -> dict[str, str]:
-    pairs = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name or not value:
-            raise InputError(f"{option} {word}: expected NAME=VALUE")
-        if name in pairs:
-            raise InputError(f"{option} {word}: {name} is given twice")
-        pairs[name] = value
-    return pairs
 
 
 def _number(name: str, text: str) -> float:

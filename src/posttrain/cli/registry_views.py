@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from posttrain.apps.ship.registry.lineage import Lineage
 from posttrain.apps.ship.registry.stages import HistoryEntry
 from posttrain.apps.ship.registry.version import ABSENT, Difference, ModelVersion
 from posttrain.cli.tables import QUIET, console, facts, table
@@ -38,6 +37,9 @@ def show_versions(versions: Sequence[ModelVersion]) -> None:
 def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage: list[str] | None) -> None:
     out, lineage = console(soft_wrap=False), version.lineage
     out.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
+    judged = f"{lineage.judged_unknown}, not known to be this model" if lineage.judged_unknown else None
+    if other := lineage.judged_another:
+        judged = f"the files of {other}, not these"
     about = {
         "added": f"{_when(version.at)} by {version.by}",
         "note": version.note,
@@ -47,7 +49,7 @@ def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage:
         "data": "\n".join(f"{name}  {_short(digest) or 'not hashed'}" for name, digest in lineage.data.items()),
         "config": f"{len(lineage.config)} keys, sha256 {_short(lineage.config_sha256)}" if lineage.config else None,
         "code": lineage.code_version,
-        "judged": _judged(lineage),
+        "judged": judged,
         "gate": "\n".join([lineage.verdict or ABSENT, *(lineage.gate or {}).get("reasons", [])]),
         "metrics": "\n".join(f"{name}  {value:.6g}" for name, value in lineage.metrics.items()),
     }
@@ -125,12 +127,6 @@ def _value(value: object) -> str:
 
 def _when(timestamp: str) -> str:
     return timestamp[:19].replace("T", " ")
-
-
-def _judged(lineage: Lineage) -> str | None:
-    if other := lineage.judged_another:
-        return f"the files of {other}, not these"
-    return f"{lineage.judged_unknown}, not known to be this model" if lineage.judged_unknown else None
 
 
 def _short(digest: str | None) -> str:

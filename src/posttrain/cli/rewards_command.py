@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser, add_command
+from posttrain.cli.overrides_parser import OverridesParser, add_command, yaml_value
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import redact
@@ -144,7 +144,9 @@ def _test(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     scores = _score(name, block, samples)
     seconds = time.perf_counter() - started
-    _refuse_unknown_part(args.part, scores)
+    known = dict.fromkeys(part for score in scores for part in score.parts)
+    if args.part is not None and args.part not in known:
+        raise InputError(f"--part {args.part}: the reward has the parts {', '.join(known) or '(none)'}")
     verdicts = [
         Verdict(sample, score, args.tolerance, args.part) for sample, score in zip(samples, scores, strict=True)
     ]
@@ -188,7 +190,6 @@ def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str
 
 def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
     from posttrain.config.rewards import REWARD_TYPES, reward_keys, takes_text_only
-    from posttrain.config.yaml_files import parse_value
 
     block: JsonObject = {}
     for word in words:
@@ -197,10 +198,7 @@ def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
             raise InputError(f"{word!r} is not a setting; write key=value")
         info = reward_keys(REWARD_TYPES[kind]).get(key)
         # A regular expression such as [a-z] is a list to YAML; what can only be text is not parsed.
-        try:
-            block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
-        except ValueError as error:
-            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
+        block[key] = text if info is not None and takes_text_only(info) else yaml_value(word)
     return block
 
 
@@ -228,12 +226,6 @@ def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score
             found = environment.score([sample.task for sample in chosen], [sample.completion for sample in chosen])
         scores.update(zip(rows, found, strict=True))
     return [scores[row] for row in range(len(samples))]
-
-
-def _refuse_unknown_part(part: str | None, scores: Sequence[Score]) -> None:
-    known = dict.fromkeys(name for score in scores for name in score.parts)
-    if part is not None and part not in known:
-        raise InputError(f"--part {part}: the reward has the parts {', '.join(known) or '(none)'}")
 
 
 def _write(path: Path, verdicts: Sequence[Verdict]) -> None:

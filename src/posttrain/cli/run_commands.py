@@ -56,9 +56,14 @@ def status_lines(folder: Path, now: float) -> list[str]:
         raise InputError(f"{folder}: there is no run in it; name the folder of one (checkpointing.checkpoint_dir)")
     held = holder_of(folder, lambda: now)
     last = attempts[-1] if attempts else None
-    facts = {"state": _state(info, held, last), "held by": _held_by(held, now), "why": _why(info, held, last, now)}
+    holder = "no process: the folder is free"
+    if held is not None:
+        beat = f", heartbeat {now - held.heartbeat:.0f} s old" if held.is_judged_by_heartbeat else ""
+        holder = f"{held.holder}{beat}"
+    facts = {"state": _state(info, held, last), "held by": holder, "why": _why(info, held, last, now)}
     if last is not None:
-        end = f", ended {last.ended} with {_code(last)}" if last.ended else ""
+        code = "a crash" if last.exit_code is None else f"exit code {last.exit_code}"
+        end = f", ended {last.ended} with {code}" if last.ended else ""
         facts["attempt"] = f"{last.number}, on {last.holder.host} since {last.started}{end}"
     if info:
         done = max((row["step"] for row in read_rows(folder / METRICS_FILE)), default=0)
@@ -82,13 +87,6 @@ def _state(info: Row, held: AttemptRecord | None, last: AttemptRecord | None) ->
     return str(info.get("status", "not begun")) if info.get("status") != "running" else "ended"
 
 
-def _held_by(held: AttemptRecord | None, now: float) -> str:
-    if held is None:
-        return "no process: the folder is free"
-    beat = f", heartbeat {now - held.heartbeat:.0f} s old" if held.is_judged_by_heartbeat else ""
-    return f"{held.holder}{beat}"
-
-
 def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now: float) -> str:
     """Why it does not run."""
     if held is not None:
@@ -99,10 +97,6 @@ def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now:
     if last is not None and last.error is not None:
         return last.error
     return str(info.get("reason", ""))
-
-
-def _code(last: AttemptRecord) -> str:
-    return "a crash" if last.exit_code is None else f"exit code {last.exit_code}"
 
 
 # -- doctor: what is wrong with a run, and the setting that fixes it ---------------------------------------------------

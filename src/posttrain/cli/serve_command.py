@@ -7,13 +7,13 @@ import importlib.util
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from posttrain.apps.serve.canary import CanaryRules
 from posttrain.apps.serve.options import ChatOptions, EngineOptions, ServeOptions, ServerLimits, is_loopback
-from posttrain.cli.overrides_parser import OverridesParser, add_fields, add_option, given_fields
+from posttrain.cli.overrides_parser import OverridesParser, add_fields, add_option, given_fields, pairs, read_secret
 from posttrain.errors import ExitCode, InputError
-from posttrain.files.json_files import read_at_most
 from posttrain.files.redaction import name_secret
 from posttrain.run import quieten_libraries, refuse_missing_model
 
@@ -111,7 +111,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(
         model=args.model,
         served_name=args.served_model_name,
-        adapters=_adapters(args.adapter),
+        adapters=pairs("--adapter", args.adapter, "NAME=ADAPTER"),
         canary=args.canary,
         canary_rules=CanaryRules(**given_fields(args, CanaryRules, "canary_")) if args.canary else None,
         engine=EngineOptions(**given_fields(args, EngineOptions)),
@@ -123,32 +123,12 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     )
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
-    adapters: dict[str, str] = {}
-    for text in given:
-        name, equals, adapter = text.partition("=")
-        if not name or not equals or not adapter:
-            raise InputError(f"--adapter {text!r}: NAME=ADAPTER is expected")
-        if name in adapters:
-            raise InputError(f"--adapter: two adapters are called {name!r}")
-        adapters[name] = adapter
-    return adapters
-
-
 def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     if given is not None and file is not None:
         raise InputError("--api-key and --api-key-file exclude each other: give one")
     source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
     if file is not None:
-        try:
-            source, text = f"--api-key-file {file}", read_at_most(file, _MAX_KEY_FILE_BYTES).decode()
-        except (OSError, ValueError) as error:
-            reason = (
-                "it is no UTF-8 text"
-                if isinstance(error, UnicodeDecodeError)
-                else getattr(error, "strerror", None) or error
-            )
-            raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
+        source, text = f"--api-key-file {file}", read_secret("--api-key-file", file, _MAX_KEY_FILE_BYTES)
     if text is None:
         return ()
     lines = [line for line in text.splitlines() if file is None or not line.lstrip().startswith("#")]
@@ -205,8 +185,9 @@ def _chat(args: argparse.Namespace) -> int:
 
     conversation = open_chat(args.model, options)
     interactive = sys.stdin.isatty()
+    say = partial(print, end="", file=sys.stderr, flush=True)
     if interactive:
-        _say(f"{conversation.name}. /help lists the commands.\n")
+        say(f"{conversation.name}. /help lists the commands.\n")
         _remember_lines()
 
     def read() -> str:
@@ -222,18 +203,8 @@ def _chat(args: argparse.Namespace) -> int:
             raise EOFError
         return line
 
-    all_answered = converse(conversation, read, _write, _say, has_commands=interactive)
+    all_answered = converse(conversation, read, partial(print, end="", flush=True), say, has_commands=interactive)
     return 0 if interactive or all_answered else ExitCode.BAD_INPUT
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def _remember_lines() -> None:

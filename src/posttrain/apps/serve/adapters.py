@@ -43,14 +43,12 @@ def find_adapter(
     if found.adapter is None:
         raise InputError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
     trained_on = read_json(found.adapter / "adapter_config.json").get("base_model_name_or_path")
-    if trained_on and not _same_place(str(trained_on), main.model):
+    folders = Path(str(trained_on)), Path(main.model)
+    is_same = trained_on == main.model or (all(map(Path.is_dir, folders)) and folders[0].samefile(folders[1]))
+    if trained_on and not is_same:
         say(f"warning: adapter {name} was trained on {trained_on}, and is put on {main.model}")
     own = found.tokenizer if found.tokenizer != found.model else None
     return ServedAdapter(found.adapter, own, found)
-
-
-def _same_place(one: str, other: str) -> bool:
-    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
 
 
 class AdapterSwitch:

@@ -59,6 +59,9 @@ class Scores:
         self.mean += delta / self.count
         self._squares += delta * (score - self.mean)
 
+    def mean_or_nan(self) -> float:
+        return self.mean if self.count else math.nan
+
     @property
     def variance(self) -> float:
         return self._squares / (self.count - 1) if self.count > 1 else 0.0

@@ -24,7 +24,7 @@ def take_frames(buffer: bytearray) -> list[Any]:
 
 
 class EngineChannel:
-    """One end, for a loop that never waits to send: what the socket does not take at once is sent with the next call."""
+    """One end, for a loop that never waits to send: what the socket does not take is sent with the next call."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

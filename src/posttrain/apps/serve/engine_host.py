@@ -26,7 +26,8 @@ from posttrain.engines.native.session import SessionLimits
 from posttrain.errors import HardwareError, InputError
 from posttrain.processes import be_signalled_with_parent
 
-# The engine's thread releases the interpreter lock with every operation that it launches, some dozens in a step, and waits this
+# The engine's thread releases the interpreter lock with every operation that it launches, some dozens in a step, and
+# waits this
 # long to get it back while the event loop is busy. Python's default of 5 ms would be longer than a step.
 _SWITCH_INTERVAL_S = 0.00005
 

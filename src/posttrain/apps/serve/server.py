@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -94,13 +95,10 @@ class DrainingServer(uvicorn.Server):
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.engine.start(on_end=self._engine_has_ended)
+        # When the engine has ended, its requests have failed. A supervisor starts both again.
+        await self._service.engine.start(on_end=partial(setattr, self, "should_exit", True))
         await super().startup(sockets)
         self._on_ready()
-
-    def _engine_has_ended(self) -> None:
-        """Its requests have failed. A supervisor starts both again."""
-        self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from posttrain.apps.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
+from posttrain.apps.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary
 from posttrain.apps.serve.engine_client import EngineClient, ServedSession
 from posttrain.apps.serve.metrics import ServeMetrics
 from posttrain.apps.serve.options import ServerLimits
@@ -128,7 +128,7 @@ class Service:
         if (canary := self.canary) is not None:
             shares = {CANARY: lambda: canary.share, PRODUCTION: lambda: 1.0 - canary.share}
             self.metrics.watch("canary_share", "Share of the traffic of each version.", shares)
-            means = {name: partial(_mean, scores) for name, scores in canary.scores.items()}
+            means = {name: scores.mean_or_nan for name, scores in canary.scores.items()}
             self.metrics.watch("kpi_mean", "Mean of the scores of each version; NaN before the first.", means)
 
     # -- routing -----------------------------------------------------------------------------------------------------
@@ -294,10 +294,6 @@ class Ticket:
         for request in self.job.requests:
             self._service.engine.cancel(self.job.version.session, request.id)
         self._service.leave(self, self._outcome, time.monotonic() - self._began)
-
-
-def _mean(scores: Scores) -> float:
-    return scores.mean if scores.count else math.nan
 
 
 def new_id(prefix: str) -> str:
