@@ -36,8 +36,8 @@ from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts, header_lines
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import Loggers
+from posttrain.reporting.machines import GpuMonitor
 from posttrain.reporting.presentation import Presentation, RunSettings
 from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log

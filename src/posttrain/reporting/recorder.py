@@ -26,8 +26,8 @@ from posttrain.files import durable
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
-from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
+from posttrain.reporting.machines import AskRanks, GpuMonitor, WorkerRows
 from posttrain.reporting.presentation import RunSettings
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
@@ -60,7 +60,6 @@ from posttrain.reporting.run_files import (
 from posttrain.reporting.step_display import StepDisplay
 from posttrain.reporting.token_files import Pieces, write_tokens
 from posttrain.reporting.wording import Line
-from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
     from posttrain.files.run_folder_lock import Attempt

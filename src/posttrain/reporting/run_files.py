@@ -6,7 +6,7 @@
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     rollouts/step_N.tokens.npz            tokens of some groups of step N, see `token_files.py`
-    workers.jsonl                         phases and ranks, see `worker_rows.py`
+    workers.jsonl                         phases and ranks, see `machines.py`
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
     logs/train.log                        what the run printed, in the long form; appended to, and kept on resume

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from posttrain.config.changes import ConfigChange
-from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers.sink import RecordedRun
+from posttrain.reporting.machines import GpuMonitor
 
 
 class Trackers:
