@@ -27,6 +27,12 @@ class ScoringItem:
     finish_reason: str = ""  # "stop", or "length" for an answer that was cut off; empty: not known
 
     @property
+    def question(self) -> Any:
+        """The user's last message, which need not be text; the whole prompt if there is none."""
+        asked = [message.get("content", "") for message in self.messages if message.get("role") == "user"]
+        return asked[-1] if asked else self.prompt
+
+    @property
     def num_tokens(self) -> int | None:
         return None if self.token_ids is None else len(self.token_ids)
 
@@ -44,6 +50,11 @@ class Unscored(Exception):
 
 class BadSetup(Exception):
     """No completion can be scored with these settings. The message names what to change."""
+
+
+def encodable(text: str) -> str:
+    """Without lone surrogates, which sampled text may contain and tokenizers, files and requests cannot encode."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def to_reward(value: object) -> tuple[float, dict[str, float]]:

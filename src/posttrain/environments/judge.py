@@ -27,7 +27,7 @@ from posttrain.config.judge_reward import (
     check_placeholders,
     check_shows_answer,
 )
-from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
 from posttrain.files import durable
 from posttrain.files.digests import digest
@@ -213,7 +213,7 @@ def _content(reply: Reply, usage: Usage) -> str:
         raise NoVerdict(f"the reply has no choices[0].message.content: {_shown(json.dumps(body))}") from None
     if not isinstance(text, str) or not text.strip():
         raise NoVerdict("the judge returned no text")
-    return _whole_characters(text)
+    return encodable(text)
 
 
 def _count(value: object) -> int:
@@ -222,9 +222,8 @@ def _count(value: object) -> int:
 
 def filled(template: str, item: ScoringItem) -> str:
     """The template with its placeholders filled in, in one pass: braces in an answer are not expanded."""
-    asked = [str(message.get("content", "")) for message in item.messages if message.get("role") == "user"]
     values = {
-        "question": asked[-1] if asked else item.prompt,
+        "question": str(item.question),
         "response": item.response,
         "reference": "" if item.reference is None else _as_text(item.reference),
         "prompt": item.prompt,
@@ -243,12 +242,7 @@ def filled(template: str, item: ScoringItem) -> str:
             return _as_text(item.metadata[match[3]])
         return values[match[2]]
 
-    return _whole_characters(PLACEHOLDER.sub(value_of, template))
-
-
-def _whole_characters(text: str) -> str:
-    """Sampled text may contain lone surrogates, which cannot be encoded in files and requests."""
-    return text.encode("utf-8", "replace").decode()
+    return encodable(PLACEHOLDER.sub(value_of, template))
 
 
 def _as_text(value: object) -> str:

@@ -55,13 +55,12 @@ def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> C
     function = load_function(spec, base_folder)
     is_batched = takes_batches(function)
     arguments_of = _batch_of_one(function, spec, as_messages) if is_batched else _arguments_for(function, spec)
-    runner = asyncio.Runner()  # one event loop for the worker's life: clients that a function keeps stay usable
+    call = awaiting_caller()
 
     def score(item: ScoringItem) -> object:
         seed_noise(item.noise_key)
         positional, named = arguments_of(item)
-        value = function(*positional, **named)
-        value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+        value = call(function, *positional, **named)
         return _only_one(value) if is_batched else value
 
     return score
@@ -221,10 +220,9 @@ def _batch_of_one(
         raise FunctionLoadError(f"{spec} asks for {', '.join(missing)}, which only TRL's trainer has")
 
     def arguments(item: ScoringItem) -> tuple[tuple[object, ...], JsonObject]:
-        asked = [message.get("content") for message in item.messages if message.get("role") == "user"]
         values = {
             **item.metadata,
-            "prompts": item.messages if as_messages else (asked[-1] if asked else item.prompt),
+            "prompts": item.messages if as_messages else item.question,
             "completions": [{"role": "assistant", "content": item.response}] if as_messages else item.response,
             "completion_ids": list(item.token_ids or ()),
         }
@@ -253,8 +251,19 @@ def _binds(signature: inspect.Signature, positional: tuple[str, ...], named: dic
     return True
 
 
-async def _awaited(value: Awaitable[object]) -> object:
-    return await value
+def awaiting_caller() -> Callable[..., object]:
+    """Calls a function, which may be `async def`. There is one event loop for the worker's life: clients that a function
+    keeps stay usable."""
+    runner = asyncio.Runner()
+
+    async def awaited(value: Awaitable[object]) -> object:
+        return await value
+
+    def call(function: Callable[..., object], *positional: object, **named: object) -> object:
+        value = function(*positional, **named)
+        return runner.run(awaited(value)) if inspect.isawaitable(value) else value
+
+    return call
 
 
 def seed_noise(key: str) -> None:

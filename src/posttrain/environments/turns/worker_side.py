@@ -5,17 +5,16 @@ An answer is a small JSON object, so everything a user's class returns is checke
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import inspect
 import json
 import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.item import BadSetup, PlainReply, Unscored, to_reward
-from posttrain.environments.python_function import load_module, seed_noise
+from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
+from posttrain.environments.python_function import awaiting_caller, load_module, seed_noise
 from posttrain.environments.turns.interface import Turn, TurnItem
 from posttrain.files.json_files import JsonMapping, JsonObject
 
@@ -26,14 +25,7 @@ _MAX_OBSERVATION_CHARACTERS = 100_000
 
 def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
     environment = _build(setup["turns"], setup["kwargs"], Path(setup["base_folder"]))
-    runner = asyncio.Runner()  # one event loop for the worker's life, as for reward functions
-
-    async def awaited(value: Awaitable[object]) -> object:
-        return await value
-
-    def call(method: Callable[..., object], *arguments: object) -> object:
-        value = method(*arguments)
-        return runner.run(awaited(value)) if inspect.isawaitable(value) else value
+    call = awaiting_caller()
 
     def answer(item: TurnItem) -> PlainReply:
         seed_noise(item.noise_key)
@@ -62,10 +54,7 @@ def _build(spec: str, kwargs: JsonMapping, base_folder: Path) -> Any:
     if not _takes_turns(found):
         raise BadSetup(f"{module_name}:{attribute} needs the methods reset(task) and step(state, response)")
     try:
-        inspect.signature(found).bind(**kwargs)
-    except TypeError as error:
-        raise BadSetup(f"{attribute} cannot be made with turns_kwargs {dict(kwargs)}: {error}") from error
-    try:
+        inspect.signature(found).bind(**kwargs)  # its error is clearer than that of the call
         return found(**kwargs)
     except (TypeError, ValueError) as error:
         raise BadSetup(f"{attribute} cannot be made with turns_kwargs {dict(kwargs)}: {error}") from error
@@ -95,20 +84,20 @@ def _turn_fields(turn: object) -> JsonObject:
     if turn.reward is not None:
         fields |= _reward_fields(turn.reward)
     if turn.done:
-        return fields if turn.answer is None else {**fields, "answer": _clean(turn.answer)}
+        return fields if turn.answer is None else {**fields, "answer": encodable(turn.answer)}
     return {**fields, "state": _packed(turn.state, "step"), "observation": _messages(turn.observation)}
 
 
 def _reward_fields(value: object) -> JsonObject:
     reward, parts = to_reward(value)
-    return {"reward": reward, "parts": {_clean(name)[:100]: part for name, part in parts.items()}}
+    return {"reward": reward, "parts": {encodable(name)[:100]: part for name, part in parts.items()}}
 
 
 def _counts(counts: object) -> dict[str, float]:
     if not isinstance(counts, Mapping):
         raise Unscored(f"the counts of a Turn are {type(counts).__name__}: a dict of numbers is needed")
     # A count is a number like a reward: the same values are accepted.
-    return {_clean(str(name))[:100]: to_reward({"count": value})[0] for name, value in counts.items()}
+    return {encodable(str(name))[:100]: to_reward({"count": value})[0] for name, value in counts.items()}
 
 
 def _messages(observation: Any) -> list[dict[str, str]]:
@@ -123,7 +112,7 @@ def _messages(observation: Any) -> list[dict[str, str]]:
             )
         if message["role"] == "assistant":
             raise Unscored("an observation has the role assistant, which is the model's")
-        messages.append({"role": message["role"], "content": _clean(message["content"])})
+        messages.append({"role": message["role"], "content": encodable(message["content"])})
     if not messages:
         raise Unscored("step returned a Turn with no observation in its list")
     length = sum(len(message["content"]) for message in messages)
@@ -142,8 +131,3 @@ def _packed(state: object, method: str) -> str:
     if len(data) > _MAX_STATE_BYTES:
         raise Unscored(f"the state that {method} returned has {len(data)} bytes: at most {_MAX_STATE_BYTES} may travel")
     return base64.b64encode(data).decode()
-
-
-def _clean(text: str) -> str:
-    """Without lone surrogates, which tokenizers and files cannot encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
