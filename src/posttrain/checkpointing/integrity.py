@@ -12,7 +12,6 @@ Checksums detect accidental damage. They are not a signature: anyone with write 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.files import durable
-from posttrain.files.digests import sha256_of
+from posttrain.files.digests import running_sha256, sha256_of
 from posttrain.files.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 CHECKSUMS = "checksums.json"
@@ -189,7 +188,7 @@ def _submit(pool: ThreadPoolExecutor, path: Path, size: int, piece_bytes: int) -
 
 
 def _digest_of_piece(path: Path, start: int, piece_bytes: int) -> str:
-    digest = hashlib.sha256()
+    digest = running_sha256()
     buffer = memoryview(bytearray(min(_READ_BYTES, piece_bytes)))
     left = piece_bytes
     with path.open("rb", buffering=0) as file:

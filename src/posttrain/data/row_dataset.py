@@ -5,7 +5,6 @@ A million prompts as Python integers would not fit in memory. Independent of fil
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
+from posttrain.files.digests import running_sha256
 from posttrain.files.json_files import JsonObject
 from posttrain.types import Judged, Pair, Task
 
@@ -77,7 +77,7 @@ class Table(Generic[Item]):
 
     def digest(self, row: int) -> bytes:
         """Digest of the content seen by model and judge, independent of the file."""
-        summary = hashlib.sha256()
+        summary = running_sha256()
         for name, column in sorted(self.columns.items()):
             part = column.bytes_of(row)
             summary.update(f"{name}:{len(part)};".encode() + part)
@@ -88,7 +88,7 @@ class Table(Generic[Item]):
         """What stays together when rows are divided: the prompt of a judgement; nothing of other items."""
         if not isinstance(self.items[row], Pair | Judged):
             return b""
-        return hashlib.sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
+        return running_sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
 
 
 def _verdict(item: object) -> Any:
@@ -155,7 +155,7 @@ class RowDataset(Generic[Item]):
     @cached_property
     def fingerprint(self) -> str:
         """A sha256 of the content in its order. Two datasets with the same one give the same run."""
-        summary = hashlib.sha256()
+        summary = running_sha256()
         for row in self._rows:
             summary.update(self._table.digest(int(row)))
         return summary.hexdigest()

@@ -1,5 +1,5 @@
-"""SHA-256 of texts, values and files. `FileHashes` keeps those of files, so that hashing a large, unchanged one again
-costs nothing.
+"""Digests: SHA-256 of texts, values and files, BLAKE2b where a few bytes are enough. `FileHashes` keeps those of files,
+so that hashing a large, unchanged one again costs nothing.
 
 A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change
 once more within the same tick of the clock.
@@ -29,10 +29,16 @@ _SETTLED_S = 2.0
 _LARGE_BYTES = 1 << 20
 _LONG_BYTES = 8 << 30
 
+running_sha256 = hashlib.sha256  # of content that comes in pieces, and where bytes are wanted
+
 
 def sha256_of(content: str | bytes | bytearray | memoryview) -> str:
     """What `sha256sum` prints for a file of this content; a text counts as UTF-8."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def blake2_of(content: str | bytes, num_bytes: int) -> bytes:
+    return hashlib.blake2b(content.encode() if isinstance(content, str) else content, digest_size=num_bytes).digest()
 
 
 def sha256_of_file(path: Path) -> str:

@@ -15,7 +15,6 @@ record that was only partly written fails its checksum and ends the file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from posttrain.files.digests import running_sha256
 from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.roles import ReferencePolicy
 from posttrain.types import TokenBatch
@@ -166,13 +166,13 @@ def answer_keys(batch: TokenBatch) -> list[bytes]:
     """The key of each answer: a digest of its prompt's tokens and its own."""
     prompts = [_digest(prompt) for prompt in batch.prompts]
     return [
-        hashlib.sha256(prompts[prompt] + _digest(response)).digest()[:_KEY_BYTES]
+        running_sha256(prompts[prompt] + _digest(response)).digest()[:_KEY_BYTES]
         for prompt, response in zip(batch.prompt_of, batch.responses, strict=True)
     ]
 
 
 def _digest(tokens: Tensor) -> bytes:
-    return hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).digest()
+    return running_sha256(tokens.numpy().astype("<i8").tobytes()).digest()
 
 
 def _records(content: memoryview, start: int) -> Iterator[tuple[int, dict[bytes, Logprobs], int]]:
@@ -211,7 +211,7 @@ def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperatur
     A collective when the weights are sharded: every rank calls it. The answer is that of rank 0; the others return "".
     """
     settings = {name: value for name, value in config.items() if name not in _INCIDENTAL}
-    digest = hashlib.sha256(json.dumps([settings, temperature], sort_keys=True, default=str).encode())
+    digest = running_sha256(json.dumps([settings, temperature], sort_keys=True, default=str).encode())
     is_first = is_first_rank()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for name, parameter in model.named_parameters():
@@ -221,7 +221,7 @@ def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperatur
             if is_first:
                 content = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
                 starts = range(0, len(content), _CHUNK_BYTES)
-                chunks = pool.map(hashlib.sha256, [content[start : start + _CHUNK_BYTES] for start in starts])
+                chunks = pool.map(running_sha256, [content[start : start + _CHUNK_BYTES] for start in starts])
                 digest.update(f"{name}:{tuple(whole.shape)}:{whole.dtype};".encode())
                 digest.update(b"".join(chunk.digest() for chunk in chunks))
     return digest.hexdigest() if is_first else ""

@@ -11,7 +11,6 @@ defaults, and the values it refers to: equal digests mean the same reward. What 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import re
@@ -27,6 +26,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.files import durable
+from posttrain.files.digests import running_sha256
 from posttrain.files.redaction import redact
 
 INPUTS_FOLDER = "inputs"
@@ -42,7 +42,7 @@ class Inputs:
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, object]]) -> str:
         """The path of a file with these rows."""
-        digest = hashlib.sha256()
+        digest = running_sha256()
         staged = Path(self._staged.name, name)
         with staged.open("wb") as file:
             for number, row in enumerate(rows, start=1):
@@ -139,7 +139,7 @@ def pickled(function: Callable[..., object]) -> PickledFunction:
     name = name_of(function)
     try:
         content = cloudpickle.dumps(function)
-        digest = hashlib.sha256()
+        digest = running_sha256()
         for part in _parts(function, set()):
             digest.update(len(part).to_bytes(8, "big") + part)
     except Exception as error:

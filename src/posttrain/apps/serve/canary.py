@@ -12,7 +12,6 @@ No HTTP and no model here.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Annotated
 
 from posttrain.apps.options import Option, check_ranges
 from posttrain.errors import InputError
+from posttrain.files.digests import blake2_of
 
 PRODUCTION = "production"
 CANARY = "canary"
@@ -140,5 +140,4 @@ class AnswerLog:
 
 def place_of(key: str) -> float:
     """A number between 0 and 1 from a key; the same in every process."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return int.from_bytes(blake2_of(key, 8), "big") / 2**64

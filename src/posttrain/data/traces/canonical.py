@@ -6,7 +6,6 @@ that cannot be used are counted and left out.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ from posttrain.data.traces.files import Block
 from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport
 from posttrain.data.traces.values import Trace
+from posttrain.files.digests import blake2_of
 from posttrain.files.json_files import JsonMapping
 
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
@@ -130,7 +130,7 @@ def _hashes(column: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.uin
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
     texts = encoded.dictionary.cast(pa.large_binary()).to_pylist()  # bytes: no decoding and encoding on the way
-    digests = [hashlib.blake2b(text or b"", digest_size=16).digest() for text in texts]
+    digests = [blake2_of(text or b"", 16) for text in texts]
     pairs = np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
     if not len(pairs):
         nothing = np.zeros(len(column), dtype=np.uint64)

@@ -16,10 +16,10 @@ Everything is plain torch; `fused/adam_kernels.py` has the same as parts of a ke
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
+
+from posttrain.files.digests import blake2_of
 
 MAX_BLOCK = 256  # numbers that share a scale
 _MIN_BLOCK = 16
@@ -27,8 +27,7 @@ _MIN_BLOCK = 16
 
 def noise_key(*parts: int | str) -> int:
     """A 62-bit key from whatever names a piece of noise."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
+    return int.from_bytes(blake2_of("/".join(map(str, parts)), 8), "little") >> 2
 
 
 def random_words(key: Tensor, index: Tensor) -> Tensor:

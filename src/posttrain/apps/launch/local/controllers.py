@@ -18,7 +18,7 @@ POD_FAILURE_POLICY = "PodFailurePolicy"
 
 
 @dataclass(frozen=True)
-class Ending:
+class WorkloadEnding:
     """How a workload ended: the type of its condition, its reason and message."""
 
     kind: str  # Complete, Failed
@@ -44,7 +44,7 @@ class Controller(ABC):
     kind = "Job"
     name: str
     machine: Machine
-    ending: Ending | None = None
+    ending: WorkloadEnding | None = None
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class Controller(ABC):
         """The workload and its pods have ended."""
         return self.ending is not None and all(pod.is_over for pod in self.all_pods)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: WorkloadEnding) -> None:
         if self.ending is None:
             self.ending = ending
             self.machine.note(ending.reason, f"{self.kind} {self.name}: {ending.message or ending.kind}")
@@ -139,7 +139,11 @@ class JobController(Controller):
             self.succeeded.add(index)
             self._backoff.num_failures = 0
             if self._is_success():
-                self.end(Ending("Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached"))
+                self.end(
+                    WorkloadEnding(
+                        "Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached"
+                    )
+                )
             return
         rule = self._failure_rule(pod)
         if rule is not None and rule[1]["action"] == "FailJob":
@@ -149,12 +153,14 @@ class JobController(Controller):
                 if "onExitCodes" in rule[1]
                 else f"Pod {pod.name} has condition DisruptionTarget"
             )
-            self.end(Ending("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}"))
+            self.end(WorkloadEnding("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}"))
             return
         if rule is None or rule[1]["action"] != "Ignore":
             self.num_failed += 1
             if self.num_failed > self.spec.get("backoffLimit", 6):
-                self.end(Ending("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"))
+                self.end(
+                    WorkloadEnding("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+                )
                 return
         self._start_at[index] = now + self._backoff.next_s()
 
@@ -189,7 +195,7 @@ def _indexes(text: str) -> set[int]:
     return found
 
 
-def conditions_of(ending: Ending | None) -> list[Object]:
+def conditions_of(ending: WorkloadEnding | None) -> list[Object]:
     if ending is None:
         return []
     return [{"type": ending.kind, "status": "True", "reason": ending.reason, "message": ending.message}]
@@ -228,7 +234,7 @@ class JobSetController(Controller):
             if failed is not None:
                 self._on_failure(failed)
             elif all(job.is_over for job in self.jobs):
-                self.end(Ending("Completed", "AllJobsCompleted", "jobset completed successfully"))
+                self.end(WorkloadEnding("Completed", "AllJobsCompleted", "jobset completed successfully"))
         if self.ending is not None or self.is_restarting:
             none_alive = self.end_pods()
             if self.is_restarting and none_alive:
@@ -263,11 +269,11 @@ class JobSetController(Controller):
             (rule["action"] for rule in policy.get("rules", []) if _matches(rule, job.ending)), "RestartJobSet"
         )
         if action == "FailJobSet":
-            self.end(Ending("Failed", "FailJobSetFailurePolicyAction", job.ending.message))
+            self.end(WorkloadEnding("Failed", "FailJobSetFailurePolicyAction", job.ending.message))
             return
         if action == "RestartJobSet":
             if self.num_counted_restarts >= policy.get("maxRestarts", 0):
-                self.end(Ending("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}"))
+                self.end(WorkloadEnding("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}"))
                 return
             self.num_counted_restarts += 1
         self.num_restarts += 1
@@ -282,7 +288,7 @@ class JobSetController(Controller):
         }
 
 
-def _matches(rule: Object, ending: Ending) -> bool:
+def _matches(rule: Object, ending: WorkloadEnding) -> bool:
     if (reasons := rule.get("onJobFailureReasons")) and ending.reason not in reasons:
         return False
     patterns = rule.get("onJobFailureMessagePatterns")

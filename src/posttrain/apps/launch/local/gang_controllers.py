@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.apps.launch.local.controllers import Backoff, Controller, Ending
+from posttrain.apps.launch.local.controllers import Backoff, Controller, WorkloadEnding
 from posttrain.apps.launch.local.pods import Command, Machine, Object, Pod
 from posttrain.apps.launch.pod_template import RAY_PORT
 
@@ -81,7 +81,7 @@ class VolcanoController(Controller):
             succeeded = sum(pod.exit_code == 0 for _, pod in self.pods)
             enough = succeeded >= int(self.spec.get("minSuccess") or self.spec.get("minAvailable") or len(self.pods))
             phase = "Completed" if enough else "Failed"
-            self.end(Ending(phase, phase, f"{succeeded} of {len(self.pods)} pods succeeded"))
+            self.end(WorkloadEnding(phase, phase, f"{succeeded} of {len(self.pods)} pods succeeded"))
 
     def _action(self, task: Object, event: str, exit_code: int | None) -> str | None:
         for policy in [*task.get("policies", []), *self.spec.get("policies", [])]:
@@ -94,13 +94,13 @@ class VolcanoController(Controller):
         if action == "RestartJob":
             self.num_retries += 1
             if self.num_retries >= self.spec.get("maxRetry", 3):
-                self.end(Ending("Failed", "Failed", f"maxRetry is reached: {why}"))
+                self.end(WorkloadEnding("Failed", "Failed", f"maxRetry is reached: {why}"))
                 return
             self.is_restarting = True
             self.machine.note("Restarting", f"Job {self.name}: retry {self.num_retries}: {why}")
         elif action is not None:
             phase = {"AbortJob": "Aborted", "CompleteJob": "Completed"}.get(action, "Terminated")
-            self.end(Ending(phase, phase, why))
+            self.end(WorkloadEnding(phase, phase, why))
 
     def status(self) -> Object:
         phase = "Restarting" if self.is_restarting else "Running"
@@ -142,7 +142,7 @@ class RayJobController(Controller):
         assert self.head is not None
         code = self.entrypoint.poll() if self.entrypoint is not None else None
         if code == 0:
-            self.end(Ending("Complete", "JobSucceeded", "the entrypoint ended with 0"))
+            self.end(WorkloadEnding("Complete", "JobSucceeded", "the entrypoint ended with 0"))
         elif code is not None:
             self._on_failure(f"the entrypoint ended with {code}")
         elif self.head.is_over:
@@ -218,7 +218,7 @@ class RayJobController(Controller):
     def _on_failure(self, why: str) -> None:
         self.num_failures += 1
         if self.num_failures > self.spec.get("backoffLimit", 0):
-            self.end(Ending("Failed", "AppFailed", why))
+            self.end(WorkloadEnding("Failed", "AppFailed", why))
             return
         self.machine.note("Retrying", f"RayJob {self.name}: retry {self.num_failures}: {why}")
         self.end_pods()
