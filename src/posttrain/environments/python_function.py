@@ -16,10 +16,10 @@ import pickle
 import random
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.files.json_files import JsonMapping, JsonObject
@@ -61,7 +61,12 @@ def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> C
         seed_noise(item.noise_key)
         positional, named = arguments_of(item)
         value = call(function, *positional, **named)
-        return _only_one(value) if is_batched else value
+        if not is_batched:
+            return value
+        if not isinstance(value, Sized) or isinstance(value, str | dict) or len(value) != 1:
+            needed = "a list with one number per completion is needed"
+            raise Unscored(f"the reward function returned {value!r:.80}: {needed}")
+        return cast(Sequence[object], value)[0]
 
     return score
 
@@ -232,12 +237,6 @@ def _batch_of_one(
         return (), {name: [value] for name, value in values.items() if takes_all or name in known}
 
     return arguments
-
-
-def _only_one(value: Any) -> object:
-    if not hasattr(value, "__len__") or isinstance(value, str | dict) or len(value) != 1:
-        raise Unscored(f"the reward function returned {value!r:.80}: a list with one number per completion is needed")
-    return value[0]
 
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

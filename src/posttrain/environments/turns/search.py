@@ -34,12 +34,11 @@ class Search(ToolEnvironment):
         found = self.index.best(query, self.num_results)
         if not found:
             raise ToolError("nothing was found")
-        return "\n".join(self._excerpt(number) for number in found)
-
-    def _excerpt(self, number: int) -> str:
-        title, text = self.documents[number]
-        cut = text if len(text) <= self.max_characters else text[: self.max_characters] + "…"
-        return f"{title}: {cut}" if title else cut
+        lines = []
+        for title, text in (self.documents[number] for number in found):
+            cut = text if len(text) <= self.max_characters else text[: self.max_characters] + "…"
+            lines.append(f"{title}: {cut}" if title else cut)
+        return "\n".join(lines)
 
 
 class Index:
