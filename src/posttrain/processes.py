@@ -7,7 +7,6 @@ imported: programs that are started without posttrain on their path load this fi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import select
@@ -168,6 +167,8 @@ def die_on_hangup(lifeline: int, tidy: Callable[[], None] = lambda: None) -> Non
 def be_signalled_with_parent(number: signal.Signals, parent: int) -> None:
     """Be sent this signal when the process that started us ends (on Linux), however it ends."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it had ended before the call
         os._exit(128 + number)
