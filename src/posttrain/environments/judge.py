@@ -123,9 +123,8 @@ class _Judge:
                 return score
         text = self._ask(body, key, noise_key, usage)
         if self.cache and kept is None:
-            text = self.cache.put(
-                key, redact_values(text)
-            )  # there may be concurrent requests: both use the verdict that came first
+            # There may be concurrent requests: both use the verdict that came first.
+            text = self.cache.put(key, redact_values(text))
         elif self.cache:
             self.cache.replace(key, redact_values(text))
         return read_score(text, self.setup)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -57,22 +58,15 @@ def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
     return RewardModelScorer(scores, WholeChatFormat(tokenizer), device, longest, config)
 
 
+@dataclass
 class RewardModelScorer:
     """Implements `roles.Environment`."""
 
-    def __init__(
-        self,
-        scores: SequenceScores,
-        chat: WholeChatFormat,
-        device: torch.device,
-        max_tokens: int,
-        config: RewardModelRewardConfig,
-    ) -> None:
-        self._scores: SequenceScores | None = scores
-        self._chat = chat
-        self._device = device
-        self._max_tokens = max_tokens
-        self._config = config
+    _scores: SequenceScores | None  # None: it has been closed
+    _chat: WholeChatFormat
+    _device: torch.device
+    _max_tokens: int
+    _config: RewardModelRewardConfig
 
     def score(
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
