@@ -251,8 +251,8 @@ def _binds(signature: inspect.Signature, positional: tuple[str, ...], named: dic
 
 
 def awaiting_caller() -> Callable[..., object]:
-    """Calls a function, which may be `async def`. There is one event loop for the worker's life: clients that a function
-    keeps stay usable."""
+    """Calls a function, which may be `async def`. There is one event loop for the worker's life: clients that a
+    function keeps stay usable."""
     runner = asyncio.Runner()
 
     async def awaited(value: Awaitable[object]) -> object:

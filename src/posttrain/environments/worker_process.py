@@ -222,7 +222,7 @@ def wait_for(workers: Sequence[WorkerProcess], limit_s: float) -> None:
     poll.poll(max(0.0, limit_s) * 1000)
 
 
-# -- checks before a run -------------------------------------------------------------------------------------------------
+# -- checks before a run -----------------------------------------------------------------------------------------------
 
 
 def check_environments(mapping: Any, base_folder: Path | None = None) -> None:

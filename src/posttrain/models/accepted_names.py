@@ -288,7 +288,7 @@ def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
     return [f"{_MODEL_KEY}={found.model}", *([] if own_tokenizer else [f"{_TOKENIZER_KEY}={found.tokenizer}"])]
 
 
-# -- identity ------------------------------------------------------------------------------------------------------------
+# -- identity ----------------------------------------------------------------------------------------------------------
 
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
