@@ -103,6 +103,8 @@ def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
 
 def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
     """The line of each value; an alias stands for values of its own."""
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        raise _error("a text holds the character NUL, which no path can", node)
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(key.value), key, value) for key, value in node.value]

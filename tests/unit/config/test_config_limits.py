@@ -23,6 +23,7 @@ REFUSED = {
     "tag of another language": ("!!python/name:os.system x", "could not determine a constructor"),
     "key that is a list": ("{? [a]: b}", "unhashable key"),
     "key twice": ("{a: 1, a: 2}", "key `a` is set twice"),
+    "NUL": ('"a\\0b"', "NUL"),
     "half a character": ("\udc80", "surrogates not allowed"),
 }
 
