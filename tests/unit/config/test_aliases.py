@@ -81,21 +81,6 @@ def test_sections_are_not_taken_for_misspelt_short_names(kind: Kind) -> None:
         assert expand_aliases(kind, [f"{section}={{}}"]) == [f"{section}={{}}"]
 
 
-def test_a_misspelt_short_name_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key `stps`; did you mean `steps`\?"):
-        load_config("grpo", None, ["stps=3"])
-
-
-def test_lora_takes_a_rank() -> None:
-    with pytest.raises(ConfigError, match="rank of the adapters"):
-        load_config("sft", None, ["lora=large"])
-
-
-def test_a_config_file_without_its_option_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--config configs/grpo\.yaml"):
-        load_config("grpo", None, ["configs/grpo.yaml"])
-
-
 def test_a_misspelt_config_file_gets_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("grpo:\n")
     with pytest.raises(ConfigError, match=r"no such config file \(did you mean '.*grpo\.yaml'"):

@@ -118,7 +118,8 @@ def test_a_dataset_in_a_child_file_merges_with_that_of_its_parent(folder: Path) 
 def test_a_null_that_was_written_beats_the_default_of_datasets(folder: Path) -> None:
     write(
         folder / "run.yaml",
-        "data:\n  default: {prompt_file: cot.txt}\n  train: [{dataset_name: gsm8k}, {dataset_name: gsm8k, prompt_file: null}]\n",
+        "data:\n  default: {prompt_file: cot.txt}\n"
+        "  train: [{dataset_name: gsm8k}, {dataset_name: gsm8k, prompt_file: null}]\n",
     )
     files = [entry.prompt_file for entry in load_config("grpo", Path("run.yaml"), []).config.data.train_sets()]
     assert files == ["cot.txt", None]
@@ -164,7 +165,8 @@ def test_wrong_types_and_ranges_are_reported_at_once_with_their_lines(folder: Pa
     write(
         folder / "run.yaml",
         "grpo:\n  seed: x\n  num_prompts_per_step: 0\npolicy:\n  precision: bf16\n  max_grad_norm: -1\n"
-        "checkpointing:\n  save_period: 0\n  metric_name: accuracy\n  checkpoint_must_save_by: 3h\nloss_fn:\n  ratio_clip_c: 1\n",
+        "checkpointing:\n  save_period: 0\n  metric_name: accuracy\n  checkpoint_must_save_by: 3h\n"
+        "loss_fn:\n  ratio_clip_c: 1\n",
     )
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", Path("run.yaml"), [])

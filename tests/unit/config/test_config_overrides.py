@@ -81,17 +81,7 @@ def test_removing_a_key_leaves_what_its_absence_means() -> None:
     assert config.policy.scheduler is None
     assert "eps" not in config.policy.optimizer.kwargs
     assert config.loss_fn.kl_input_clamp_value == 20.0
-
-
-def test_conditional_removal_needs_the_value() -> None:
     assert "eps" not in grpo("~policy.optimizer.kwargs.eps=1e-8").config.policy.optimizer.kwargs
-    with pytest.raises(ConfigError, match=r"does not apply.*policy\.optimizer\.kwargs\.eps.*1e-08"):
-        grpo("~policy.optimizer.kwargs.eps=1")
-
-
-def test_removing_what_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"~policy\.optimizer\.kwargs\.nothing"):
-        grpo("~policy.optimizer.kwargs.nothing")
 
 
 @pytest.mark.parametrize("text", ["grpo.seed", "=3", "grpo..seed=3", "-x", "a b=c", "~", "+"])
@@ -101,14 +91,24 @@ def test_what_is_not_an_override_is_named(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-def test_a_value_that_is_not_yaml_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"policy\.model_name=\[x"):
-        grpo("policy.model_name=[x")
-
-
-def test_a_key_below_a_value_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"`grpo\.seed` is 42, which has no keys"):
-        grpo("grpo.seed.x=3")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("~policy.optimizer.kwargs.nothing", r"~policy\.optimizer\.kwargs\.nothing"),
+        ("~policy.optimizer.kwargs.eps=1", r"does not apply.*policy\.optimizer\.kwargs\.eps.*1e-08"),
+        ("policy.model_name=[x", r"policy\.model_name=\[x"),
+        ("grpo.seed.x=3", r"`grpo\.seed` is 42"),
+        ("grpo.max_num_steps=true", r"`grpo\.max_num_steps` = True"),
+        ("grpo.max_num_steps=1.5", r"`grpo\.max_num_steps` = 1\.5"),
+        ("policy.optimizer.name=torch.optim.SGD", r"policy\.optimizer\.kwargs\.lr is not set"),
+        ("stps=3", r"unknown key `stps`; did you mean `steps`\?"),
+        ("lora=large", "rank of the adapters"),
+        ("configs/grpo.yaml", r"--config configs/grpo\.yaml"),
+    ],
+)
+def test_what_cannot_be_applied_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        grpo(text)
 
 
 def test_entries_of_a_list_can_be_named() -> None:
@@ -125,13 +125,7 @@ def test_another_optimizer_does_not_inherit_the_arguments_of_the_default(order: 
     overrides = ["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.lr=0.1"][::order]
     config = grpo(*overrides).config
     assert config.policy.optimizer.kwargs == {"lr": 0.1}
-    with pytest.raises(ConfigError, match=r"policy\.optimizer\.kwargs\.lr is not set"):
-        grpo("policy.optimizer.name=torch.optim.SGD")
 
 
-def test_a_whole_float_is_a_count_and_a_true_is_not() -> None:
+def test_a_whole_float_is_a_count() -> None:
     assert grpo("grpo.max_num_steps=1e3").config.grpo.max_num_steps == 1000
-    with pytest.raises(ConfigError, match=r"`grpo\.max_num_steps` = True: must be a valid integer"):
-        grpo("grpo.max_num_steps=true")
-    with pytest.raises(ConfigError, match=r"`grpo\.max_num_steps` = 1\.5"):
-        grpo("grpo.max_num_steps=1.5")

@@ -35,9 +35,10 @@ def test_the_defaults_survive(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_configs_survive(path: Path, tmp_path: Path) -> None:
+def test_shipped_configs_load_and_survive(path: Path, tmp_path: Path) -> None:
     kind = path.name.split("_")[0].removesuffix(".yaml")
     loaded = load_config(kind, path, [])
+    assert any(f"{path.name}:" in origin for origin in loaded.origins.values())
     again = reload(kind, loaded.to_yaml(), tmp_path)
     assert again.config == loaded.config
     assert again.to_yaml() == loaded.to_yaml()

@@ -1,7 +1,7 @@
-"""Every field of the schema is read by the source outside `config/`, or is named here with what the config layer does with it.
+"""Every field of the schema is read by the source outside `config/`, or is named here with what the config layer does.
 
-A read is an attribute access, or a string constant (for `getattr`), with the field's name. The keys of other systems that
-nothing reads belong into `config/foreign/nemo_rl.yaml`.
+A read is an attribute access, or a string constant (for `getattr`), with the field's name. The keys of other systems
+that nothing reads belong into `config/foreign/nemo_rl.yaml`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SOURCE = Path(posttrain.config.__file__).parents[1]
 
 # "Section.field": what the config layer itself does with it.
 RESOLVED_BY_CONFIG = {
-    "RunConfig.preset": "names the packaged settings that presets.py lays over the defaults",
+    "RunConfig.preset": "names the packaged settings that loader.py lays over the defaults",
     "CheckpointingConfig.checkpoint_must_save_by": "read through must_save_by_s",
     "GrpoConfig.num_recorded_per_prompt": "read through num_recorded and num_fresh_per_prompt",
-    "GrpoConfig.skip_reference_policy_logprobs_calculation": "checks.py refuses it where a reference is needed",
-    "LossFnConfig.force_on_policy_ratio": "checks.py refuses it with several updates per step; with one it always holds",
+    "GrpoConfig.skip_reference_policy_logprobs_calculation": "refused where a reference is needed",
+    "LossFnConfig.force_on_policy_ratio": "refused with several updates per step; with one it holds",
     "EvalConfig.k_value": "read through metric_name",
     "JsonSchemaRewardConfig.schema_": "read by its alias, schema",
 }

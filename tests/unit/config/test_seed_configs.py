@@ -27,7 +27,7 @@ def lora_document_block() -> str:
 
 
 def llama_document_block() -> str:
-    """Document 004: the lines between the name of the file and the next step, with the indentation that print has lost."""
+    """Document 004: the lines from the name of the file to the next step, with the indentation that print has lost."""
     after = read_seed("004").split("grpo_llama8b.yaml - Key configuration sections\n", 1)[1]
     return with_indentation(after.split("Step 5:", 1)[0])
 
@@ -36,8 +36,8 @@ def with_indentation(flat: str) -> str:
     """Indent YAML whose indentation was lost, by meaning.
 
     A line `key:` without a value opens a section. A key belongs to the innermost open section that knows it, so a key
-    that only an outer section knows closes the inner ones. A key that no open section knows (an older name) stays in the
-    innermost one.
+    that only an outer section knows closes the inner ones. A key that no open section knows (an older name) stays in
+    the innermost one.
     """
     schema = vocabulary_of("grpo")
     open_sections: list[str] = []
