@@ -178,6 +178,9 @@ class DataConfig(Section):
     )
     default: DatasetConfig | None = Field(default=None, description="Keys for datasets that do not set them.")
 
+    def sets_by_key(self) -> dict[str, list[DatasetConfig]]:
+        return {"data.train": self.train_sets(), "data.validation": self.validation_sets()}
+
     def train_sets(self) -> list[DatasetConfig]:
         """The training datasets with `data.default` filled in."""
         return _filled(self.train, self.default)

@@ -101,10 +101,7 @@ class DpoConfig(Section):
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         name, traits = self.preference_loss, LOSSES[self.preference_loss]
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
-            yield (
-                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one of them "
-                "above 0"
-            )
+            yield "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one above 0"
         for setting in OPTIONAL:
             value, usual = getattr(self, setting), type(self).model_fields[setting].default
             holds_anyway = setting == _AVERAGE and value == traits.always_averages
@@ -139,10 +136,7 @@ class DpoConfig(Section):
                 f"remove it (on the command line: '~dpo.{_BETA}')"
             )
         readers = ", ".join(other for other, traits in LOSSES.items() if setting in traits.reads)
-        return (
-            f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one of "
-            "them"
-        )
+        return f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one"
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
         if self.preference_loss == "ipo" and not is_set(f"dpo.{_AVERAGE}"):

@@ -297,10 +297,7 @@ class GrpoConfig(Section):
     def _estimator_problems(self) -> Iterator[str]:
         estimator = self.adv_estimator
         if estimator.name == "gdpo" and self.reward_shaping.enabled:
-            yield (
-                "grpo.reward_shaping changes the total reward, but gdpo credits its parts: set "
-                "reward_shaping.enabled=false"
-            )
+            yield "grpo.reward_shaping changes the total reward, but gdpo credits its parts: set enabled=false"
         if self.num_generations_per_prompt > 1:
             return
         if estimator.name == "rloo":

@@ -137,15 +137,9 @@ class GrpoRunConfig(RunConfig):
             f"{grpo.num_generations_per_prompt} = {samples}"
         )
         if size > samples:
-            yield (
-                f"policy.train_global_batch_size = {size} is larger than {product}: set it to {samples} or a divisor "
-                "of it"
-            )
+            yield f"policy.train_global_batch_size = {size} is larger than {product}: set it to a divisor of {samples}"
         elif samples % size:
-            yield (
-                f"{product} is not a multiple of policy.train_global_batch_size = {size}: set that to a divisor of "
-                f"{samples}"
-            )
+            yield f"{product} is not a multiple of policy.train_global_batch_size = {size}: use a divisor of {samples}"
         elif self.loss_fn.force_on_policy_ratio and size != samples:
             yield (
                 f"loss_fn.force_on_policy_ratio needs one optimizer step per RL step, but {product} and "
@@ -155,10 +149,7 @@ class GrpoRunConfig(RunConfig):
 
     def _reward_problems(self) -> Iterator[str]:
         used = {entry.env_name for entry in self.data.train_sets()}
-        for where, sets in {
-            "data.train": self.data.train_sets(),
-            "data.validation": self.data.validation_sets(),
-        }.items():
+        for where, sets in self.data.sets_by_key().items():
             for name in (entry.env_name for entry in sets if entry.env_name not in self.env):
                 yield (
                     f"{where}: env_name {name!r} is not under `env` (there: {', '.join(sorted(self.env)) or 'none'}); "
@@ -166,18 +157,12 @@ class GrpoRunConfig(RunConfig):
                 )
         if self.data.default is not None and self.data.default.env_name == REWARD and REWARD not in used:
             names = ", ".join(sorted(str(name) for name in used))
-            yield (
-                f"reward: data.train has env_name {names}, so `reward` would judge nothing; set "
-                f"data.train.env_name={REWARD}"
-            )
+            yield f"reward: data.train has env_name {names}: it would judge nothing; set data.train.env_name={REWARD}"
         estimator = self.grpo.adv_estimator
         if estimator.name != "gdpo":
             return
         if self.loss_fn.use_kl_in_reward and estimator.kl_in_reward == "sequence":
-            yield (
-                "grpo.adv_estimator.kl_in_reward = sequence charges the total reward, but gdpo credits its parts: use "
-                "token"
-            )
+            yield "grpo.adv_estimator.kl_in_reward = sequence charges the total, but gdpo credits its parts: use token"
         rewards = {name: block.reward_configs(name) for name, block in self.env.items() if name in used}
         for name in (name for name in self._names_with_turns if self.env[name].reward_configs(name)):
             yield (
@@ -186,8 +171,7 @@ class GrpoRunConfig(RunConfig):
                 f"have the class in env.{name}.turns give all rewards as named parts, without a judge"
             )
         for name, own in rewards.items():
-            # What a function of the user's own returns may well be parts of a reward; what our types add to theirs is
-            # not.
+            # What a user's own function returns may well be parts of a reward; what our types add to theirs is not.
             if set(own) == {""} and own[""].type != "python":
                 yield (
                     f"grpo.adv_estimator.name = gdpo credits several rewards one by one, and env.{name} has a single "
@@ -212,10 +196,7 @@ class GrpoRunConfig(RunConfig):
         if any(recorded) and not all(recorded):
             yield f"data.train: {TRACE_GROUPS} and datasets without recorded answers cannot be mixed in one run"
         if wanted is not None and not any(recorded):
-            yield (
-                f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: "
-                f"data.train.dataset_name={TRACE_GROUPS}"
-            )
+            yield f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: dataset_name={TRACE_GROUPS}"
         if wanted is not None and wanted > grpo.num_generations_per_prompt:
             yield (
                 f"grpo.num_recorded_per_prompt = {wanted} is more than all answers of a prompt, "
@@ -244,10 +225,7 @@ class GrpoRunConfig(RunConfig):
                 "become too old"
             )
         if grpo.use_dynamic_sampling:
-            yield (
-                f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of "
-                "them to false"
-            )
+            yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; unset one"
         if self.uses_recorded_answers:
             yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
         if self.loss_fn.force_on_policy_ratio:
@@ -303,10 +281,7 @@ class GrpoRunConfig(RunConfig):
             )
         for key in ("kv_cache_dtype", "num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             if not in_fp8 and (value := getattr(native, key)) not in (getattr(NativeConfig(), key), "bfloat16"):
-                yield (
-                    f"policy.generation.native_cfg.{key} = {value}: without native_cfg.precision = fp8 nothing is "
-                    "quantised"
-                )
+                yield f"policy.generation.native_cfg.{key} = {value}: only native_cfg.precision = fp8 quantises"
         if grpo.max_rollout_turns > 1 and not self._names_with_turns:
             yield (
                 f"grpo.max_rollout_turns: {grpo.max_rollout_turns} changes nothing, because no environment in use has "

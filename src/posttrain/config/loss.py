@@ -118,10 +118,7 @@ class LossFnConfig(Section):
                 "loss_fn.use_on_policy_kl_approximation both say how the KL is weighted: set one of them"
             )
         if self.loss_normalizer == "max_tokens" and self.max_response_tokens is None:
-            yield (
-                "loss_fn.loss_normalizer = max_tokens needs loss_fn.max_response_tokens, e.g. "
-                "policy.generation.max_new_tokens"
-            )
+            yield "loss_fn.loss_normalizer = max_tokens needs loss_fn.max_response_tokens, e.g. that of max_new_tokens"
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
             yield (
                 "loss_fn.use_kl_in_reward charges loss_fn.reference_policy_kl_penalty, which is 0: set it above 0, or "
@@ -141,18 +138,12 @@ class LossFnConfig(Section):
             )
         if self.ratio_ceiling is not None and (self.use_cispo or self.disable_ppo_ratio):
             other = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
-            yield (
-                f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss, which loss_fn.{other} does not have: "
-                "unset one"
-            )
+            yield f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss; loss_fn.{other} has none: unset one"
         if not self.use_cispo:
             return
         for name in ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c"):
             if getattr(self, name) not in (False, None):
-                yield (
-                    f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO uses the ratio its own way; "
-                    "unset one"
-                )
+                yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other, as CISPO has its own ratio: unset one"
         if self.normalizer == "sequences":
             yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
 
@@ -164,10 +155,7 @@ class LossFnConfig(Section):
         field, upper = f"{prefix}_type = {kind}", self.truncated_importance_sampling_ratio
         lower = self.truncated_importance_sampling_ratio_min
         if not self.use_importance_sampling_correction:
-            yield (
-                f"{field} needs loss_fn.use_importance_sampling_correction = true: there is nothing to truncate "
-                "otherwise"
-            )
+            yield f"{field} needs loss_fn.use_importance_sampling_correction = true: else there is nothing to truncate"
         if upper is None:
             yield f"{field} needs {prefix}_ratio, the upper bound, e.g. 2.0"
         if kind in ("icepop", "seq-mask-tis") and lower is None:

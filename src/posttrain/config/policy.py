@@ -212,10 +212,7 @@ class PolicyConfig(Section):
                 "set policy.optimizer.kwargs.lr"
             )
         if self.fp8 and self.precision != "bfloat16":
-            yield (
-                f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: set that to "
-                "bfloat16"
-            )
+            yield f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: use bfloat16"
         if self.fp8 and self.device == "cpu":
             yield "policy.fp8 needs a GPU with FP8 matrix units (Ada, Hopper or newer), and policy.device = cpu"
         if self.fp8 and lora.enabled and lora.dropout:

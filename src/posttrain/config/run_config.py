@@ -140,18 +140,12 @@ class RunConfig(Section):
 
     def scoring_layer_problems(self) -> Iterator[str]:
         if self.scores_answers:
-            yield (
-                "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must "
-                "be false"
-            )
+            yield "policy.reward_model_cfg.enabled = true trains a reward model: use `posttrain rm`, or set it to false"
 
     def _data_problems(self) -> Iterator[str]:
         if not self.data.train_sets():
             yield "data.train is empty: set data.train.dataset_name (and data.train.data_path for rows of your own)"
-        for where, sets in {
-            "data.train": self.data.train_sets(),
-            "data.validation": self.data.validation_sets(),
-        }.items():
+        for where, sets in self.data.sets_by_key().items():
             if any(not entry.dataset_name and not entry.data_path for entry in sets):
                 yield f"{where}: a dataset needs `dataset_name` or `data_path`"
 
