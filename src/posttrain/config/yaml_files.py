@@ -93,8 +93,10 @@ def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
         node = loader.get_single_node()
         if node is None:
             return {}, None
+        _collect_lines(node, (), {})  # refuses too many values before they are built
+        values = _with_text_keys(loader.construct_document(node))  # puts what `<<` names into the nodes
         _collect_lines(node, (), lines)
-        return lines, _with_text_keys(loader.construct_document(node))
+        return lines, values
     except yaml.YAMLError as error:
         raise ValueError(re.sub(r"\s+", " ", str(error)).strip().replace('in "<unicode string>", ', "at ")) from error
     except (LookupError, AttributeError) as error:  # `!!bool maybe`

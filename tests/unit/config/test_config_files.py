@@ -210,8 +210,10 @@ def test_anchors_and_merge_keys_work(folder: Path) -> None:
     write(
         folder / "run.yaml", "env:\n  a: &judge {function: 'r.py:f', timeout_s: 2}\n  b: {<<: *judge, timeout_s: 3}\n"
     )
-    env = load_config("grpo", Path("run.yaml"), []).config.env
+    loaded = load_config("grpo", Path("run.yaml"), [])
+    env = loaded.config.env
     assert (env["a"].timeout_s, env["b"].timeout_s, env["b"].function) == (2.0, 3.0, "r.py:f")
+    assert (loaded.origins["env.b.function"], loaded.origins["env.b.timeout_s"]) == ("run.yaml:2", "run.yaml:3")
 
 
 def test_the_kind_of_run_is_guessed_from_the_sections(folder: Path) -> None:
