@@ -291,7 +291,7 @@ def test_environment_that_is_not_configured(inputs: Inputs, capsys: pytest.Captu
             ["grpo.num_generations_per_prompt = 1", "normalize_rewards", "at least 2"],
         ),
         (["policy.train_global_batch_size=7"], ["4 * 4 = 16", "policy.train_global_batch_size = 7", "divisor of 16"]),
-        (["policy.train_global_batch_size=32"], ["policy.train_global_batch_size = 32", "set it to 16"]),
+        (["policy.train_global_batch_size=32"], ["policy.train_global_batch_size = 32", "divisor of 16"]),
         (["grpo.num_promts_per_step=8"], ["grpo.num_promts_per_step", "did you mean `grpo.num_prompts_per_step`"]),
         (["policy.generation.max_new_tokens=65"], ["policy.generation.max_new_tokens = 65", "64"]),
         (["policy.megatron_cfg.enabled=true"], ["policy.megatron_cfg.enabled", "not implemented"]),

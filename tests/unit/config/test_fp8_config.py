@@ -47,5 +47,5 @@ def test_fp8_of_megatron_is_not_used_and_ours_is_named() -> None:
 @pytest.mark.parametrize("setting", ["kv_cache_dtype=fp8", "num_last_layers_in_bf16=1"])
 def test_parts_of_fp8_without_it_are_mentioned(setting: str) -> None:
     key = f"policy.generation.native_cfg.{setting}"
-    assert any("nothing is quantised" in warning for warning in load_config("grpo", None, [key]).warnings)
+    assert any("native_cfg.precision = fp8" in warning for warning in load_config("grpo", None, [key]).warnings)
     assert not load_config("grpo", None, [FP8, key]).warnings
