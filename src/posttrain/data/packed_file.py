@@ -23,6 +23,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
 from posttrain.data.row_dataset import keyed_order
+from posttrain.data.sources import NotParquet, not_parquet
 from posttrain.errors import reason_of
 from posttrain.files import durable
 from posttrain.files.json_files import parse_json
@@ -190,7 +191,6 @@ class PackedFile:
 
     def outcomes(self, name: str, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
         """The pairs in the order of the file, their packs numbered from `first_pack`."""
-        import pyarrow
         from pyarrow import parquet
 
         # Pairs skipped when the file was written are not in it; the run still reports their number.
@@ -198,15 +198,13 @@ class PackedFile:
             yield from [reason] * count
         row, pack = 0, 0
         try:
-            with parquet.ParquetFile(Path(self.path).expanduser()) as file:
+            with not_parquet(), parquet.ParquetFile(Path(self.path).expanduser()) as file:
                 for batch in file.iter_batches(batch_size=PAIRS_PER_ROW_GROUP):
                     self._check(batch, row, pack)
                     yield from _pairs_of(batch, max_total_tokens, first_pack)
                     row, pack = row + batch.num_rows, batch.column("pack")[-1].as_py()
-        except (pyarrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of Arrow have none
-                raise
-            raise DataError(f"{self.path}: cannot be read as Parquet ({reason_of(error)}); {_REMEDY}") from error
+        except NotParquet as error:
+            raise DataError(f"{self.path}: cannot be read as Parquet ({error}); {_REMEDY}") from error
         if (row, pack + 1) != (self.header.num_pairs, self.header.num_packs):
             raise DataError(
                 f"{self.path}: {row} pairs in {pack + 1} packs, and its header says {self.header.num_pairs} in "

@@ -208,22 +208,24 @@ def _offline() -> Iterator[None]:
             module.HF_HUB_OFFLINE = value
 
 
-def is_elsewhere(path: str) -> bool:
-    """Whether another host, an archive or the address itself holds the data: `https://…`, `zip://…::…`, `data:…`."""
-    return re.match(r"[A-Za-z][\w+.-]*:", path) is not None and not path.startswith("file:")
-
-
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Converts errors of remote storage, from any library, to an error that names the path."""
+    """Converts errors of disks, and of remote storage from any library, to an error that names the path."""
+    # Another host, an archive or the address itself may hold the data: `https://…`, `zip://…::…`, `data:…`.
+    is_elsewhere = re.match(r"[A-Za-z][\w+.-]*:", path) is not None and not path.startswith("file:")
     try:
         yield
-    except (DataError, GeneratorExit):
+    except DataError:
         raise
     except Exception as error:
-        if not is_elsewhere(path):
+        if not is_elsewhere and not isinstance(error, OSError):
             raise
-        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})") from error
+        hint = (
+            "; credentials and endpoint come from the environment"
+            " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"
+        )
+        reason = f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})"
+        raise DataError(reason + hint * ("://" in path)) from error
 
 
 def require_regular(filesystem: AbstractFileSystem, location: str, shown: str) -> None:
@@ -364,17 +366,28 @@ def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
-    import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.ParquetFile(stream)
-        number = 0
-        for batch in table.iter_batches(batch_size=4096):
-            for values in batch.to_pylist():
-                number += 1
-                yield number, values
+        with not_parquet():
+            batches = parquet.ParquetFile(stream).iter_batches(batch_size=4096)
+            yield from enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
+    except NotParquet as error:
+        raise DataError(f"{file}: not a readable parquet file ({error})") from error
+
+
+class NotParquet(Exception):
+    """Content that Arrow cannot read. The text is Arrow's reason."""
+
+
+@contextmanager
+def not_parquet() -> Iterator[None]:
+    """Converts errors of Arrow to NotParquet. It raises OSError for damaged pages too; one of the disk has an errno."""
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of Arrow have none
+        if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DataError(f"{file}: not a readable parquet file ({reason_of(error)})") from error
+        raise NotParquet(reason_of(error)) from error

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trace_files import trace, write_lines
 
 from posttrain.data.traces import ReadReport, TraceFilters, iter_trace_groups
-from posttrain.data.traces.duplicates import jaccard, minima, near_duplicates, shingles
+from posttrain.data.traces.filters import jaccard, minima, near_duplicates, shingles
 
 WORDS = [f"w{number}" for number in range(500)]
 

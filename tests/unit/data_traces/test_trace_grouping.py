@@ -10,7 +10,7 @@ from trace_files import chat_trace, random_rows, trace, write_lines, write_parqu
 
 from posttrain.data.traces import PairRules, ReadReport, TraceFilters, iter_pair_rows, iter_trace_groups
 from posttrain.data.traces import grouping as grouping_module
-from posttrain.data.traces import ordered_runs as runs_module
+
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_spilling_changes_nothing(
     assert len(expected) == 150
     monkeypatch.setattr(grouping_module, "BITS_PER_CUT", bits)
     monkeypatch.setattr(grouping_module, "DEEPEST_CUT", 8)
-    monkeypatch.setattr(runs_module, "MAX_OPEN_RUNS", 7)  # several rounds of merging
+    monkeypatch.setattr(grouping_module, "MAX_OPEN_RUNS", 7)  # several rounds of merging
     monkeypatch.setattr("posttrain.data.traces.files.BLOCK_BYTES", 4000)
     options: dict[str, Any] = {"memory_bytes": memory_bytes, "scratch": str(tmp_path)}
     assert list(iter_trace_groups(path, **options)) == expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +36,7 @@ from posttrain.files.json_files import JsonMapping
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
 FILE_SHIFT, LINE_SHIFT = 40, 1
 TEXT = pa.large_string()
+_NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal, pa.types.is_boolean)
 SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -53,6 +54,8 @@ SCHEMA = pa.schema(
         ("reference", TEXT),
     ]
 )
+
+Encoded = TypeVar("Encoded", bound=tuple[object, ...])
 
 
 @dataclass
@@ -80,9 +83,10 @@ def canonical_table(
         drafts = [_from_texts(block, layout.input, layout.output, rows, *_rewards(block, layout.reward))]
     else:
         report.rows += len(block)  # each row is two traces
+        sides = (layout.chosen, layout.chosen_reward, 1.0), (layout.rejected, layout.rejected_reward, 0.0)
         drafts = [
-            _from_texts(block, layout.input, layout.chosen, rows, *_scores(block, layout.chosen_reward, 1.0)),
-            _from_texts(block, layout.input, layout.rejected, rows + 1, *_scores(block, layout.rejected_reward, 0.0)),
+            _from_texts(block, layout.input, name, rows + side, *_rewards(block, reward, default))
+            for side, (name, reward, default) in enumerate(sides)
         ]
     parts, places = zip(*(_finish(draft, block, layout, report) for draft in drafts), strict=True)
     table, place = pa.concat_tables(parts), np.concatenate(places)
@@ -131,10 +135,7 @@ def _hashes(column: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.uin
         encoded = encoded.combine_chunks()
     texts = encoded.dictionary.cast(pa.large_binary()).to_pylist()  # bytes: no decoding and encoding on the way
     digests = [blake2_of(text or b"", 16) for text in texts]
-    pairs = np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
-    if not len(pairs):
-        nothing = np.zeros(len(column), dtype=np.uint64)
-        return nothing, nothing
+    pairs = np.frombuffer(b"".join(digests) or bytes(16), dtype=np.uint64).reshape(-1, 2)
     codes = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
     return pairs[codes, 0], pairs[codes, 1]
 
@@ -142,11 +143,16 @@ def _hashes(column: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.uin
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
-def _rewards(block: Block, name: str) -> tuple[NDArray[np.float64], NDArray[np.object_]]:
-    """Rewards, and what is wrong with them. A truth value counts as 1 or 0; a number in quotes is not a number."""
+def _rewards(block: Block, name: str, default: float = 0.0) -> tuple[NDArray[np.float64], NDArray[np.object_]]:
+    """Rewards, and what is wrong with them. A truth value counts as 1 or 0; a number in quotes is not a number.
+
+    `default` is the reward where the file has no column with it.
+    """
     problem = np.full(len(block), "", dtype=object)
+    if not name:
+        return np.full(len(block), default), problem
     column = block.array(name)
-    if column is not None and _is_number(column.type):
+    if column is not None and any(is_number(column.type) for is_number in _NUMBERS):
         problem[column.is_null().to_numpy(zero_copy_only=False)] = reasons.NO_REWARD
         if pa.types.is_boolean(column.type):
             column = column.cast(pa.int8())
@@ -158,32 +164,13 @@ def _rewards(block: Block, name: str) -> tuple[NDArray[np.float64], NDArray[np.o
             if value is None:
                 problem[index] = reasons.NO_REWARD
             elif isinstance(value, int | float):
-                reward[index] = _as_float(value)
+                reward[index] = (
+                    float(value) if abs(value) <= MAX_REWARD else np.inf
+                )  # a whole number may be beyond 1e308
             else:
                 problem[index] = reasons.REWARD_NOT_A_NUMBER
     problem[~(np.abs(reward) <= MAX_REWARD)] = reasons.REWARD_NOT_FINITE
     return reward, problem
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number beyond 1e308
-        return float("inf")
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_floating(kind)
-        or pa.types.is_integer(kind)
-        or pa.types.is_decimal(kind)
-        or pa.types.is_boolean(kind)
-    )
-
-
-def _scores(block: Block, name: str, default: float) -> tuple[NDArray[np.float64], NDArray[np.object_]]:
-    """The scores of preference rows, or the usual reward where the file has none."""
-    return _rewards(block, name) if name else (np.full(len(block), default), np.full(len(block), "", dtype=object))
 
 
 # -- texts and conversations -------------------------------------------------------------------------------------------
@@ -205,11 +192,8 @@ def _from_texts(
     return Draft(rows, prompt, prompt_is_chat, response, response_is_chat, reward, problem)
 
 
-Encode = Callable[[Any], tuple[str, bool]]
-
-
 def _texts(
-    block: Block, name: str, encode: Encode, absent: str, problem: NDArray[np.object_]
+    block: Block, name: str, encode: Callable[[Any], tuple[str, bool]], absent: str, problem: NDArray[np.object_]
 ) -> tuple[pa.Array, pa.Array]:
     column = block.array(name)
     if column is not None and pa.types.is_dictionary(column.type):
@@ -222,8 +206,28 @@ def _texts(
         values: list[Any] = column.cast(pa.large_binary()).to_pylist()
     else:
         values = block.values(name)
-    texts, chats = _encoded(values, encode, absent, problem)
-    return pa.array(texts, TEXT), pa.array(chats, pa.bool_())
+
+    def encoded(value: object) -> tuple[str, bool]:
+        if value is None:
+            raise Unusable(absent)
+        return encode(value)
+
+    rows = _each(encoded, [(value,) for value in values], ("", False), problem)
+    return pa.array([text for text, _ in rows], TEXT), pa.array([is_chat for _, is_chat in rows], pa.bool_())
+
+
+def _each(
+    encode: Callable[..., Encoded], rows: Iterable[Any], otherwise: Encoded, problem: NDArray[Any]
+) -> list[Encoded]:
+    """`encode` of each row; for one that is unusable the reason is noted, unless it has a problem already."""
+    found = []
+    for index, row in enumerate(rows):
+        try:
+            found.append(encode(*row))
+        except Unusable as error:
+            problem[index] = problem[index] or error.args[0]
+            found.append(otherwise)
+    return found
 
 
 def _answers(
@@ -248,43 +252,15 @@ def _is_unicode(column: pa.Array) -> bool:
     return True
 
 
-def _encoded(
-    values: Iterable[object], encode: Encode, absent: str, problem: NDArray[np.object_]
-) -> tuple[list[str], list[bool]]:
-    texts: list[str] = []
-    chats: list[bool] = []
-    for index, value in enumerate(values):
-        text, is_chat = "", False
-        try:
-            if value is None:
-                raise Unusable(absent)
-            text, is_chat = encode(value)
-        except Unusable as error:
-            if not problem[index]:
-                problem[index] = error.args[0]
-        texts.append(text)
-        chats.append(is_chat)
-    return texts, chats
-
-
 def _from_messages(block: Block, layout: Layout, rows: NDArray[np.int64]) -> Draft:
     reward, problem = _rewards(block, layout.reward)
     lengths = block.values(layout.prompt_len) if layout.prompt_len else [-1] * len(block)
-    prompts: list[str] = []
-    responses: list[str] = []
-    chats: list[bool] = []
-    for index, (messages, length) in enumerate(zip(block.values(layout.messages), lengths, strict=True)):
-        prompt, response, is_chat = "", "", False
-        try:
-            prompt, response, is_chat = split_conversation(messages, length)
-        except Unusable as error:
-            if not problem[index]:
-                problem[index] = error.args[0]
-        prompts.append(prompt)
-        responses.append(response)
-        chats.append(is_chat)
-    always = pa.array(np.ones(len(block), dtype=bool))
-    return Draft(rows, pa.array(prompts, TEXT), always, pa.array(responses, TEXT), pa.array(chats), reward, problem)
+    split = _each(
+        split_conversation, zip(block.values(layout.messages), lengths, strict=True), ("", "", False), problem
+    )
+    prompts, responses = (pa.array([row[column] for row in split], TEXT) for column in (0, 1))
+    always, chats = pa.array(np.ones(len(block), dtype=bool)), pa.array([row[2] for row in split], pa.bool_())
+    return Draft(rows, prompts, always, responses, chats, reward, problem)
 
 
 # -- ids and times -----------------------------------------------------------------------------------------------------

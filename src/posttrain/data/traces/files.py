@@ -13,9 +13,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.errors import DataError
-from posttrain.data.sources import MAX_LINE_BYTES, filesystem_of, is_elsewhere, not_found, require_regular
+from posttrain.data.sources import (
+    MAX_LINE_BYTES,
+    NotParquet,
+    explained,
+    filesystem_of,
+    not_found,
+    not_parquet,
+    require_regular,
+)
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
-from posttrain.errors import reason_of
 from posttrain.files.json_files import JsonMapping, parse_json
 
 if TYPE_CHECKING:
@@ -79,12 +86,12 @@ def locate(path: str | Sequence[str]) -> list[TraceFile]:
 
 
 def _locate(path: str) -> list[TraceFile]:
-    try:
+    with explained(path):
         filesystem, root = filesystem_of(path)
-        if any(character in root for character in "*?["):
-            found = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(ENDINGS))
-        elif filesystem.isdir(root):
-            found = sorted(str(file) for file in filesystem.find(root) if str(file).endswith(ENDINGS))
+        is_pattern = any(character in root for character in "*?[")
+        if is_pattern or filesystem.isdir(root):
+            listed = filesystem.glob(root) if is_pattern else filesystem.find(root)
+            found = sorted(str(file) for file in listed if str(file).endswith(ENDINGS))
         elif filesystem.exists(root):
             if not root.endswith(ENDINGS):
                 raise DataError(
@@ -98,22 +105,6 @@ def _locate(path: str) -> list[TraceFile]:
         for file in found:
             require_regular(filesystem, file, _shown(path, root, file))
         return [TraceFile(filesystem, file, _shown(path, root, file), int(filesystem.size(file))) for file in found]
-    except Exception as error:
-        raise _explained(path, error) from error
-
-
-def _explained(path: str, error: Exception) -> Exception:
-    """Converts errors of a remote store to data errors; others are unchanged."""
-    if isinstance(error, DataError) or not (is_elsewhere(path) or isinstance(error, OSError)):
-        return error
-    line = reason_of(error)
-    hint = ""
-    if "://" in path:
-        hint = (
-            "; credentials and endpoint come from the environment"
-            " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"
-        )
-    return DataError(f"{path}: cannot be read ({line}){hint}")
 
 
 def _shown(path: str, root: str, file: str) -> str:
@@ -159,7 +150,7 @@ def read_blocks(
         raise DataError(f"no file can be read: {named}")
 
 
-class _BrokenFile(Exception):
+class _BrokenFile(DataError):
     """A file that ends early or does not have the format of its name. Rows before the damage are kept."""
 
 
@@ -167,11 +158,10 @@ class _BrokenFile(Exception):
 
 
 def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterator[tuple[Block, int]]:
-    import pyarrow
     from pyarrow import parquet
 
     try:
-        with file.filesystem.open(file.location, "rb") as stream:
+        with explained(file.shown), file.filesystem.open(file.location, "rb") as stream, not_parquet():
             # Buffered reading: without it a whole row group of each column is held, however large it is.
             source = parquet.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
             names, _ = choose(file.shown, source.schema_arrow.names, [])
@@ -181,29 +171,17 @@ def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterat
                 number += batch.num_rows
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 yield Block(file.shown, numbers, columns), file.size * number // max(rows, 1)
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and not _is_arrow_message(error):
-            raise _explained(file.shown, error) from error
-        line = reason_of(error)
-        raise _BrokenFile(f"not a readable Parquet file, perhaps cut off ({line})") from error
-
-
-def _is_arrow_message(error: OSError) -> bool:
-    """Arrow raises OSError for damaged pages too; a real one carries an errno."""
-    return error.errno is None
+    except NotParquet as error:
+        raise _BrokenFile(f"not a readable Parquet file, perhaps cut off ({error})") from error
 
 
 def _rows_per_batch(source: Any, names: Sequence[str]) -> int:
     """So many rows that a batch of the wanted columns has about BLOCK_BYTES."""
     metadata = source.metadata
-    wanted = set(names)
-    size = 0
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for position in range(row_group.num_columns):
-            column = row_group.column(position)
-            if column.path_in_schema.split(".")[0] in wanted:
-                size += column.total_uncompressed_size
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+    wanted = [column for column in columns if column.path_in_schema.split(".")[0] in names]
+    size = sum(column.total_uncompressed_size for column in wanted)
     # Dictionary encoding hides repeated text: assume that it hides a factor of two, and bound the rest by the row count.
     return int(min(32_768, max(64, BLOCK_BYTES * metadata.num_rows // (2 * size + 1))))
 
@@ -257,15 +235,12 @@ def _line_blocks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
 
 def _chunks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
     """The bytes of a file, unpacked. The readable part of a truncated gzip file is returned before the error."""
-    try:
-        with file.filesystem.open(file.location, "rb") as stream:
-            if not file.location.endswith(".gz"):
-                while chunk := stream.read(READ_BYTES):
-                    yield chunk, stream.tell()
-                return
+    with explained(file.shown), file.filesystem.open(file.location, "rb") as stream:
+        if file.location.endswith(".gz"):
             yield from _unpacked(stream)
-    except OSError as error:
-        raise _explained(file.shown, error) from error
+        else:
+            while chunk := stream.read(READ_BYTES):
+                yield chunk, stream.tell()
 
 
 def _unpacked(stream: Any) -> Iterator[tuple[bytes, int]]:

@@ -1,37 +1,49 @@
-"""Groups traces without holding the files in memory.
+"""Groups traces, and orders what is made of them, without holding the files in memory.
 
 Tables are collected; once they pass a limit they are written to temporary files, cut by the hash of the group, so that a group
 lies in one file whole. A file that is still too large is cut again by other bits of the hash. Then one file after another is
 read and sorted. What comes out does not depend on where the cuts were: each group has its first row in the input, and
-ordered_runs.py puts them in that order.
+`OrderedRuns` puts them in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
+from typing import IO, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from posttrain.data.traces.canonical import SCHEMA
+from posttrain.data.traces.chat_text import decoded
+from posttrain.data.traces.values import Response
 
 MEMORY_BYTES = 96 << 20  # tables held before they are cut, and the largest part that is sorted at once
 BITS_PER_CUT = 6
 DEEPEST_CUT = 64 // BITS_PER_CUT
+BUFFER_BYTES = 128 << 10
+MAX_OPEN_RUNS = 128
+UNITS_AT_ONCE = 1024  # turned into Python objects together
+
+Made = TypeVar("Made")
 
 
 class GroupParts:
     """Collects tables and returns them in parts that hold complete groups."""
 
-    def __init__(self, scratch: Path, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._scratch, self._limit = scratch, memory_bytes
+    def __init__(self, scratch: Path, memory_bytes: int = MEMORY_BYTES, *, name: str = "part", depth: int = 0) -> None:
+        self._scratch, self._limit, self._name, self._depth = scratch, memory_bytes, name, depth
         self._held: list[pa.Table] = []
         self._held_bytes = 0
-        self._cut: _Cut | None = None
+        self._files: dict[int, _PartFile] = {}  # by some bits of the group's hash
 
     def add(self, table: pa.Table) -> None:
         self._held.append(table)
@@ -39,79 +51,101 @@ class GroupParts:
         if self._held_bytes >= self._limit:
             self._spill()
 
-    def _spill(self) -> None:
-        if not self._held:
-            return
-        if self._cut is None:
-            self._cut = _Cut(self._scratch, "part", 0)
-        self._cut.write(pa.concat_tables(self._held))
-        self._held, self._held_bytes = [], 0
-
     @property
     def spilled(self) -> bool:
         """Whether there is more than memory should hold, and so more than one part."""
-        return self._cut is not None
+        return bool(self._files)
+
+    def _spill(self) -> None:
+        if not self._held:
+            return
+        table = pa.concat_tables(self._held)
+        self._held, self._held_bytes = [], 0
+        shift = np.uint64(64 - BITS_PER_CUT * (self._depth + 1))
+        target = (table["group"].to_numpy() >> shift) & np.uint64((1 << BITS_PER_CUT) - 1)
+        order = np.argsort(target, kind="stable")
+        table = table.take(pa.array(order)).combine_chunks()
+        numbers, starts = np.unique(target[order], return_index=True)
+        for number, start, size in zip(numbers, starts, np.diff(starts, append=len(order)), strict=True):
+            if number not in self._files:
+                path = self._scratch / f"{self._name}-{number:02d}.arrow"
+                self._files[number] = _PartFile(path, table.schema)
+            self._files[number].write(table.slice(start, size))
 
     def parts(self) -> Iterator[pa.Table]:
         """The parts, each with whole groups. Each is freed when the next one is requested."""
-        if self._cut is None:
+        if not self._files:
             held, self._held = self._held, []
             yield pa.concat_tables(held) if held else SCHEMA.empty_table()
             return
         self._spill()
-        yield from self._read(self._cut)
-
-    def _read(self, cut: _Cut) -> Iterator[pa.Table]:
-        sizes = cut.close()
-        for path, size in sizes.items():
-            alone = len(sizes) == 1 and cut.depth > 0  # one group, or as good as one: cutting again changes nothing
-            if size > self._limit and cut.depth < DEEPEST_CUT - 1 and not alone:
-                finer = _Cut(self._scratch, path.stem, cut.depth + 1)
-                with pa.OSFile(str(path)) as stream, pa.ipc.open_stream(stream) as batches:
+        for file in self._files.values():
+            file.close()
+        for _, file in sorted(self._files.items()):
+            alone = len(self._files) == 1 and self._depth > 0  # one group, or as good as one: cutting changes nothing
+            with pa.OSFile(str(file.path)) as stream, pa.ipc.open_stream(stream) as batches:
+                if file.num_bytes <= self._limit or self._depth >= DEEPEST_CUT - 1 or alone:
+                    yield batches.read_all()
+                else:
+                    finer = GroupParts(self._scratch, self._limit, name=file.path.stem, depth=self._depth + 1)
                     for batch in batches:
-                        finer.write(pa.Table.from_batches([batch]))
-                path.unlink()
-                yield from self._read(finer)
-            else:
-                with pa.OSFile(str(path)) as stream, pa.ipc.open_stream(stream) as batches:
-                    table = batches.read_all()
-                path.unlink()
-                yield table
+                        finer.add(pa.Table.from_batches([batch]))
+                    yield from finer.parts()
+            file.path.unlink()
 
 
-class _Cut:
-    """Temporary files, one for each value that some bits of the group's hash can have."""
-
-    def __init__(self, scratch: Path, name: str, depth: int) -> None:
-        self.depth = depth
-        self._paths = [scratch / f"{name}-{index:02d}.arrow" for index in range(1 << BITS_PER_CUT)]
-        self._writers: dict[int, tuple[pa.OSFile, pa.ipc.RecordBatchStreamWriter]] = {}
-        self._sizes: dict[int, int] = {}
+class _PartFile:
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self.num_bytes = path, 0  # in memory
+        self._stream = pa.OSFile(str(path), "wb")
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+        self._writer = pa.ipc.new_stream(self._stream, schema, options=options)
 
     def write(self, table: pa.Table) -> None:
-        shift = np.uint64(64 - BITS_PER_CUT * (self.depth + 1))
-        target = (table["group"].to_numpy() >> shift) & np.uint64((1 << BITS_PER_CUT) - 1)
-        order = np.argsort(target, kind="stable")
-        table = table.take(pa.array(order)).combine_chunks()
-        edges = np.searchsorted(target[order], np.arange((1 << BITS_PER_CUT) + 1))
-        for index in range(1 << BITS_PER_CUT):
-            start, stop = int(edges[index]), int(edges[index + 1])
-            if start == stop:
-                continue
-            piece = table.slice(start, stop - start)
-            if index not in self._writers:
-                stream = pa.OSFile(str(self._paths[index]), "wb")
-                options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-                self._writers[index] = (stream, pa.ipc.new_stream(stream, piece.schema, options=options))
-            self._writers[index][1].write_table(piece)
-            self._sizes[index] = self._sizes.get(index, 0) + piece.nbytes
+        self._writer.write_table(table)
+        self.num_bytes += table.nbytes
 
-    def close(self) -> dict[Path, int]:
-        """The files that were written, with the bytes that their tables have in memory."""
-        for stream, writer in self._writers.values():
-            writer.close()
-            stream.close()
-        return {self._paths[index]: self._sizes[index] for index in sorted(self._writers)}
+    def close(self) -> None:
+        self._writer.close()
+        self._stream.close()
+
+
+class OrderedRuns(Generic[Made]):
+    """Values in the order of a number, more of them than memory holds: sorted runs on disk, merged while they are read."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._runs: list[Path] = []
+        self._written = 0
+
+    def add(self, run: Iterable[tuple[int, Made]]) -> None:
+        """A run comes sorted, and goes to a file of its own."""
+        path = self._scratch / f"run-{self._written:05d}"
+        self._written += 1
+        with path.open("wb", buffering=BUFFER_BYTES) as file:
+            for numbered in run:
+                pickle.dump(numbered, file, protocol=5)
+        self._runs.append(path)
+
+    def merged(self) -> Iterator[Made]:
+        while len(self._runs) > MAX_OPEN_RUNS:
+            together, self._runs = self._runs[:MAX_OPEN_RUNS], self._runs[MAX_OPEN_RUNS:]
+            self.add(_merge(together))
+        yield from map(itemgetter(1), _merge(self._runs))
+
+
+def _merge(paths: list[Path]) -> Iterator[tuple[int, Made]]:
+    with ExitStack() as opened:
+        files = [opened.enter_context(path.open("rb", buffering=BUFFER_BYTES)) for path in paths]
+        yield from heapq.merge(*map(_stored, files), key=itemgetter(0))
+    for path in paths:
+        path.unlink()
+
+
+def _stored(file: IO[bytes]) -> Iterator[tuple[int, Made]]:
+    with suppress(EOFError):
+        while True:
+            yield pickle.load(file)
 
 
 @dataclass(frozen=True)
@@ -145,6 +179,11 @@ class GroupedPart:
 
     def take(self, names: list[str], places: NDArray[np.int64]) -> pa.Table:
         return self.table.select(names).take(pa.array(self.order[places]))
+
+    def texts(self, name: str, places: NDArray[np.int64]) -> list[Response]:
+        """The prompts or responses at these places: texts, or messages."""
+        columns = self.take([name, f"{name}_is_chat"], places).columns
+        return [decoded(text, chat) for text, chat in zip(*(column.to_pylist() for column in columns), strict=True)]
 
     def without(self, drop: NDArray[np.bool_]) -> GroupedPart:
         """Without some places. The first of a unit is never one of them, so that the order of units stays."""

@@ -26,10 +26,12 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "time": ("time", "timestamp", "created_at"),
     "reference": ("reference_answer", "reference"),
 }
-CHOSEN = ("chosen", "chosen_response")
-REJECTED = ("rejected", "rejected_response")
-CHOSEN_SCORES = ("chosen_reward", "score_chosen", "chosen_score")
-REJECTED_SCORES = ("rejected_reward", "score_rejected", "rejected_score")
+OF_A_PAIR: Mapping[str, tuple[str, ...]] = {
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
+    "chosen_reward": ("chosen_reward", "score_chosen", "chosen_score"),
+    "rejected_reward": ("rejected_reward", "score_rejected", "rejected_score"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,9 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        named = [
-            *(self.input, self.output, self.messages, self.prompt_len, self.reward),
-            *(self.chosen, self.rejected, self.chosen_reward, self.rejected_reward),
-            *(self.group_id, self.trace_id, self.model, self.time, self.reference, *self.where),
-        ]
-        return [name for name in dict.fromkeys(named) if name]
+        """The columns to read, each once."""
+        named = [value for key, value in vars(self).items() if key not in ("shape", "where") and value]
+        return list(dict.fromkeys([*named, *self.where]))
 
 
 def find_layout(columns: TraceColumns, has: Sequence[str], file: str, where: Sequence[str] = ()) -> Layout:
@@ -81,34 +80,15 @@ def find_layout(columns: TraceColumns, has: Sequence[str], file: str, where: Seq
     for column in where:
         _require(column, "where", has, file)
     if columns.messages or (not columns.input and not columns.output and pick("messages")):
-        return Layout(
-            "messages",
-            messages=pick("messages", required=True),
-            prompt_len=pick("prompt_len"),
-            reward=_require(columns.reward, "reward", has, file),
-            where=tuple(where),
-            **common,
-        )
-    chosen, rejected = (next((name for name in names if name in has), "") for names in (CHOSEN, REJECTED))
-    if chosen and rejected and not columns.output and columns.reward not in has:
-        return Layout(
-            "pair",
-            input=pick("input", required=True),
-            chosen=chosen,
-            rejected=rejected,
-            chosen_reward=next((name for name in CHOSEN_SCORES if name in has), ""),
-            rejected_reward=next((name for name in REJECTED_SCORES if name in has), ""),
-            where=tuple(where),
-            **common,
-        )
-    return Layout(
-        "text",
-        input=pick("input", required=True),
-        output=pick("output", required=True),
-        reward=_require(columns.reward, "reward", has, file),
-        where=tuple(where),
-        **common,
-    )
+        names = {"messages": pick("messages", required=True), "prompt_len": pick("prompt_len")}
+        reward = _require(columns.reward, "reward", has, file)
+        return Layout("messages", **names, reward=reward, where=tuple(where), **common)
+    pair = {role: next((name for name in names if name in has), "") for role, names in OF_A_PAIR.items()}
+    if pair["chosen"] and pair["rejected"] and not columns.output and columns.reward not in has:
+        return Layout("pair", input=pick("input", required=True), where=tuple(where), **pair, **common)
+    names = {role: pick(role, required=True) for role in ("input", "output")}
+    reward = _require(columns.reward, "reward", has, file)
+    return Layout("text", **names, reward=reward, where=tuple(where), **common)
 
 
 def _require(wanted: str, role: str, has: Sequence[str], file: str) -> str:

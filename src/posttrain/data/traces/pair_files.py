@@ -11,8 +11,8 @@ from typing import Any, Literal
 from posttrain.data.errors import DataError
 from posttrain.data.traces.files import locate
 from posttrain.data.traces.grouping import GroupedPart
-from posttrain.data.traces.ordered_runs import Record
-from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
+from posttrain.data.traces.pairs import pair_rows
+from posttrain.data.traces.reading import COMPARED, Reading, ordered
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules
 from posttrain.files import durable
@@ -49,7 +49,7 @@ def write_pairs(
     if any(Path(file.location) == out.absolute() for file in files):
         raise DataError(f"{out}: is one of the files that are read")
 
-    def records(part: GroupedPart) -> Iterator[Record]:
+    def json_lines(part: GroupedPart) -> Iterator[tuple[int, bytes]]:
         for place, row in pair_rows(part, rules, counts):
             shaped = _shaped(row, form, templated=templated)
             if isinstance(shaped, str):
@@ -62,7 +62,7 @@ def write_pairs(
         with partial.open("wb") as raw:
             # Without a time stamp in it, the same pairs are the same bytes.
             packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if out.name.endswith(".gz") else None
-            for line in ordered_records(reading, report, records, files, columns=COMPARED):
+            for line in ordered(reading, report, json_lines, files, columns=COMPARED):
                 (packed or raw).write(line)
                 lines += 1
             if packed:

@@ -1,4 +1,4 @@
-"""From rewards to preference pairs: which two answers to a prompt are compared. Works on rewards only."""
+"""From rewards to preference pairs: which two answers to a prompt are compared, by their rewards only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,59 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.data.traces.grouping import UNITS_AT_ONCE, GroupedPart
+from posttrain.data.traces.report import PairReport
 from posttrain.data.traces.values import PairRules
+from posttrain.files.json_files import JsonObject
 
+PairRow = JsonObject
+COLUMNS = ("prompt", "chosen_response", "rejected_response", "chosen_reward", "rejected_reward")
 ONE_ANSWER = "only one answer"
 SAME_REWARD = "all rewards are equal"
 SAME_TEXT = "the two answers are the same text"
 TOO_CLOSE = "no two rewards differ by min_margin"
-
-
 # Tolerance for binary floating point: 0.7 - 0.4 is slightly less than 0.3, but counts as a margin of 0.3.
 ROUNDING = 1e-9
+
+
+def pair_rows(part: GroupedPart, rules: PairRules, counts: PairReport) -> Iterator[tuple[int, PairRow]]:
+    """The pairs of a part, prompts by first appearance, each with the first row of its prompt."""
+    units, chosen, rejected = paired_rows(part, rules, counts)
+    for begin in range(0, len(units), UNITS_AT_ONCE):  # only the texts that are needed leave Arrow
+        window = slice(begin, begin + UNITS_AT_ONCE)
+        first_rows = part.first_rows[units[window]].tolist()
+        prompts = part.texts("prompt", part.starts[units[window]])
+        answers = part.texts("response", chosen[window]), part.texts("response", rejected[window])
+        rewards = part.rewards[chosen[window]].tolist(), part.rewards[rejected[window]].tolist()
+        for first_row, *values in zip(first_rows, prompts, *answers, *rewards, strict=True):
+            yield first_row, dict(zip(COLUMNS, values, strict=True))
+
+
+def paired_rows(
+    part: GroupedPart, rules: PairRules, counts: PairReport
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The unit, the preferred row and the rejected row of every pair of a part, in the order of the pairs."""
+    rewards, identities, starts = part.rewards.tolist(), part.response_codes.tolist(), part.starts.tolist()
+    best, worst, clear = clear_best_worst(part.rewards, part.response_codes, part.starts, rules)
+    found: list[tuple[int, int, int]] = []
+    for unit in part.in_order.tolist():
+        if clear[unit]:
+            counts.prompts_with_pairs += 1
+            found.append((unit, best[unit], worst[unit]))
+            continue
+        start, stop = starts[unit], starts[unit + 1]
+        choice = choose_pairs(rewards[start:stop], identities[start:stop], rules)
+        counts.over_the_cap += choice.over_the_cap
+        if choice.pairs:
+            counts.prompts_with_pairs += 1
+        else:
+            counts.none[choice.why_none] += 1
+        found += [(unit, start + good, start + bad) for good, bad in choice.pairs]
+    units, chosen, rejected = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    counts.prompts += len(part)
+    counts.pairs += len(found)
+    counts.margin_sum += float((part.rewards[chosen] - part.rewards[rejected]).sum())
+    return units, chosen, rejected
 
 
 class Choice(NamedTuple):

@@ -1,12 +1,11 @@
 """From files to groups and pairs: the functions that training and the command line call.
 
-Steps of `_ordered_records`: read blocks, convert them to one schema, filter, group (on disk if needed), remove
-duplicates, convert each unit to records, and return records in the order in which their prompts first appeared.
+Steps: read blocks, convert them to one schema, filter, group (on disk if needed), remove duplicates, make groups or pairs
+of each unit, and return them in the order in which their prompts first appeared.
 """
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,25 +15,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from posttrain.data.errors import DataError
-from posttrain.data.traces import report as reasons
-from posttrain.data.traces.canonical import SCHEMA, canonical_table, place_of, trace_of
-from posttrain.data.traces.chat_text import decoded
-from posttrain.data.traces.duplicates import near_duplicates
+from posttrain.data.traces.canonical import SCHEMA, canonical_table, trace_of
 from posttrain.data.traces.files import BrokenFiles, ProgressCall, TraceFile, locate, read_blocks
-from posttrain.data.traces.filters import check_filters, passing
-from posttrain.data.traces.grouping import MEMORY_BYTES, GroupedPart, GroupParts
+from posttrain.data.traces.filters import check_filters, passing, without_duplicates
+from posttrain.data.traces.grouping import MEMORY_BYTES, UNITS_AT_ONCE, GroupedPart, GroupParts, Made, OrderedRuns
 from posttrain.data.traces.layout import Layout, arrow_types, find_layout
-from posttrain.data.traces.ordered_runs import OrderedRuns, Record
-from posttrain.data.traces.pairs import choose_pairs, clear_best_worst
+from posttrain.data.traces.pairs import PairRow, pair_rows
 from posttrain.data.traces.report import PairReport, ReadReport
-from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters, TraceGroup, text_of
-from posttrain.files.json_files import JsonObject
+from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters, TraceGroup
 
-PairRow = JsonObject
-UNITS_AT_ONCE = 1024  # turned into Python objects together
 COMPARED = list(SCHEMA.names[: SCHEMA.get_field_index("reward") + 1])  # the columns that pairs and statistics need
 
 
@@ -101,6 +92,27 @@ class Reading:
             yield without_duplicates(part, self.filters, names, report)
 
 
+def ordered(
+    reading: Reading,
+    report: ReadReport,
+    make: Callable[[GroupedPart], Iterator[tuple[int, Made]]],
+    files: list[TraceFile],
+    *,
+    split_prompts: bool = True,
+    columns: Sequence[str] = SCHEMA.names,
+) -> Iterator[Made]:
+    """What `make` yields for all parts, sorted by the number that it gives to each."""
+    with tempfile.TemporaryDirectory(prefix="posttrain-traces-", dir=reading.scratch) as folder:
+        parts = GroupParts(Path(folder), reading.memory_bytes)
+        runs: OrderedRuns[Made] = OrderedRuns(Path(folder))
+        for part in reading.grouped(report, parts, files, split_prompts=split_prompts, columns=columns):
+            if parts.spilled:
+                runs.add(make(part))
+            else:
+                yield from (made for _, made in make(part))
+        yield from runs.merged()
+
+
 def iter_trace_groups(
     path: str | Sequence[str],
     columns: TraceColumns | None = None,
@@ -119,25 +131,24 @@ def iter_trace_groups(
     prompts are: then each trace's own `prompt` counts. `report` is filled while the groups are taken and complete after the
     last one.
     """
-    reading = _reading(path, columns, filters, broken_files, scratch, memory_bytes, on_progress)
+    settings = columns or TraceColumns(), filters or TraceFilters()
+    reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)
     files = locate(path)
     names = [file.shown for file in files]
 
-    def records(part: GroupedPart) -> Iterator[Record]:
+    def groups(part: GroupedPart) -> Iterator[tuple[int, TraceGroup]]:
         for begin in range(0, len(part), UNITS_AT_ONCE):
             units = part.in_order[begin : begin + UNITS_AT_ONCE]
             sizes = part.starts[units + 1] - part.starts[units]
-            places = np.concatenate(
-                [np.arange(start, start + n) for start, n in zip(part.starts[units], sizes, strict=True)]
-            )
-            traces = iter([trace_of(row, names) for row in part.take(SCHEMA.names, places).to_pylist()])
+            places = [np.arange(start, start + size) for start, size in zip(part.starts[units], sizes, strict=True)]
+            rows = part.take(SCHEMA.names, np.concatenate(places)).to_pylist()
+            traces = iter([trace_of(row, names) for row in rows])
             for first_row, size in zip(part.first_rows[units].tolist(), sizes.tolist(), strict=True):
                 own = list(islice(traces, size))
-                yield first_row, pickle.dumps(TraceGroup(own[0].prompt, own, own[0].group_id), protocol=5)
+                yield first_row, TraceGroup(own[0].prompt, own, own[0].group_id)
 
     found = report if report is not None else ReadReport()
-    for payload in ordered_records(reading, found, records, files, split_prompts=split_prompts):
-        yield pickle.loads(payload)
+    yield from ordered(reading, found, groups, files, split_prompts=split_prompts)
 
 
 def iter_pair_rows(
@@ -158,139 +169,12 @@ def iter_pair_rows(
     `prompt` is a text or a list of messages, as the traces have it. `chosen_response` and `rejected_response` are the texts of
     the answers, or lists of messages where a trace goes on for several turns. `chosen_reward`, `rejected_reward`: numbers.
     """
-    reading = _reading(path, columns, filters, broken_files, scratch, memory_bytes, on_progress)
+    settings = columns or TraceColumns(), filters or TraceFilters()
+    reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)
     counts = pair_report if pair_report is not None else PairReport()
     found = report if report is not None else ReadReport()
-    pair_rules = rules or PairRules()
 
-    def records(part: GroupedPart) -> Iterator[Record]:
-        for place, row in pair_rows(part, pair_rules, counts):
-            yield place, pickle.dumps(row, protocol=5)
+    def pairs(part: GroupedPart) -> Iterator[tuple[int, PairRow]]:
+        return pair_rows(part, rules or PairRules(), counts)
 
-    for payload in ordered_records(reading, found, records, locate(path), columns=COMPARED):
-        yield pickle.loads(payload)
-
-
-def _reading(
-    path: str | Sequence[str],
-    columns: TraceColumns | None,
-    filters: TraceFilters | None,
-    broken_files: BrokenFiles,
-    scratch: str | None,
-    memory_bytes: int,
-    on_progress: ProgressCall | None,
-) -> Reading:
-    return Reading(
-        path, columns or TraceColumns(), filters or TraceFilters(), broken_files, scratch, memory_bytes, on_progress
-    )
-
-
-def ordered_records(
-    reading: Reading,
-    report: ReadReport,
-    records: Callable[[GroupedPart], Iterator[Record]],
-    files: list[TraceFile],
-    *,
-    split_prompts: bool = True,
-    columns: Sequence[str] = SCHEMA.names,
-) -> Iterator[bytes]:
-    """The output of `records` for all parts, sorted by record number."""
-    with tempfile.TemporaryDirectory(prefix="posttrain-traces-", dir=reading.scratch) as folder:
-        parts = GroupParts(Path(folder), reading.memory_bytes)
-        runs = OrderedRuns(Path(folder))
-        for part in reading.grouped(report, parts, files, split_prompts=split_prompts, columns=columns):
-            if parts.spilled:
-                runs.add(records(part))
-            else:
-                yield from (payload for _, payload in records(part))
-        yield from runs.merged()
-
-
-def pair_rows(part: GroupedPart, rules: PairRules, counts: PairReport) -> Iterator[tuple[int, PairRow]]:
-    """The pairs of a part, prompts by first appearance, each with the first row of its prompt."""
-    units, chosen, rejected = paired_rows(part, rules, counts)
-    for begin in range(0, len(units), UNITS_AT_ONCE):  # only the texts that are needed leave Arrow
-        window = slice(begin, begin + UNITS_AT_ONCE)
-        first_rows = part.first_rows[units[window]].tolist()
-        prompts = _texts(part, "prompt", part.starts[units[window]])
-        answers = _texts(part, "response", chosen[window]), _texts(part, "response", rejected[window])
-        rewards = part.rewards[chosen[window]].tolist(), part.rewards[rejected[window]].tolist()
-        for row, prompt, good, bad, high, low in zip(first_rows, prompts, *answers, *rewards, strict=True):
-            yield (
-                row,
-                {
-                    "prompt": prompt,
-                    "chosen_response": good,
-                    "rejected_response": bad,
-                    "chosen_reward": high,
-                    "rejected_reward": low,
-                },
-            )
-
-
-def _texts(part: GroupedPart, name: str, places: NDArray[np.int64]) -> list[Any]:
-    picked = part.take([name, f"{name}_is_chat"], places)
-    return [decoded(text, chat) for text, chat in zip(*(column.to_pylist() for column in picked.columns), strict=True)]
-
-
-def paired_rows(
-    part: GroupedPart, rules: PairRules, counts: PairReport
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The unit, the preferred row and the rejected row of every pair of a part, in the order of the pairs."""
-    rewards, identities, starts = part.rewards.tolist(), part.response_codes.tolist(), part.starts.tolist()
-    best, worst, clear = clear_best_worst(part.rewards, part.response_codes, part.starts, rules)
-    found: list[tuple[int, int, int]] = []
-    for unit in part.in_order.tolist():
-        if clear[unit]:
-            counts.prompts_with_pairs += 1
-            found.append((unit, best[unit], worst[unit]))
-            continue
-        start, stop = starts[unit], starts[unit + 1]
-        choice = choose_pairs(rewards[start:stop], identities[start:stop], rules)
-        counts.over_the_cap += choice.over_the_cap
-        if choice.pairs:
-            counts.prompts_with_pairs += 1
-        else:
-            counts.none[choice.why_none] += 1
-        found += [(unit, start + good, start + bad) for good, bad in choice.pairs]
-    units, chosen, rejected = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    counts.prompts += len(part)
-    counts.pairs += len(found)
-    counts.margin_sum += float((part.rewards[chosen] - part.rewards[rejected]).sum())
-    return units, chosen, rejected
-
-
-def without_duplicates(part: GroupedPart, filters: TraceFilters, files: list[str], report: ReadReport) -> GroupedPart:
-    """Of equal responses in a unit the first stays; of nearly equal ones too, if that is asked for."""
-    if filters.duplicates == "keep" or not len(part):
-        return part
-    original = repeated_responses(part)
-    drop = original != np.arange(len(original))
-    report.conflicting_duplicates += int((drop & (part.rewards != part.rewards[original])).sum())
-    part = _leave_out(part, drop, reasons.EXACT_DUPLICATE, files, report)
-    if filters.duplicates == "near":
-        drop = np.zeros(len(part.rows), dtype=bool)
-        for start, stop in zip(part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
-            if stop - start > 1:
-                responses = _texts(part, "response", np.arange(start, stop))
-                matches = near_duplicates(
-                    [text_of(turns, only_role="assistant") for turns in responses], filters.near_similarity
-                )
-                drop[start:stop] = [match is not None for match in matches]
-        part = _leave_out(part, drop, reasons.NEAR_DUPLICATE, files, report)
-    return part
-
-
-def repeated_responses(part: GroupedPart) -> NDArray[np.int64]:
-    """For each row the first row of its unit with the same response."""
-    identity = part.unit_of * (int(part.response_codes.max(initial=0)) + 1) + part.response_codes
-    _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
-    return np.asarray(first[inverse])
-
-
-def _leave_out(part: GroupedPart, drop: Any, reason: str, files: list[str], report: ReadReport) -> GroupedPart:
-    if drop.any():
-        rows = part.rows[drop]
-        report.filter(reason, len(rows), (place_of(int(row), files) for row in rows[: reasons.EXAMPLES_PER_REASON]))
-        report.kept -= len(rows)
-    return part.without(drop)
+    yield from ordered(reading, found, pairs, locate(path), columns=COMPARED)

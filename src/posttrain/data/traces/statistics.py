@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from posttrain.data.traces.canonical import SCHEMA
 from posttrain.data.traces.chat_text import decoded
 from posttrain.data.traces.files import locate
+from posttrain.data.traces.filters import repeated_responses
 from posttrain.data.traces.grouping import GroupedPart, GroupParts
-from posttrain.data.traces.reading import COMPARED, Reading, paired_rows, repeated_responses
+from posttrain.data.traces.pairs import paired_rows
+from posttrain.data.traces.reading import COMPARED, Reading
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, text_of
 from posttrain.files.json_files import JsonObject
@@ -167,9 +169,10 @@ class _FirstPass:
         self.count = total
         for row in table.group_by("model").aggregate([("reward", "sum"), ("reward", "count")]).to_pylist():
             name = row["model"] if row["model"] is not None else ""
-            known = name in self.models or len(self.models) < MAX_MODELS
-            self.models[name if known else OTHER_MODELS] += row["reward_count"]
-            self.model_rewards[name if known else OTHER_MODELS] += row["reward_sum"]
+            if name not in self.models and len(self.models) >= MAX_MODELS:
+                name = OTHER_MODELS
+            self.models[name] += row["reward_count"]
+            self.model_rewards[name] += row["reward_sum"]
         self.sample.add(table)
 
     def fill(self, found: TraceStatistics) -> None:
@@ -265,7 +268,13 @@ class _Sample:
         prompts = [text_of(decoded(row["prompt"], row["prompt_is_chat"])) for row in rows]
         responses = [text_of(decoded(row["response"], row["response_is_chat"]), only_role="assistant") for row in rows]
         unit = "characters" if tokenizer is None else "tokens"
-        return Lengths(unit, len(rows), *(_percentiles(_measured(texts, tokenizer)) for texts in (prompts, responses)))
+        lengths = (_lengths(texts, tokenizer) for texts in (prompts, responses))
+        shares = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+        percentiles = (
+            {name: int(np.percentile(found, share, method="higher")) for name, share in shares.items()}
+            for found in lengths
+        )
+        return Lengths(unit, len(rows), *percentiles)
 
 
 def _mixed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -277,7 +286,7 @@ def _mixed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def _measured(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _lengths(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer is None:
         return [len(text) for text in texts]
     lengths: list[int] = []
@@ -287,8 +296,3 @@ def _measured(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]
         )
         lengths += [len(ids) for ids in encoded["input_ids"]]
     return lengths
-
-
-def _percentiles(lengths: list[int]) -> dict[str, int]:
-    shares = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    return {name: int(np.percentile(lengths, share, method="higher")) for name, share in shares.items()}
