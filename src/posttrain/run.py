@@ -112,8 +112,8 @@ def _train(
 
 def _refuse_missing(config: RunConfig) -> None:
     """A model or a file of data that is not there, before torch and transformers are imported: it takes seconds."""
-    from posttrain.data.dataset_names import check_dataset_names, named_path
     from posttrain.data.errors import DataError
+    from posttrain.data.named_datasets import check_dataset_names, named_path
     from posttrain.data.sources import not_found
     from posttrain.models.hub import why_unavailable
 

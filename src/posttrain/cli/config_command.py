@@ -93,7 +93,7 @@ def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
 
         benchmark_of(loaded.config.data)
     else:
-        from posttrain.data.dataset_names import check_dataset_names
+        from posttrain.data.named_datasets import check_dataset_names
 
         check_dataset_names(loaded.config)
     for warning in loaded.warnings:

@@ -1,9 +1,12 @@
-"""The shapes in which rows hold text: a string, or a list of messages."""
+"""How rows hold text, a string or a list of messages; and prompt files, which put a question into a conversation."""
 
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.errors import DataError
@@ -19,15 +22,6 @@ def is_conversation(value: object) -> bool:
     )
 
 
-def _text_of(part: Mapping[str, object], row: Row, place: str, key: str) -> str:
-    kind = part.get("type") or ("text" if "text" in part else None)
-    if kind != "text":
-        raise DataError(
-            f"{row.where}: {place} has a part of type {kind!r}; only text is read, {{type: text, text: ...}}"
-        )
-    return as_text(part.get("text", ""), row, key)
-
-
 def as_messages(value: Any, row: Row, key: str) -> list[Message]:
     """A list of messages, each with a role and a text. Other keys of a message are left for the chat template."""
     if not is_conversation(value) or not value:
@@ -38,7 +32,13 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
         if content is None and (turn.get("tool_calls") or turn.get("function_call")):
             content = ""
         elif is_conversation(content):  # [{"type": "text", "text": ...}]
-            content = "".join(_text_of(part, row, f"message {position} of {key!r}", key) for part in content)
+            kinds = [part.get("type") or ("text" if "text" in part else None) for part in content]
+            if other := [kind for kind in kinds if kind != "text"]:
+                raise DataError(
+                    f"{row.where}: message {position} of {key!r} has a part of type {other[0]!r}; only text is read, "
+                    "{type: text, text: ...}"
+                )
+            content = "".join(as_text(part.get("text", ""), row, key) for part in content)
         if not isinstance(turn.get("role"), str) or not isinstance(content, str):
             raise DataError(
                 f"{row.where}: message {position} of {key!r} needs the texts 'role' and 'content', found {shown(turn)}"
@@ -68,3 +68,57 @@ def as_text(value: object, row: Row, key: str) -> str:
 def shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+# -- prompt files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """How a question becomes a conversation. Empty texts leave it as it is."""
+
+    template: str = ""
+    system: str = ""
+
+    @classmethod
+    def read(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
+        # The line break that ends a text file is not part of the prompt.
+        template = _read(prompt_file, "prompt_file").removesuffix("\n") if prompt_file else ""
+        if prompt_file:
+            _check_template(template, prompt_file)
+        return cls(template, _read(system_prompt_file, "system_prompt_file").strip() if system_prompt_file else "")
+
+    def messages(self, question: str | list[Message], system: str = "") -> list[Message]:
+        """The conversation for a question. One that is a conversation already keeps its turns; the template is for text.
+
+        `system` is the row's own system message; it takes precedence over the file.
+        """
+        if isinstance(question, str):
+            question = [{"role": "user", "content": self.template.format(question) if self.template else question}]
+        system = system or self.system
+        if system and question[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *question]
+        return list(question)
+
+
+def _read(file: str, key: str) -> str:
+    path = Path(file).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        looked = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        raise DataError(f"{key}: file not found: {file}{looked}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{key}: {file} cannot be read: {error}") from error
+
+
+def _check_template(template: str, file: str) -> None:
+    """Exactly one `{}`. Literal braces are doubled, as in any Python format string."""
+    remedy = r"it needs exactly one {} where the question goes; other braces are doubled, as in \boxed{{}}"
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise DataError(f"prompt_file {file}: {error}; {remedy}") from error
+    if fields not in ([""], ["0"]):
+        found = ", ".join(f"{{{field}}}" for field in fields) or "none"
+        raise DataError(f"prompt_file {file}: placeholders found: {found}; {remedy}")

@@ -3,64 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Generic, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Generic
 
 from posttrain.data.chat import ChatFormat
-from posttrain.data.dataset_names import preference_spec, response_spec
 from posttrain.data.entries import Entries, Entry, Section, read_entries
 from posttrain.data.errors import DataError
-from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, PreferenceSpec, ResponseSpec
+from posttrain.data.named_datasets import (
+    PREFERENCE_DATASETS,
+    RESPONSE_DATASETS,
+    PreferenceSpec,
+    ResponseSpec,
+    preference_spec,
+    response_spec,
+)
 from posttrain.data.packed_file import PackedFile
-from posttrain.data.preference_readers import JudgedReader, PairReader
-from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
-from posttrain.data.recorded import RecordedReader, RecordedRows
-from posttrain.data.row_dataset import HoldOut, RowDataset, Table, keyed_order
+from posttrain.data.readers import ExampleReader, Item, JudgedReader, Numbered, Outcome, PairReader, TaskReader
+from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.sources import Row
-from posttrain.data.trace_preferences import JudgedTraceRows, TracePairRows
+from posttrain.data.trace_datasets import JudgedTraceRows, RecordedReader, RecordedRows, TracePairRows
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Example, Judged, Pair, Task
 
 ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
 
 
-class TaskDataset(RowDataset[Task]):
-    """Prompts with the data needed to score an answer."""
-
-
-class PairDataset(RowDataset[Pair]):
-    """Preferences. Pairs of one precomputed pack stay next to each other in every order."""
-
-    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        if not self.pack_size:
-            return super().order(seed, epoch)
-        starts = self._starts
-        ends = [*starts[1:], len(self)]
-        shuffled = keyed_order(len(starts), seed, epoch)
-        return np.concatenate([np.arange(starts[run], ends[run]) for run in shuffled])
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Where a pack begins; a pair without one is a pack of its own."""
-        packs = [self._table.items[int(row)].pack for row in self._rows]
-        return [i for i, pack in enumerate(packs) if i == 0 or pack < 0 or pack != packs[i - 1]]
-
-
-class JudgedDataset(RowDataset[Judged]):
-    """Answers that are labelled good or bad."""
-
-
-class ExampleDataset(RowDataset[Example]):
-    """Answers for supervised training."""
-
-
-class Reader(Protocol[Item]):
-    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Item]]: ...
+TaskDataset = RowDataset[Task]  # prompts with the data needed to score an answer
+PairDataset = RowDataset[Pair]  # preferences
+JudgedDataset = RowDataset[Judged]  # answers that are labelled good or bad
+ExampleDataset = RowDataset[Example]  # answers for supervised training
 
 
 def load_task_dataset(
@@ -82,12 +54,12 @@ def load_task_dataset(
         if entry.holds_recorded_groups:
             recorded = RecordedRows(entry)
             answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
-            loading.add(entry, None, answers, recorded.rows(), recorded.left_out)
-            continue
-        known = response_spec(entry, needs_reference=True)
-        reader = TaskReader(entry, known or RESPONSE_DATASETS[0], chat, max_prompt_tokens)
-        loading.add(entry, known, reader)
-    return TaskDataset(*loading.finished())
+            loading.add(entry, None, answers.read, recorded.rows(), recorded.left_out)
+        else:
+            known = response_spec(entry, needs_reference=True)
+            reader = TaskReader(entry, known or RESPONSE_DATASETS[0], chat, max_prompt_tokens)
+            loading.add(entry, known, reader.read)
+    return loading.finished()
 
 
 def load_pair_dataset(
@@ -104,17 +76,16 @@ def load_pair_dataset(
                     f"{entry.file}: packs hold answers up to the end of the turn, and a reward model reads whole "
                     "conversations; use the rows that they were made of"
                 )
-            file = PackedFile.open(entry.file, chat)
-            loading.add_packed(entry, known, file, max_total_tokens)
-            continue
-        if spec.kind == "traces":
+            loading.add_packed(entry, known, PackedFile.open(entry.file, chat), max_total_tokens)
+        elif spec.kind == "traces":
             traces = TracePairRows(entry)
             # The text of a trace is a user's message.
             plain = entry.model_copy(update={"prompt_is_templated": bool(entry.prompt_is_templated)})
-            loading.add(entry, known, PairReader(plain, spec, chat, max_total_tokens), traces.rows(), traces.left_out)
+            reader = PairReader(plain, spec, chat, max_total_tokens)
+            loading.add(entry, known, reader.read, traces.rows(), traces.left_out)
         else:
-            loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens))
-    return PairDataset(*loading.finished())
+            loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens).read)
+    return loading.finished()
 
 
 def load_judged_dataset(
@@ -130,10 +101,10 @@ def load_judged_dataset(
         if spec.kind == "traces":
             traces = JudgedTraceRows(entry)
             reader = JudgedReader(entry, chat, max_total_tokens, traces.judge)
-            loading.add(entry, known, reader, traces.rows(), traces.left_out)
+            loading.add(entry, known, reader.read, traces.rows(), traces.left_out)
         else:
-            loading.add(entry, known, JudgedReader.of_columns(entry, spec, chat, max_total_tokens))
-    return JudgedDataset(*loading.finished())
+            loading.add(entry, known, JudgedReader.of_columns(entry, spec, chat, max_total_tokens).read)
+    return loading.finished()
 
 
 def load_example_dataset(
@@ -150,8 +121,9 @@ def load_example_dataset(
     for entry in read_entries(entries, defaults):
         known = response_spec(entry, needs_reference=False)
         reader = ExampleReader(entry, known or RESPONSE_DATASETS[0], chat, max_total_tokens, only_unmask_final)
-        loading.add(entry, known, reader, known.assemble(entry.rows(known)) if known and known.assemble else None)
-    return ExampleDataset(*loading.finished())
+        rows = known.assemble(entry.rows(known)) if known and known.assemble else None
+        loading.add(entry, known, reader.read, rows)
+    return loading.finished()
 
 
 class _Loading(Generic[Item]):
@@ -170,13 +142,15 @@ class _Loading(Generic[Item]):
         self,
         entry: Entry,
         known: ResponseSpec | PreferenceSpec | None,
-        reader: Reader[Item],
+        read: Callable[[Sequence[Numbered]], list[Outcome[Item]]],
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         """`rows` are the entry's own unless given; `left_out` returns, once they have been read, what did not become a row."""
         name = _label(entry, known)
-        self._gather(entry, name, _outcomes(name, entry.rows(known) if rows is None else rows, reader), left_out)
+        numbered = ((f"{name}:{index}", row) for index, row in enumerate(entry.rows(known) if rows is None else rows))
+        chunks = iter(lambda: list(islice(numbered, ROWS_PER_CHUNK)), [])
+        self._gather(entry, name, (outcome for chunk in chunks for outcome in read(chunk)), left_out)
 
     def add_packed(
         self: _Loading[Pair], entry: Entry, known: PreferenceSpec | None, file: PackedFile, max_total_tokens: int
@@ -215,15 +189,9 @@ class _Loading(Generic[Item]):
         self._names.append(name)
         self._dropped += dropped
 
-    def finished(self) -> tuple[str, Table[Item], list[int], dict[str, int], list[HoldOut], dict[str, int]]:
+    def finished(self) -> RowDataset[Item]:
         name = "+".join(self._names)
-        return name, self._table, self._rows, dict(self._dropped), self._hold_outs, dict(self._noted)
-
-
-def _outcomes(name: str, rows: Iterable[Row], reader: Reader[Item]) -> Iterator[Outcome[Item]]:
-    numbered = ((f"{name}:{index}", row) for index, row in enumerate(rows))
-    while chunk := list(islice(numbered, ROWS_PER_CHUNK)):
-        yield from reader.read(chunk)
+        return RowDataset(name, self._table, self._rows, self._dropped, self._hold_outs, self._noted)
 
 
 def _label(entry: Entry, known: ResponseSpec | PreferenceSpec | None) -> str:

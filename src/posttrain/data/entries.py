@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from posttrain.config.base import explain_errors
 from posttrain.config.data import DatasetConfig
-from posttrain.data.dataset_names import named_path
+from posttrain.data.conversations import PromptFiles
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.prompts import PromptFiles
+from posttrain.data.named_datasets import named_path
 from posttrain.data.sources import Row, read_hub, read_local
 
 Section = DatasetConfig | Mapping[str, object]

@@ -1,19 +1,23 @@
 """The datasets that can be given by name: where they are and which field means what; and those that are refused by name.
 
-Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well.
+Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well. Checks names only; also
+used by `posttrain config check`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
+from posttrain.config.data import TRACE_GROUPS, DatasetConfig
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.open_assistant import best_conversations
-from posttrain.data.sources import Row
+from posttrain.data.sources import Row, looks_like_path
 
 
 def first_listed_answer(row: Row) -> str:
@@ -33,6 +37,55 @@ def after_hashes(row: Row) -> str:
     if not found:
         raise DataError(f"{row.where}: 'answer' has no '####' before its final number: {worked[-60:]!r}")
     return answer.strip().replace(",", "")
+
+
+_OPEN_ASSISTANT_ROLES = {"prompter": "user", "assistant": "assistant"}
+
+
+def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
+    """OpenAssistant's trees: one conversation of each, along the replies that people ranked best, as rows with `messages`.
+
+    Rows are single messages that name their parent, as on the hub, or whole trees, as in the `.trees.jsonl.gz` files. Trees
+    come as they are read; of single messages, all have to be read first. Deleted messages, and what replies to them, are
+    left out. Other conversations of a tree are not used.
+    """
+    replies: dict[str, list[Row]] = defaultdict(list)
+    roots: list[Row] = []
+    for row in rows:
+        if row.get("messages") is not None:
+            yield row  # conversations already assembled
+        elif row.get("prompt") is not None:
+            yield from _best_conversation(_within(row.field("prompt"), row), _replies_inside)
+        elif row.get("parent_id") is None:
+            roots.append(row)
+        else:
+            replies[str(row.get("parent_id"))].append(row)
+    for root in roots:
+        yield from _best_conversation(root, lambda message: replies.get(str(message.field("message_id")), []))
+
+
+def _within(values: Any, tree: Row) -> Row:
+    return Row(values, tree.origin, tree.number)
+
+
+def _replies_inside(message: Row) -> list[Row]:
+    return [_within(values, message) for values in message.get("replies") or []]
+
+
+def _best_conversation(root: Row, replies_to: Callable[[Row], Sequence[Row]]) -> Iterator[Row]:
+    """From the root along the best reply; nothing if the root was deleted."""
+    messages: list[dict[str, str]] = []
+    message: Row | None = root if not root.get("deleted") else None
+    while message is not None:
+        role = str(message.field("role"))
+        content = str(message.field("text"))
+        messages.append({"role": _OPEN_ASSISTANT_ROLES.get(role, role), "content": content})
+        # Without a rank, which prompts and single replies lack, the order of the file decides.
+        kept = [(reply.get("rank"), reply) for reply in replies_to(message) if not reply.get("deleted")]
+        ranked = [(float("inf") if rank is None else float(rank), reply) for rank, reply in kept]
+        message = min(ranked, key=lambda one: one[0], default=(0.0, None))[1]
+    if messages:
+        yield _within({"messages": messages}, root)
 
 
 @dataclass(frozen=True)
@@ -190,27 +243,64 @@ def unreadable(name: str) -> str | None:
     return next((reason for refused, reason in REFUSED_DATASETS.items() if _folded(name) == _folded(refused)), None)
 
 
-def refusal(name: str, *, has_pairs: bool, needs_reference: bool) -> str | None:
-    """Why a run cannot train on the dataset of that name although the name is known; None if it can, or is not known.
+def check_dataset_names(config: RunConfig) -> None:
+    """DataError for the first dataset of `data.train` or `data.validation` that a run would refuse by its name."""
+    learns_from_pairs = isinstance(config, DpoRunConfig) or config.scores_answers
+    for written in (*config.data.train_sets(), *config.data.validation_sets()):
+        entry = written.filled_from(config.data.default)
+        if entry.holds_recorded_groups and isinstance(config, GrpoRunConfig):
+            continue
+        if learns_from_pairs:
+            preference_spec(entry)
+        else:
+            response_spec(entry, needs_reference=isinstance(config, GrpoRunConfig))
 
-    `has_pairs`: the run learns from preferences. `needs_reference`: it samples answers that are checked.
+
+def named_path(entry: DatasetConfig) -> str | None:
+    """The file or folder that the entry names, if it names one."""
+    if entry.data_path:
+        return entry.data_path
+    name = entry.dataset_name or ""
+    return name if looks_like_path(name) or Path(name).exists() else None
+
+
+def response_spec(entry: DatasetConfig, *, needs_reference: bool) -> ResponseSpec | None:
+    """The dataset of that name; None for a path or a hub name, whose rows are read by their keys.
+
+    `needs_reference`: the run samples answers that are checked.
     """
-    if (reason := unreadable(name)) is not None:
-        return reason
-    response, preference = find_spec(name, RESPONSE_DATASETS), find_spec(name, PREFERENCE_DATASETS)
-    if has_pairs and preference is None and response is not None:
-        return "it has no preferences; use it with `posttrain grpo` or `posttrain sft`"
-    if not has_pairs and response is None and preference is not None:
-        return "it holds preferences; use it with `posttrain dpo` or `posttrain rm`"
-    if needs_reference and response is not None and not response.is_checkable:
-        return "it has conversations without an answer to check; use it with `posttrain sft`"
-    return None
+    name = entry.dataset_name or ""
+    found = find_spec(name, RESPONSE_DATASETS)
+    reason = unreadable(name)
+    if found is None and find_spec(name, PREFERENCE_DATASETS) is not None:
+        reason = reason or "it holds preferences; use it with `posttrain dpo` or `posttrain rm`"
+    if needs_reference and entry.output_key is None and found is not None and not found.is_checkable:
+        reason = reason or "it has conversations without an answer to check; use it with `posttrain sft`"
+    return _accepted(entry, found, reason, RESPONSE_DATASETS, also=(TRACE_GROUPS,))
 
 
-def unknown_dataset(name: str, specs: Sequence[ResponseSpec | PreferenceSpec], also: Sequence[str] = ()) -> DataError:
+def preference_spec(entry: DatasetConfig) -> PreferenceSpec | None:
+    """The same for a run that learns from preferences."""
+    name = entry.dataset_name or ""
+    found = find_spec(name, PREFERENCE_DATASETS)
+    reason = unreadable(name)
+    if found is None and find_spec(name, RESPONSE_DATASETS) is not None:
+        reason = reason or "it has no preferences; use it with `posttrain grpo` or `posttrain sft`"
+    return _accepted(entry, found, reason, PREFERENCE_DATASETS)
+
+
+def _accepted(
+    entry: DatasetConfig, found: Spec | None, reason: str | None, specs: Sequence[Spec], also: Sequence[str] = ()
+) -> Spec | None:
+    """`found`; DataError if there is a reason against it, or the name is neither known nor a path nor on the hub."""
+    name = entry.dataset_name
+    if reason is not None:
+        raise DataError(f"dataset {name!r}: {reason}")
+    if found or not name or "/" in name or (not entry.data_path and named_path(entry)):
+        return found
     names = [*(spec.name for spec in specs), *also]
     hint = nearest(name, [*names, *(alias for spec in specs for alias in spec.aliases)])
-    return DataError(
+    raise DataError(
         f"unknown dataset {name!r}{hint}. Known: {', '.join(names)}; "
         "or give a hub name such as 'org/name', or a path to .jsonl, .json, .csv or .parquet files"
     )

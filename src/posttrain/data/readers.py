@@ -1,7 +1,7 @@
-"""Rows to items in tokens: tasks and supervised examples. One reader per kind, each over a chunk of rows.
+"""Rows to items in tokens: tasks, supervised examples, preference pairs, and answers that are judged one by one.
 
-A row that cannot be used is either dropped, with a reason that is counted (too long, empty), or an error (a key is
-missing). Rows are never truncated. Preferences are read in `preference_readers.py`.
+One reader per kind, each over a chunk of rows. A row that cannot be used is either dropped, with a reason that is counted
+(too long, empty), or an error (a key is missing). Rows are never truncated.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from posttrain.data.chat import ChatFormat, is_answer
+from posttrain.data.chat import ChatFormat, EncodedTurn, is_answer
 from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
-from posttrain.data.named_datasets import ResponseSpec
+from posttrain.data.named_datasets import PreferenceSpec, ResponseSpec
+from posttrain.data.preference_shapes import (
+    TIE,
+    Judgement,
+    Preference,
+    PreferenceKeys,
+    read_judgements,
+    read_preference,
+)
 from posttrain.data.sources import Row
 from posttrain.types import Example, Judged, Message, Pair, Task
 
@@ -24,6 +32,7 @@ Made = TypeVar("Made")
 DEFAULT_ENVIRONMENT = "math"
 EMPTY_PROMPT = "empty prompt"
 MERGED = "an answer is tokenised on its own, because its first token would merge with the end of the prompt"
+REVERSED = "the rejected answer has the higher reward"
 NO_REFERENCE = 'empty answer (output_key: "" if none is needed)'
 
 
@@ -48,14 +57,16 @@ class TaskReader:
         self._spoken_for = {*spec.question, *spec.solution, entry.input_key}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
-        conversations = [self._messages(row) for _, row in rows]
+        conversations = [
+            self._prompts.messages(question(row, self._entry, self._spec), system_text(row, self._entry, self._spec))
+            for _, row in rows
+        ]
         texts = [
             located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
         ]
+        encoded = self._chat.encode_prompts(texts)
         outcomes: list[Outcome[Task]] = []
-        for (name, row), messages, text, ids in zip(
-            rows, conversations, texts, self._chat.encode_prompts(texts), strict=True
-        ):
+        for (name, row), messages, text, ids in zip(rows, conversations, texts, encoded, strict=True):
             expected = reference(row, self._entry, self._spec)
             if not ids:
                 outcomes.append(EMPTY_PROMPT)
@@ -77,10 +88,6 @@ class TaskReader:
                 outcomes.append(Read(task, {"prompt_ids": ids}))
         return outcomes
 
-    def _messages(self, row: Row) -> list[Message]:
-        system = system_text(row, self._entry, self._spec)
-        return self._prompts.messages(question(row, self._entry, self._spec), system)
-
 
 class ExampleReader:
     def __init__(
@@ -92,8 +99,13 @@ class ExampleReader:
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Example]]:
         conversations = [self._conversation(row) for _, row in rows]
         # Nearly all rows train a single turn: those go through the tokenizer together.
-        single = [index for index, messages in enumerate(conversations) if self._trains_one_turn(messages)]
-        turns = [self._turn(rows[index][1], conversations[index]) for index in single]
+        spoken = [sum(map(is_answer, messages)) for messages in conversations]
+        single = [index for index, count in enumerate(spoken) if count == 1 or (count and self._only_final)]
+        turns = [
+            located(rows[index][1], self._chat.render_turn, messages[:-1], messages[-1]["content"])
+            for index in single
+            for messages in [conversations[index]]
+        ]
         encoded = dict(zip(single, self._chat.split_turns(turns), strict=True))
 
         outcomes: list[Outcome[Example]] = []
@@ -131,13 +143,6 @@ class ExampleReader:
             messages = [*asked, {"role": "assistant", "content": solution(row, entry, spec)}]
         spoken = [index for index, message in enumerate(messages) if is_answer(message)]
         return messages[: spoken[-1] + 1] if spoken else []
-
-    def _trains_one_turn(self, messages: Sequence[Message]) -> bool:
-        spoken = sum(is_answer(message) for message in messages)
-        return spoken == 1 or (spoken > 1 and self._only_final)
-
-    def _turn(self, row: Row, messages: Sequence[Message]) -> tuple[str, str]:
-        return located(row, self._chat.render_turn, messages[:-1], messages[-1]["content"])
 
 
 def question(row: Row, entry: Entry, spec: ResponseSpec) -> str | list[Message]:
@@ -183,3 +188,102 @@ def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
         return render(*arguments)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
+
+
+# -- preferences --------------------------------------------------------------------------------------------------------
+
+
+def preference_keys(entry: Entry, spec: PreferenceSpec) -> PreferenceKeys:
+    return PreferenceKeys(
+        prompt=entry.prompt_key or spec.prompt,
+        chosen=entry.chosen_key or spec.chosen,
+        rejected=entry.rejected_key or spec.rejected,
+        chosen_reward=entry.chosen_reward_key,
+        rejected_reward=entry.rejected_reward_key,
+        completion=entry.completion_key or "completion",
+        label=entry.label_key or "label",
+        templated=entry.prompt_is_templated,
+    )
+
+
+class _StatedReader:
+    """What pairs and judged answers share: a prompt with an answer in tokens, and why a row is dropped."""
+
+    def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int) -> None:
+        self._entry, self._chat, self._limit = entry, chat, max_total_tokens
+
+    def _encode(self, answers: Sequence[tuple[Row, Preference | Judgement, str]]) -> list[EncodedTurn]:
+        return self._chat.split_turns([self._turn(row, stated, answer) for row, stated, answer in answers])
+
+    def _turn(self, row: Row, stated: Preference | Judgement, answer: str) -> tuple[str, str]:
+        """The two texts that are tokenised. A row with a problem has none: a template may refuse what it holds."""
+        if stated.problem:
+            return "", ""
+        if stated.templated:
+            assert isinstance(stated.prompt, str)
+            return self._chat.templated_turn(stated.prompt, answer)
+        return located(row, self._chat.render_turn, self._entry.prompts.messages(stated.prompt), answer)
+
+    def _reason_to_drop(self, problem: str, *turns: EncodedTurn) -> str:
+        if problem:
+            return problem
+        if not turns[0].prompt:
+            return EMPTY_PROMPT
+        if len(turns[0].prompt) + max(len(turn.response) for turn in turns) > self._limit:
+            return f"longer than {self._limit} tokens"
+        return ""
+
+
+class PairReader(_StatedReader):
+    def __init__(self, entry: Entry, spec: PreferenceSpec, chat: ChatFormat, max_total_tokens: int) -> None:
+        super().__init__(entry, chat, max_total_tokens)
+        self._keys = preference_keys(entry, spec)
+        self._default_rewards = (
+            1.0 if entry.default_chosen_reward is None else entry.default_chosen_reward,
+            0.0 if entry.default_rejected_reward is None else entry.default_rejected_reward,
+        )
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Pair]]:
+        stated = [(name, row, read_preference(row, self._keys)) for name, row in rows]
+        answers = [(row, one, answer) for _, row, one in stated for answer in (one.chosen, one.rejected)]
+        encoded = self._encode(answers)  # together: where the prompt ends may depend on all its answers
+        pairs = zip(stated, encoded[::2], encoded[1::2], strict=True)
+        return [self._outcome(name, one, chosen, rejected) for (name, _, one), chosen, rejected in pairs]
+
+    def _outcome(self, name: str, preference: Preference, chosen: EncodedTurn, rejected: EncodedTurn) -> Outcome[Pair]:
+        tied = TIE if chosen.response == rejected.response else ""
+        if reason := self._reason_to_drop(preference.problem or tied, chosen, rejected):
+            return reason
+        stated = (preference.chosen_reward, preference.rejected_reward)
+        good, bad = (d if r is None else float(r) for r, d in zip(stated, self._default_rewards, strict=True))
+        notes = ((MERGED,) if chosen.crossed or rejected.crossed else ()) + ((REVERSED,) if bad > good else ())
+        tokens = {"prompt_ids": chosen.prompt, "chosen_ids": chosen.response, "rejected_ids": rejected.response}
+        return Read(Pair(-1, name, (), (), (), good, bad), tokens, notes)
+
+
+class JudgedReader(_StatedReader):
+    """`judge` reads a row: the answers in it, each wanted or not."""
+
+    def __init__(
+        self, entry: Entry, chat: ChatFormat, max_total_tokens: int, judge: Callable[[Row], list[Judgement]]
+    ) -> None:
+        super().__init__(entry, chat, max_total_tokens)
+        self._judge = judge
+
+    @classmethod
+    def of_columns(cls, entry: Entry, spec: PreferenceSpec, chat: ChatFormat, max_total_tokens: int) -> JudgedReader:
+        keys = preference_keys(entry, spec)
+        return cls(entry, chat, max_total_tokens, lambda row: read_judgements(row, keys))
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Judged]]:
+        judged = [(name, row, judgement) for name, row in rows for judgement in self._judge(row)]
+        encoded = self._encode([(row, judgement, judgement.response) for _, row, judgement in judged])
+        return [
+            self._reason_to_drop(judgement.problem, turn)
+            or Read(
+                Judged(-1, name, (), (), judgement.desirable),
+                {"prompt_ids": turn.prompt, "response_ids": turn.response},
+                (MERGED,) if turn.crossed else (),
+            )
+            for (name, _, judgement), turn in zip(judged, encoded, strict=True)
+        ]

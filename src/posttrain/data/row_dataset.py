@@ -1,4 +1,4 @@
-"""A sequence of items in tokens: stored as flat integer arrays, assembled on access.
+"""A sequence of items in tokens, stored as flat integer arrays and assembled on access; and the order of a run over it.
 
 A million prompts as Python integers would not fit in memory. Independent of files.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
 from posttrain.files.digests import running_sha256
-from posttrain.files.json_files import JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.types import Judged, Pair, Task
 
 
@@ -46,13 +46,7 @@ class TokenColumn:
             self._values.extend(row)
         self._ends.append(len(self._values))
 
-    def bytes_of(self, row: int) -> bytes:
-        return self._part(row).tobytes()
-
-    def __getitem__(self, row: int) -> tuple[int, ...]:
-        return tuple(self._part(row))
-
-    def _part(self, row: int) -> array[int]:
+    def __getitem__(self, row: int) -> array[int]:
         return self._values[self._ends[row - 1] if row else 0 : self._ends[row]]
 
 
@@ -70,7 +64,7 @@ class Table(Generic[Item]):
         self.items.append(item)
 
     def item(self, row: int, draw: int) -> Item:
-        fields: JsonObject = {name: column[row] for name, column in self.columns.items()}
+        fields: JsonObject = {name: tuple(column[row]) for name, column in self.columns.items()}
         if "mask" in fields:
             fields["mask"] = tuple(map(bool, fields["mask"]))
         return replace(self.items[row], draw=draw, **fields)
@@ -79,7 +73,7 @@ class Table(Generic[Item]):
         """Digest of the content seen by model and judge, independent of the file."""
         summary = running_sha256()
         for name, column in sorted(self.columns.items()):
-            part = column.bytes_of(row)
+            part = column[row].tobytes()
             summary.update(f"{name}:{len(part)};".encode() + part)
         summary.update(json.dumps(_verdict(self.items[row]), sort_keys=True, default=str).encode())
         return summary.digest()
@@ -88,7 +82,7 @@ class Table(Generic[Item]):
         """What stays together when rows are divided: the prompt of a judgement; nothing of other items."""
         if not isinstance(self.items[row], Pair | Judged):
             return b""
-        return running_sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
+        return running_sha256(self.columns["prompt_ids"][row].tobytes()).digest()
 
 
 def _verdict(item: object) -> Any:
@@ -149,8 +143,18 @@ class RowDataset(Generic[Item]):
         return (self[index] for index in range(len(self)))
 
     def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """The shuffled order of one pass."""
-        return keyed_order(len(self), seed, epoch)
+        """The shuffled order of one pass. Pairs of one precomputed pack stay next to each other."""
+        if not self.pack_size:
+            return keyed_order(len(self), seed, epoch)
+        starts: list[int] = self._pack_starts
+        ends = [*starts[1:], len(self)]
+        return np.concatenate([np.arange(starts[run], ends[run]) for run in keyed_order(len(starts), seed, epoch)])
+
+    @cached_property
+    def _pack_starts(self) -> list[int]:
+        """Where a pack begins; a pair without one is a pack of its own."""
+        packs = [getattr(self._table.items[int(row)], "pack", -1) for row in self._rows]
+        return [i for i, pack in enumerate(packs) if i == 0 or pack < 0 or pack != packs[i - 1]]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -216,3 +220,76 @@ class RowDataset(Generic[Item]):
         noted: Mapping[str, int] | None = None,
     ) -> Self:
         return type(self)(self.name, self._table, self._rows[list(positions)], dropped, noted=noted)
+
+
+class Stream(Generic[Item]):
+    """Iterates over a dataset endlessly; (seed, epoch) determines the order of each epoch. Its position is part of a
+    checkpoint.
+    """
+
+    def __init__(self, dataset: RowDataset[Item], seed: int, shuffle: bool = True) -> None:
+        if len(dataset) == 0:
+            raise DataError(f"{dataset.name}: the dataset has no rows")
+        self._dataset: RowDataset[Item] = dataset
+        self._seed, self._shuffle = seed, shuffle
+        self._position = 0
+        self._order_of_epoch: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def position(self) -> int:
+        """Items handed out so far."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes through the dataset so far."""
+        return self._position // len(self._dataset)
+
+    def take(self, count: int) -> list[Item]:
+        """The next `count` items. `draw` of each is its position in the stream, unique in a run."""
+        assert count >= 0
+        items = [self.item(position) for position in range(self._position, self._position + count)]
+        self._position += count
+        return items
+
+    def state_dict(self) -> JsonObject:
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: JsonMapping) -> None:
+        """Continues from `state`. Rejects a state of other data, seed or shuffling, whose order would differ."""
+        missing = {"position", *self._identity()} - set(state)
+        if missing:
+            raise DataError(f"the saved data position is incomplete: it lacks {', '.join(sorted(missing))}")
+        differences = [
+            "its content is another" if name == "fingerprint" else f"{name}: saved {state[name]!r}, now {value!r}"
+            for name, value in self._identity().items()
+            if name != "dataset" and state[name] != value
+        ]
+        if differences:
+            raise DataError(
+                f"the checkpoint's position in the data means nothing here: it was made with {state['dataset']}, "
+                f"this is {self._dataset.name}; {'; '.join(differences)}. "
+                "Use the data and the seed of that run, or start in a new folder (checkpointing.checkpoint_dir)"
+            )
+        self._position = int(state["position"])
+
+    def _identity(self) -> JsonObject:
+        return {
+            "dataset": self._dataset.name,
+            "length": len(self._dataset),
+            "fingerprint": self._dataset.fingerprint,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def item(self, position: int) -> Item:
+        """The item with `draw` = `position`, handed out or not."""
+        epoch, place = divmod(position, len(self._dataset))
+        return replace(self._dataset[int(self._order(epoch)[place])], draw=position)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(len(self._dataset))
+        if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
+            self._order_of_epoch = (epoch, self._dataset.order(self._seed, epoch))
+        return self._order_of_epoch[1]

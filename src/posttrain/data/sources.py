@@ -376,7 +376,7 @@ def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{file}: not a readable parquet file ({error})") from error
 
 
-class NotParquet(Exception):
+class NotParquet(DataError):
     """Content that Arrow cannot read. The text is Arrow's reason."""
 
 

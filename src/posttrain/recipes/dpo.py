@@ -13,7 +13,7 @@ from posttrain.algorithms.kto import Kto
 from posttrain.config import DpoRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_judged_dataset, load_pair_dataset
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import CachedReference
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of

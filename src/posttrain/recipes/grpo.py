@@ -19,7 +19,7 @@ from posttrain.config import AdvEstimatorConfig, EnvironmentConfig, GrpoRunConfi
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.entries import Entries
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.environments.router import ScoringRouter
 from posttrain.orchestration.sampler_check import CheckedEngine

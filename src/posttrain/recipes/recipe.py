@@ -19,8 +19,7 @@ from posttrain.config import DataConfig, DpoRunConfig, GrpoRunConfig, RunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
-from posttrain.data.row_dataset import RowDataset
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import RowDataset, Stream
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.trainer import ModelFacts
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric

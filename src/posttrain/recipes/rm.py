@@ -11,7 +11,7 @@ from posttrain.algorithms.rm import RewardModelTraining
 from posttrain.config.runs import RmRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_pair_dataset
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of

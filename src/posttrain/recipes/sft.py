@@ -11,7 +11,7 @@ from posttrain.algorithms.sft import Sft
 from posttrain.config import SftRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_example_dataset
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.types import Example

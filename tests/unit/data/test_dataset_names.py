@@ -15,11 +15,15 @@ from huggingface_hub import constants
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.data.chat import ChatFormat
-from posttrain.data.dataset_names import check_dataset_names
 from posttrain.data.datasets import load_example_dataset, load_pair_dataset, load_task_dataset
 from posttrain.data.errors import DataError
-from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, find_spec
-from posttrain.data.open_assistant import best_conversations
+from posttrain.data.named_datasets import (
+    PREFERENCE_DATASETS,
+    RESPONSE_DATASETS,
+    best_conversations,
+    check_dataset_names,
+    find_spec,
+)
 from posttrain.data.sources import Row, read_hub
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))

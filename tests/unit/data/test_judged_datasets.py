@@ -13,7 +13,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import JudgedDataset, load_judged_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.preference_shapes import TIE
-from posttrain.data.trace_preferences import BETWEEN
+from posttrain.data.trace_datasets import BETWEEN
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"

@@ -19,7 +19,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.packed_file import Packing, pair_cost, read_header, write_packed
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Pair
 

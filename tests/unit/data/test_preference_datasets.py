@@ -12,7 +12,6 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
-from posttrain.data.preference_readers import REVERSED
 from posttrain.data.preference_shapes import (
     NO_ANSWER,
     NO_SHARED_PROMPT,
@@ -20,6 +19,7 @@ from posttrain.data.preference_shapes import (
     REWARD_NOT_FINITE,
     TIE,
 )
+from posttrain.data.readers import REVERSED
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.data.conversations import PromptFiles
 from posttrain.data.errors import DataError
-from posttrain.data.prompts import PromptFiles
 
 LATEX = r"Find $\frac{1}{x}$ if {x} = \left\{ {0} \right\} and {}"
 

@@ -12,7 +12,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.errors import DataError
-from posttrain.data.recorded import ALL_EQUAL, TOO_FEW
+from posttrain.data.trace_datasets import ALL_EQUAL, TOO_FEW
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 ASKED = [{"role": "user", "content": "Hi?"}]

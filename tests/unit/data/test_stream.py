@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import RowDataset, Table, TaskDataset, load_task_dataset
 from posttrain.data.errors import DataError
-from posttrain.data.row_dataset import keyed_order
-from posttrain.data.sampler import Stream
+from posttrain.data.row_dataset import Stream, keyed_order
 from posttrain.types import Task
 
 FROZEN_ORDER = [7, 1, 6, 4, 3, 5, 0, 2]

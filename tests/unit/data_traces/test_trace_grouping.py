@@ -12,7 +12,6 @@ from posttrain.data.traces import PairRules, ReadReport, TraceFilters, iter_pair
 from posttrain.data.traces import grouping as grouping_module
 
 
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("traces")

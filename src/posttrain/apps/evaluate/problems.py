@@ -24,10 +24,9 @@ from posttrain.apps.evaluate.benchmarks import (
     unknown_benchmark,
 )
 from posttrain.config.evaluation import EvalDataConfig
-from posttrain.data.conversations import as_prompt
+from posttrain.data.conversations import PromptFiles, as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
-from posttrain.data.prompts import PromptFiles
 from posttrain.data.sources import FORMATS, Row, filesystem_of, read_file, read_local
 from posttrain.types import Message, Task
 

@@ -28,9 +28,9 @@ from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.config import GrpoRunConfig
 from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
-from posttrain.data.dataset_names import response_spec
 from posttrain.data.datasets import TaskDataset
 from posttrain.data.entries import Entry, read_entries
+from posttrain.data.named_datasets import response_spec
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.errors import ExitCode, InputError, StopRequested
