@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from posttrain.run import RunExtensions
 
 if TYPE_CHECKING:
-    from posttrain.apps.export.convert import PeriodicExport
+    from posttrain.apps.export.periodic_export import PeriodicExport
     from posttrain.config import RunConfig
     from posttrain.errors import OutOfGpuMemoryError
 
 
 # Torch and the planner are imported when they are needed.
 def _export(warn: Callable[[str], None], merge_lora: bool) -> PeriodicExport:
-    from posttrain.apps.export.convert import PeriodicExport
+    from posttrain.apps.export.periodic_export import PeriodicExport
 
     return PeriodicExport(warn, merge_lora)
 

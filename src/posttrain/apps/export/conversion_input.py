@@ -119,7 +119,9 @@ class ConversionInput:
                 f"{self.folder} holds LoRA weights, but {self.config_file or 'no config.yaml'} does not set "
                 "policy.dtensor_cfg.lora_cfg.dim and .alpha; give the run's config with --config"
             )
-        targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._lora_names()})
+        assert self.source is not None
+        names = [plain_name(name) for name in self.source.facts if is_lora(name)]
+        targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in names})
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -131,10 +133,6 @@ class ConversionInput:
             "bias": "none",
             "target_modules": targets,
         }
-
-    def _lora_names(self) -> list[str]:
-        assert self.source is not None
-        return [plain_name(name) for name in self.source.facts if is_lora(name)]
 
     @cached_property
     def holds_whole_model(self) -> bool:
@@ -184,8 +182,9 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if checkpoint is not None and is_sealed and (problems := find_damage(checkpoint, below="policy/weights")):
         raise ConversionError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}")
     checkpoint_weights = checkpoint / "policy" / "weights" if checkpoint else _weights_outside_step(path)
-    if checkpoint_weights is None:
-        _check_holds_model(path)
+    # Any other folder has to be a model itself. A model in one of its subfolders is not taken.
+    if checkpoint_weights is None and not _holds_any(path, (*_FILES_OF_A_MODEL, "*.distcp", "iter_*")):
+        check_model_folder(path)
     folder = path if checkpoint_weights is None else _weights_folder(checkpoint_weights)
     for read in (folder, checkpoint or folder):
         refuse_pipes(read)
@@ -196,8 +195,13 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if config is None and checkpoint is not None and (checkpoint / "config.yaml").is_file():
         config_file = checkpoint / "config.yaml"
     run_config = read_run_config(config_file) if config_file else {}
-    if config is not None:
-        _check_training_config(config, run_config, names_model=base is None)
+    if config is not None:  # it provides the model's lineage; a file without it would lose the lineage silently
+        if "policy" not in run_config:
+            raise ConversionError(
+                f"{config} is no config of a training run: it has no section policy; accepted: the run's step_N/config.yaml"
+            )
+        if base is None and not (run_config["policy"] or {}).get("model_name"):
+            raise ConversionError(f"{config} has no policy.model_name, so the model that was trained is unknown")
     is_peft = (folder / "adapter_config.json").is_file()
     found_base = base or _base_model(folder, run_config, config_file, is_peft)
     by_config = config_file is not None and base is None and not is_peft
@@ -228,12 +232,6 @@ def _weights_folder(weights: Path) -> Path:
     return inner if inner.is_dir() and not _holds_any(weights, _FILES_OF_A_MODEL) else weights
 
 
-def _check_holds_model(folder: Path) -> None:
-    """Any other folder has to be a model itself. A model in one of its subfolders is not taken."""
-    if not _holds_any(folder, (*_FILES_OF_A_MODEL, "*.distcp", "iter_*")):
-        check_model_folder(folder)
-
-
 def _holds_any(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
 
@@ -245,16 +243,6 @@ def _check_base(base: str) -> None:
             raise ConversionError(f"--base {base} is a folder without config.json; accepted: {_BASES}")
     elif not looks_like_hub_name(base):
         raise ConversionError(f"--base: no folder {base!r}; accepted: {_BASES}")
-
-
-def _check_training_config(path: Path, run_config: JsonMapping, *, names_model: bool) -> None:
-    """--config provides the model's lineage. A file without it would lose the lineage silently."""
-    if "policy" not in run_config:
-        raise ConversionError(
-            f"{path} is no config of a training run: it has no section policy; accepted: the run's step_N/config.yaml"
-        )
-    if names_model and not (run_config["policy"] or {}).get("model_name"):
-        raise ConversionError(f"{path} has no policy.model_name, so the model that was trained is unknown")
 
 
 def _base_model(folder: Path, run_config: JsonMapping, config_file: Path | None, is_peft: bool) -> str:

@@ -7,7 +7,6 @@ complete. Weights are processed one at a time, so memory does not grow with the 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,25 +18,21 @@ import torch
 from torch import Tensor
 
 from posttrain.apps.export.conversion_input import ConversionError, ConversionInput, Say, open_input
-from posttrain.apps.export.loaded_adapters import adapter_tensors, compare_loaded, merge_loaded
-from posttrain.apps.export.merge_lora import Adapter, MergedSource, open_adapter
+from posttrain.apps.export.merge_lora import MergedSource, open_adapter
 from posttrain.apps.export.model_card import lineage, model_card
 from posttrain.apps.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
-from posttrain.apps.export.weight_names import WeightShapes
 from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.checkpointing.integrity import seal
-from posttrain.checkpointing.state import capture_rng, restore_rng
 from posttrain.errors import InputError, reason_of
 from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.files.redaction import redact
 from posttrain.models.hub import why_unavailable
+from posttrain.models.lora import add_adapter
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
-COPY_FOLDER = "hf"  # in a checkpoint
-WARNING = "checkpointing.save_consolidated:"
 Advance = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
@@ -90,7 +85,9 @@ def convert(
         (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
         card = model_card(source, facts, name=shown_as or target.name)
         (folder / "README.md").write_text(redact(card), encoding="utf-8")
-        _make_readable(folder)
+        folder.chmod(0o755)  # some libraries make theirs private
+        for file in folder.iterdir():
+            file.chmod(0o644)
         seal(folder)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     return Converted(target, num_files, num_bytes, as_adapter, verification)
@@ -158,14 +155,11 @@ def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[
     """The tensors as they are to be written; ConversionError for one that holds NaN or infinity."""
     for name, tensor in weights.read(list(plan)):
         written = tensor.to(plan[name].dtype)
-        if written.is_floating_point() and not _all_finite(written):
+        # In pieces: the mask of a whole tensor would take as much memory as the tensor.
+        pieces = written.reshape(-1).split(2**20) if written.is_floating_point() else ()
+        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
             _explain_non_finite(name, written, tensor, weights.where(name))
         yield name, written
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    """Checked in pieces: the mask of a whole tensor would take as much memory as the tensor."""
-    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(2**20))
 
 
 def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) -> NoReturn:
@@ -183,10 +177,28 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
 
 
 def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
-    adapter = adapter_tensors(source)
+    """Families whose files hold other tensors than the model: mixtures of experts, models with a vision tower.
+
+    Such an adapter is for the model's own tensors (all experts of a layer are one), so it cannot be merged into the tensors of
+    the files one at a time. transformers and peft load the model whole; peft merges in float32, rounded once: to `dtype`, or
+    to the base model's; transformers writes the files.
+    """
+    from transformers import AutoModelForCausalLM
+
+    adapter = _adapter_tensors(source)
     for _ in _finite(adapter, adapter.facts):  # NaN in it would be NaN in the model
         pass
-    merge_loaded(folder, source, DTYPES[settings.dtype] if settings.dtype else None, settings.max_shard_bytes)
+    if not fits_into_memory(source.shape):
+        raise ConversionError(
+            f"{source.folder} is an adapter of {source.shape.config.model_type}, which is merged with the whole model in "
+            "memory in float32, and there is not enough of it. Without --merge-lora it is converted as an adapter"
+        )
+    kept = {facts.dtype for facts in SafetensorsSource(source.base_folder).facts.values()}
+    dtype = DTYPES[settings.dtype] if settings.dtype else kept.pop() if len(kept) == 1 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(source.base_folder, dtype=torch.float32, trust_remote_code=False)
+    merged = add_adapter(model, source.folder).merge_and_unload()  # type: ignore[operator]
+    merged.to(dtype)
+    merged.save_pretrained(folder, max_shard_size=settings.max_shard_bytes)
     written = SafetensorsSource(folder)
     for _ in _finite(written, written.facts):
         pass
@@ -197,14 +209,28 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
     return len(list(folder.glob("*.safetensors")))
 
 
+def _adapter_tensors(source: ConversionInput) -> SafetensorsSource:
+    """The adapter of such a family, under peft's own names."""
+    if source.source is not None:
+        raise ConversionError(
+            f"{source.folder} holds LoRA weights of {source.shape.config.model_type} in shards; adapters of this family can "
+            "be converted only from a peft folder (adapter_config.json and adapter_model.safetensors)"
+        )
+    return SafetensorsSource(source.folder, [source.folder / "adapter_model.safetensors"])
+
+
 def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
     parts: list[WeightSource]
     peft_settings: JsonMapping
     if source.shape.translated:
-        parts, peft_settings = [adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
+        parts, peft_settings = [_adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
     else:
         assert source.adapter is not None
-        parts, peft_settings = _adapter_parts(source.adapter), source.adapter.settings
+        peft_settings = source.adapter.settings
+        parts = [
+            RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
+            for part in (source.adapter.factors, source.adapter.whole)
+        ]
     plans = [{name: _converted(facts, settings.dtype) for name, facts in part.facts.items()} for part in parts]
     plan = {name: facts for part in plans for name, facts in part.items()}
     tensors = chain.from_iterable(_finite(part, own) for part, own in zip(parts, plans, strict=True))
@@ -215,13 +241,6 @@ def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSe
     config = {**peft_settings, "base_model_name_or_path": source.base, "inference_mode": True}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return 1
-
-
-def _adapter_parts(adapter: Adapter) -> list[WeightSource]:
-    return [
-        RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
-        for part in (adapter.factors, adapter.whole)
-    ]
 
 
 # -- what else is in the folder ------------------------------------------------------------------------------------------
@@ -267,12 +286,6 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         ) from error
 
 
-def _make_readable(folder: Path) -> None:
-    folder.chmod(0o755)  # some libraries make theirs private
-    for file in folder.iterdir():
-        file.chmod(0o644)
-
-
 # -- verification --------------------------------------------------------------------------------------------------------
 
 
@@ -285,9 +298,15 @@ def _verify(
     reference = streamed_logits(shape, source.weights, source.adapter)
     without = streamed_logits(shape, source.weights) if source.adapter is not None else None
     how: Literal["loaded", "streamed"] = "loaded" if fits_into_memory(shape) else "streamed"
-    found = _found_logits(folder, source, shape, as_adapter, how)
-    written = SafetensorsSource(folder).facts
-    is_16_bit = any(facts.dtype in (torch.bfloat16, torch.float16) for facts in written.values())
+    loadable = source.loadable_folder if as_adapter else folder
+    written = SafetensorsSource(folder)
+    if how == "loaded" and loadable is not None:
+        found = loaded_logits(loadable, shape, folder if as_adapter else None)
+    elif as_adapter:
+        found = streamed_logits(shape, source.weights, open_adapter(folder))
+    else:
+        found = streamed_logits(shape, written)
+    is_16_bit = any(facts.dtype in (torch.bfloat16, torch.float16) for facts in written.facts.values())
     rounded = is_16_bit and (settings.dtype is not None or (source.adapter is not None and not as_adapter))
     verification = compare(reference, found, how=how, rounded=rounded, without_adapter=without)
     if verification.drowns_adapter and not as_adapter:
@@ -298,18 +317,6 @@ def _verify(
     return verification
 
 
-def _found_logits(
-    folder: Path, source: ConversionInput, shape: WeightShapes, as_adapter: bool, how: Literal["loaded", "streamed"]
-) -> Tensor:
-    if how == "loaded":
-        model = source.loadable_folder if as_adapter else folder
-        if model is not None:
-            return loaded_logits(model, shape, folder if as_adapter else None)
-    if as_adapter:
-        return streamed_logits(shape, source.weights, open_adapter(folder))
-    return streamed_logits(shape, SafetensorsSource(folder))
-
-
 def _verify_translated(folder: Path, source: ConversionInput, as_adapter: bool, say: Say) -> Verification | None:
     """Files of this family hold other tensors than the model has, so it cannot be streamed: both are loaded whole."""
     original = source.loadable_folder
@@ -317,43 +324,9 @@ def _verify_translated(folder: Path, source: ConversionInput, as_adapter: bool, 
         say("warning: not verified: the weights of this family can be compared only when loaded whole from a folder")
         return None
     if source.has_adapter:
-        return compare_loaded(folder, source, as_adapter=as_adapter)
-    reference = loaded_logits(original, source.shape)
-    found = loaded_logits(folder, source.shape)
+        original = source.base_folder
+    reference = loaded_logits(original, source.shape, source.folder if source.has_adapter else None)
+    found = loaded_logits(original, source.shape, folder) if as_adapter else loaded_logits(folder, source.shape)
+    without = loaded_logits(original, source.shape) if source.has_adapter else None
     rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
-    return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
-
-
-# -- while training ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PeriodicExport:
-    """`checkpointing.save_consolidated`: each checkpoint gets a converted copy of the model, in `step_N/hf`.
-
-    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are
-    not finite, a missing base model), the checkpoint is saved without it.
-    """
-
-    warn: Callable[[str], None]
-    merge_lora: bool = True
-
-    def __call__(self, checkpoint: Path) -> None:
-        """Convert the weights in `checkpoint`, which still has its temporary name."""
-        name = checkpoint.name.removeprefix("tmp_").partition(".")[0]
-        shown_as = f"{checkpoint.parent.name}/{name}"
-        settings = ConversionSettings(merge_lora=self.merge_lora)
-        rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy
-        try:
-            convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
-        except InputError as error:
-            shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
-            self.warn(f"{WARNING} {name} is saved without its copy in {COPY_FOLDER}/: {error}")
-        finally:
-            restore_rng(rng)
-
-    def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
-        """The same in another process: training continues, with separate random numbers."""
-        from posttrain.apps.export.copy_process import convert_beside
-
-        convert_beside(checkpoint, self.warn, is_given_up, merge_lora=self.merge_lora)
+    return compare(reference, found, how="loaded", rounded=rounded, without_adapter=without)

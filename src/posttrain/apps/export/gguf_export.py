@@ -32,7 +32,7 @@ from posttrain.models.tensor_files import TensorFacts
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from gguf import MODEL_ARCH, GGUFWriter, TensorNameMap
+    from gguf import GGUFWriter, TensorNameMap
     from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
@@ -65,6 +65,12 @@ class _Planned:
     facts: TensorFacts
     type: str
 
+    @property
+    def num_bytes(self) -> int:
+        count = math.prod(self.facts.shape)
+        per_number = {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count}
+        return {**per_number, "q8_0": count // _BLOCK * (_BLOCK + 2)}[self.type]
+
 
 def check_gguf_target(file: Path, force: bool) -> None:
     require_gguf()
@@ -72,13 +78,11 @@ def check_gguf_target(file: Path, force: bool) -> None:
         raise InputError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
     if file.exists() and not force:
         raise InputError(f"{file} exists; name another file, or replace it with --force")
-    if file.is_file() and _beginning(file) not in (b"", _GGUF_MAGIC):
-        raise InputError(f"{file} is no GGUF file, which --force does not replace; name another file")
-
-
-def _beginning(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(len(_GGUF_MAGIC))
+    if file.is_file():
+        with file.open("rb") as stream:
+            begins_with = stream.read(len(_GGUF_MAGIC))
+        if begins_with not in (b"", _GGUF_MAGIC):
+            raise InputError(f"{file} is no GGUF file, which --force does not replace; name another file")
 
 
 @contextmanager
@@ -110,7 +114,8 @@ def export_gguf(
     shape = WeightShapes.of(config, str(folder / "config.json"))
     source = open_weights(folder)
     weights = RenamedSource(source, match_names(shape, source))
-    planned = _plan(weights, gguf.get_tensor_name_map(_arch(gguf, family), config.num_hidden_layers), settings.type)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    planned = _plan(weights, gguf.get_tensor_name_map(arch, config.num_hidden_layers), settings.type)
     rope = _rope_factors(config)
     if rope is not None:
         planned.insert(0, _Planned("rope_freqs.weight", "", TensorFacts(tuple(rope.shape), torch.float32), "f32"))
@@ -128,31 +133,17 @@ def export_gguf(
     return GgufFile(file, len(planned), file.stat().st_size, error)
 
 
-def _arch(gguf: ModuleType, family: str) -> MODEL_ARCH:
-    return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-
-
 def _plan(weights: WeightSource, names: TensorNameMap, wanted: str) -> list[_Planned]:
     planned = []
     for name, facts in weights.facts.items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
             raise InputError(f"{name} has no counterpart in a GGUF file of this family")
-        planned.append(_Planned(mapped, name, facts, _type_of(facts, wanted)))
+        kind = "f32" if len(facts.shape) == 1 else wanted
+        if kind == "q8_0" and facts.shape[-1] % _BLOCK:
+            kind = "f16"  # as llama.cpp does with rows that are no whole blocks
+        planned.append(_Planned(mapped, name, facts, kind))
     return planned
-
-
-def _type_of(facts: TensorFacts, wanted: str) -> str:
-    if len(facts.shape) == 1:
-        return "f32"
-    if wanted == "q8_0" and facts.shape[-1] % _BLOCK:
-        return "f16"  # as llama.cpp does with rows that are no whole blocks
-    return wanted
-
-
-def _num_bytes(planned: _Planned) -> int:
-    count = math.prod(planned.facts.shape)
-    return {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count, "q8_0": count // _BLOCK * (_BLOCK + 2)}[planned.type]
 
 
 def _add_header(writer: GGUFWriter, gguf: ModuleType, config: PretrainedConfig, name: str, wanted: str) -> None:
@@ -232,10 +223,10 @@ def _write(
     rope: Tensor | None,
     advance: Advance | None,
 ) -> None:
-    total = sum(map(_num_bytes, planned))
+    total = sum(each.num_bytes for each in planned)
     for each in planned:
         kind = gguf.GGMLQuantizationType[each.type.upper()]
-        writer.add_tensor_info(each.name, each.facts.shape, np.dtype(np.float32), _num_bytes(each), raw_dtype=kind)
+        writer.add_tensor_info(each.name, each.facts.shape, np.dtype(np.float32), each.num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -245,7 +236,7 @@ def _write(
             raise InputError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
         writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
         if advance is not None:
-            advance(_num_bytes(each), total)
+            advance(each.num_bytes, total)
     writer.close()
 
 

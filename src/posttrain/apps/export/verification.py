@@ -97,17 +97,14 @@ def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter
     adapted = set(adapter.modules) if adapter else set()
     for path, module in model.named_modules():
         if module._parameters:
-            names = {own: shape.tied.get(full := _join(path, own), full) for own in module._parameters}
+            prefix = f"{path}." if path else ""
+            names = {own: shape.tied.get(full := f"{prefix}{own}", full) for own in module._parameters}
             module.register_forward_pre_hook(_fill(weights, adapter, names))
         if adapter is not None and path in adapted:
             module.register_forward_hook(_add_adapter(adapter, path))
         if module._parameters:
             module.register_forward_hook(_empty)
     return _logits(model, shape)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _fill(

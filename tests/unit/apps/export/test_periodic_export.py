@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import save_model
 
-from posttrain.apps.export.convert import PeriodicExport
+from posttrain.apps.export.periodic_export import PeriodicExport
 
 
 def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) -> None:
