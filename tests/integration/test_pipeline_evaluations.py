@@ -11,7 +11,7 @@ import tiny_pipelines
 import tiny_runs
 import yaml
 
-from posttrain.apps.evaluate.build import EvaluationBuild
+from posttrain.apps.evaluate.model import EvaluatedModel
 from posttrain.apps.ship.pipeline.records import read_iterations
 from posttrain.cli.main import main
 
@@ -55,10 +55,10 @@ def what_would_run(world: Path, capsys: pytest.CaptureFixture[str], *overrides: 
 def test_another_price_is_judged_anew_without_asking_anything_again(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: EvaluationBuild) -> None:
+    def fail(self: EvaluatedModel) -> None:
         raise AssertionError("a model was asked")
 
-    monkeypatch.setattr(EvaluationBuild, "_engine_and_chat", fail)
+    monkeypatch.setattr(EvaluatedModel, "start", fail)
     assert run(world, HUGE_PRICE) == 3, "the gate sees the cost of now"
     assert run(world, PRICE) == 0
     (iteration,) = read_iterations(world / "home")

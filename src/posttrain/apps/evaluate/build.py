@@ -1,4 +1,4 @@
-"""Builds an evaluation from its config: problems, engine, environment, and the folder of the results.
+"""Builds an evaluation from its config: problems, environment, and the folder of the results. The model is in `model.py`.
 
 Errors in the config and the data are found before a model is loaded. A finished evaluation loads none.
 """
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from posttrain import __version__
 from posttrain.apps.evaluate.answers import AnswerReader, answer_reader
-from posttrain.apps.evaluate.engines import native_precision, start_engines, vllm_precision
 from posttrain.apps.evaluate.folder import EvaluationFolder
-from posttrain.apps.evaluate.identity import digest, files_digest, judge_of, prompts_hash
+from posttrain.apps.evaluate.identity import digest, judge_of, prompts_hash
+from posttrain.apps.evaluate.model import EvaluatedModel
 from posttrain.apps.evaluate.problems import ProblemSet, load_problems
 from posttrain.apps.evaluate.results import EvaluationSummary, ProblemResult, hash_of_tasks
 from posttrain.apps.evaluate.runner import EvaluationRunner, TaskQueue, unfinished_batches
-from posttrain.apps.evaluate.server import OpenAiServer
 from posttrain.apps.evaluate.summary import Facts, summarise
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
 from posttrain.config.render import plain_values
@@ -30,21 +29,13 @@ from posttrain.data.errors import DataError
 from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
 from posttrain.files.redaction import redact, without_credentials
-from posttrain.models.accepted_names import (
-    ModelReferenceError,
-    ResolvedModel,
-    model_fingerprint,
-    resolve_registered_model,
-)
-from posttrain.models.hub import why_unavailable
-from posttrain.orchestration.sharded import ShardedEngine
-from posttrain.roles import Engine, Progress, ShowProgress
+from posttrain.roles import Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.multi_turn import build_turns
 from posttrain.types import Sampling, Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 DEFAULT_FOLDER = Path("results/eval")
 ANSWERS = "answers"  # what the progress bar counts
@@ -62,15 +53,12 @@ class EvaluationBuild:
         return self.loaded.config
 
     @cached_property
-    def problem_set(self) -> ProblemSet:
-        return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
+    def model(self) -> EvaluatedModel:
+        return EvaluatedModel(self.config, self.say)
 
     @cached_property
-    def reference(self) -> ResolvedModel | None:
-        """The model, unless it is on a server."""
-        return (
-            None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
-        )
+    def problem_set(self) -> ProblemSet:
+        return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
 
     @cached_property
     def environment_config(self) -> EnvironmentConfig:
@@ -90,37 +78,6 @@ class EvaluationBuild:
         known = [kind for kind in kinds if kind == "math" or kind.endswith("multichoice")]
         return answer_reader(known[0] if known else "text")
 
-    # -- what is measured ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def device(self) -> str:
-        if self.config.server_url is not None:
-            return "server"
-        if self.config.generation.backend == "vllm":
-            return "cuda"
-        if self.config.num_engines > 1 and self.config.generation.device == "cuda":
-            return "cuda"  # of the nodes; this machine may have none
-        from posttrain.models.loading import resolve_device
-
-        return resolve_device(self.config.generation.device).type
-
-    @cached_property
-    def fingerprint(self) -> str | None:
-        """Of the weights, where they are local; a hub name or a server is identified by its name."""
-        return None if self.reference is None else model_fingerprint(self.reference, self.say)
-
-    @cached_property
-    def server(self) -> OpenAiServer | None:
-        """The server, if the model is one. The name of its model is requested from it, unless the config has it."""
-        url = self.config.server_url
-        return None if url is None else OpenAiServer(url, self.config.generation.openai_cfg)
-
-    def _check_model(self) -> None:
-        """InputError if the model is not available, or the server does not answer."""
-        _ = self.server
-        if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
-            raise ModelReferenceError(f"generation.model_name: {reason}")
-
     def check_problems_and_judge(self) -> None:
         """InputError if problems cannot be read, or their environment is incomplete. The model may still be missing."""
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
@@ -128,22 +85,14 @@ class EvaluationBuild:
     def identity(self) -> dict[str, object]:
         """Everything that determines answers and rewards: no credential, and nothing that only changes their speed."""
         config, generation = self.config, self.config.generation
-        problems = self.problem_set.problems
-        template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
-        named = generation.model_name if self.fingerprint is None else None
-        own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
+        problems, model = self.problem_set.problems, self.model.identity()
         found = {
-            "model": named if self.server is None else self.server.model,
-            "model_fingerprint": self.fingerprint,
-            "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
-            "engine": self._engine(),
+            **{key: model.pop(key) for key in ("model", "model_fingerprint", "server", "engine")},
             "dataset": self.problem_set.name,
             "problem_set_hash": hash_of_tasks(problems),
             "prompts_hash": prompts_hash(problems),
             "metadata_hash": digest([problem.metadata for problem in problems]),  # judges read it
-            "tokenizer": own_tokenizer and [own_tokenizer, files_digest({"tokenizer": {"name": own_tokenizer}})],
-            "chat_template": [*template, files_digest(config.tokenizer.chat_template)],
-            "max_model_len": generation.vllm_cfg.max_model_len,
+            **model,
             "sampling": {
                 key: getattr(generation, key)
                 for key in ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "stop_strings")
@@ -158,26 +107,12 @@ class EvaluationBuild:
         plain: dict[str, object] = without_credentials(found)
         return plain
 
-    def _engine(self) -> list[object]:
-        generation, vllm = self.config.generation, self.config.generation.vllm_cfg
-        if self.server is not None:
-            return ["openai_url"]
-        if generation.backend == "vllm":
-            numbers = [vllm_precision(generation), vllm.kv_cache_dtype, vllm.load_format or "auto"]
-            return ["vllm", *numbers, generation.vllm_kwargs, files_digest(generation.vllm_kwargs)]
-        return ["native", self.device, native_precision(generation)]
-
     @property
     def problems_per_step(self) -> int:
         """Settings of one engine: the number of engines does not change the identity of an evaluation."""
         given = self.config.generation.num_prompts_per_step
-        picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
+        picked = max(1, _SAMPLES_PER_STEP[self.model.device] // self.config.eval.num_tests_per_prompt)
         return given if given > 0 else picked
-
-    @property
-    def _batch_size(self) -> int:
-        given = self.config.generation.num_prompts_per_step
-        return given if given > 0 else self.problems_per_step * self.config.num_engines
 
     def folder(self, identity: dict[str, object]) -> Path:
         if self.config.eval.save_path is not None:
@@ -192,11 +127,11 @@ class EvaluationBuild:
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
     ) -> tuple[EvaluationSummary, list[ProblemResult], Path]:
         """Answer the problems that are not finished, and summarise."""
-        self._check_model()  # before data is fetched
+        self.model.check()  # before data is fetched
         self.check_problems_and_judge()
         with ExitStack() as cleanup:
-            if self.server is not None:
-                cleanup.callback(self.server.close)
+            if self.model.server is not None:
+                cleanup.callback(self.model.server.close)
             identity = self.identity()
             path = self.folder(identity)
             folder = EvaluationFolder.open(path, identity, self.loaded.to_yaml())
@@ -214,20 +149,18 @@ class EvaluationBuild:
             else:
                 self.say(f"{self.problem_set.name}: all {done} problems were finished before; {path}")
             finished = [folder.finished[problem.id] for problem in problems]
-            summary = summarise(self.config, finished, self._facts(folder))
+            facts = Facts(
+                model=self.config.generation.model_name,
+                dataset=self.config.data.dataset_name,
+                config=plain_values(self.config),
+                code_version=__version__,
+                model_fingerprint=self.model.fingerprint,
+                num_devices=self.config.num_devices,
+                timings=folder.timings(),
+            )
+            summary = summarise(self.config, finished, facts)
             folder.write_summary(summary)
             return summary, finished, path
-
-    def _facts(self, folder: EvaluationFolder) -> Facts:
-        return Facts(
-            model=self.config.generation.model_name,
-            dataset=self.config.data.dataset_name,
-            config=plain_values(self.config),
-            code_version=__version__,
-            model_fingerprint=self.fingerprint,
-            num_devices=self.config.num_devices,
-            timings=folder.timings(),
-        )
 
     # -- where answers come from ---------------------------------------------------------------------------------------
 
@@ -235,8 +168,10 @@ class EvaluationBuild:
         self, folder: EvaluationFolder, show_progress: ShowProgress, num_answers: int, cleanup: ExitStack
     ) -> None:
         """Sample, score and save the problems that are not finished."""
-        engine, chat = self._engine_and_chat(cleanup)
-        batches = unfinished_batches(self._tasks(chat), self._batch_size, folder.finished)
+        engine, chat = self.model.start(cleanup)
+        given = self.config.generation.num_prompts_per_step
+        batch_size = given if given > 0 else self.problems_per_step * self.config.num_engines
+        batches = unfinished_batches(self._tasks(chat), batch_size, folder.finished)
         environments = {self.config.judge: self.environment_config}
         source = FreshRollouts(
             TaskQueue(batches),
@@ -265,29 +200,6 @@ class EvaluationBuild:
                 runner.run([len(batch) for batch in batches])
         except FloatingPointError as error:  # a model whose logits are NaN is bad input here, not a crash
             raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
-
-    def _engine_and_chat(self, cleanup: ExitStack) -> tuple[Engine, ChatFormat | None]:
-        """The engine and how prompts are written for it; a server writes them itself."""
-        config = self.config
-        if self.server is not None:
-            return self.server, None
-        from posttrain.models.loading import load_tokenizer
-
-        assert self.reference is not None
-        tokenizer = self._own_tokenizer() or load_tokenizer(self.reference.tokenizer, "generation.model_name")
-        chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
-        workers = start_engines(config, self.reference)
-        cleanup.callback(workers.close)
-        if config.num_engines > 1:
-            self.say(f"{config.num_engines} engines share the problems")
-        return ShardedEngine(workers), chat
-
-    def _own_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that the config names, if it is not the model's."""
-        from posttrain.models.loading import load_tokenizer
-
-        name = self.config.tokenizer.name
-        return load_tokenizer(name, "tokenizer.name") if name != self.config.generation.model_name else None
 
     @property
     def _max_total_tokens(self) -> int:

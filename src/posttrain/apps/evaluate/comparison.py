@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from posttrain.algorithms.pass_at_k import Metric, parse_metric
-from posttrain.apps.evaluate.comparability import describe_difference, different_settings, why_incomparable
+from posttrain.apps.evaluate.identity import describe_difference, different_settings, why_incomparable
 from posttrain.apps.evaluate.metrics import bootstrap_means, per_problem
 from posttrain.apps.evaluate.results import Evaluation, EvaluationError, Interval, ProblemResult
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.apps.evaluate.identity import plain_identity, what_differs
 from posttrain.apps.evaluate.results import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -29,7 +30,7 @@ from posttrain.errors import FolderHeld, place_and_reason
 from posttrain.files.durable import cut_torn_line, make_folder, write_text
 from posttrain.files.json_files import read_json
 from posttrain.files.locks import LockHeld, locked
-from posttrain.files.redaction import redact_values, without_credentials
+from posttrain.files.redaction import redact_values
 
 TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: time and tokens, over all attempts
 LOCK_FILE = ".lock"
@@ -82,14 +83,13 @@ class EvaluationFolder:
         differing = what_differs(read_json(file, EvaluationError), self.identity)
         if not differing:
             return
-        if not self._holds_problems():  # an attempt that failed before it finished any problem
+        problems = self.path / PROBLEMS_FILE
+        if (
+            not problems.exists() or not problems.stat().st_size
+        ):  # an attempt that failed before it finished any problem
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
         raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")
-
-    def _holds_problems(self) -> bool:
-        file = self.path / PROBLEMS_FILE
-        return file.exists() and file.stat().st_size > 0
 
     def _read_finished(self) -> None:
         for name in (PROBLEMS_FILE, TIMINGS_FILE):
@@ -128,29 +128,6 @@ class EvaluationFolder:
         self._lock.close()
 
 
-def what_differs(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The first keys of two identities that differ, for messages; empty if they are equal."""
-    before = without_credentials(before)
-    shown = [
-        _difference(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)
-    ]
-    return "; ".join(shown[:3]) + "; …" * (len(shown) > 3)
-
-
-def _difference(key: str, before: object, now: object) -> str:
-    """For messages: hashes are left out, and of nested settings only the one that differs is shown."""
-    if key == "model_fingerprint" and before and now:
-        return "the files of the model are others"
-    if key.endswith("_hash"):
-        return f"other {key.removesuffix('_hash').replace('_', ' ')}"
-    if isinstance(before, dict) and isinstance(now, dict):
-        inner = next(name for name in {**before, **now} if before.get(name) != now.get(name))
-        return _difference(f"{key}.{inner}", before.get(inner), now.get(inner))
-    if key.endswith(".content"):
-        return f"{key.removesuffix('.content')} names a file of other content"
-    return f"{key} was {before!r:.100} and is {now!r:.100}"
-
-
 def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if not rows:
         return
@@ -162,9 +139,3 @@ def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 def _line(row: Mapping[str, object]) -> str:
     return redact_values(json.dumps(row, allow_nan=False, default=str)) + "\n"
-
-
-def plain_identity(identity: Mapping[str, object]) -> dict[str, object]:
-    """As it is read back: JSON has no tuples."""
-    plain: dict[str, object] = json.loads(json.dumps(identity, default=str))
-    return plain

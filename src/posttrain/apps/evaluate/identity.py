@@ -1,14 +1,26 @@
-"""The identity of an evaluation: model, problems, prompts, sampling and judge. Metrics are not part of it."""
+"""The identity of an evaluation: model, problems, prompts, sampling and judge. Metrics are not part of it.
+
+A resumed evaluation must have the same identity. Two evaluations are compared (by `posttrain eval compare` and the gate) if
+their judges are the same, and their thresholds where a metric uses one; other settings that change answers are reported. Files
+are compared by their content, which `identity.json` holds; in a folder without it, only settings can be compared.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
+from posttrain.apps.evaluate.results import IDENTITY_FILE, Evaluation, EvaluationError
 from posttrain.config.named_files import files_named_in, settings_with_files
 from posttrain.config.tree import dotted, leaves
 from posttrain.files.digests import digest, hash_files
+from posttrain.files.json_files import read_json
+from posttrain.files.redaction import without_credentials
 from posttrain.types import Task
+
+Difference = tuple[str, object, object]  # what, in the first, in the second
+Judge = Mapping[str, object]  # by dotted key of its settings: a value, or the content of what the value names
 
 # Speed and cost of a judge: they do not change its scores.
 _SPEED_AND_COST = (
@@ -27,9 +39,35 @@ _SPEED_AND_COST = (
     "device",
     "max_batch_tokens",
 )
+_ADDRESS_OF_A_JUDGE = ("base_url", "extra_headers")  # the same model at another address is the same judge
+# Settings that may differ between two models without making their evaluations incomparable, …
+_MAY_DIFFER = (
+    "env.",  # compared as judges
+    "generation.model_name",
+    "generation.backend",
+    "generation.device",
+    "generation.precision",
+    "generation.num_threads",
+    "generation.num_prompts_per_step",
+    "generation.native_cfg",
+    "generation.vllm_cfg",
+    "generation.vllm_kwargs",
+    "generation.openai_cfg",
+    "generation.colocated",
+    "eval.save_path",
+    "eval.gpu_hour_price",
+    "eval.confidence",
+    "eval.bootstrap_resamples",
+    "eval.metric",
+    "eval.k_value",
+    "tokenizer.name",
+    "cluster",
+)
+# … but not these: they cut answers off, or ask for others.
+_MATTERS = ("generation.vllm_cfg.max_model_len", "generation.openai_cfg.extra_body")
+_ADDED_LATER = {"eval.max_rollout_turns": 1}  # keys that older folders lack, with the value that they stand for
+_DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
 _NAMED, _CONTENT, _PART = "named", "content", "part"
-
-Judge = Mapping[str, object]  # by dotted key of its settings: a value, or the content of what the value names
 
 
 def prompts_hash(problems: Sequence[Task]) -> str:
@@ -62,7 +100,7 @@ def judge_of(env: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def differences(ours: Judge, theirs: Judge) -> list[tuple[str, object, object]]:
+def differences(ours: Judge, theirs: Judge) -> list[Difference]:
     """(key, ours, theirs) of the settings in which two judges differ, for messages."""
     keys = dict.fromkeys([*ours, *theirs])
     return [
@@ -82,3 +120,97 @@ def _identity_of(value: object) -> object:
 
 def _shown(value: object) -> object:
     return f"{value[_NAMED]} (content {value[_CONTENT][:8]})" if _is_content(value) else value
+
+
+# -- the same evaluation again ------------------------------------------------------------------------------------------
+
+
+def plain_identity(identity: Mapping[str, object]) -> dict[str, object]:
+    """As it is read back: JSON has no tuples."""
+    plain: dict[str, object] = json.loads(json.dumps(identity, default=str))
+    return plain
+
+
+def what_differs(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first keys of two identities that differ, for messages; empty if they are equal."""
+    before = without_credentials(before)
+    shown = [
+        _difference(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)
+    ]
+    return "; ".join(shown[:3]) + "; …" * (len(shown) > 3)
+
+
+def _difference(key: str, before: object, now: object) -> str:
+    """For messages: hashes are left out, and of nested settings only the one that differs is shown."""
+    if key == "model_fingerprint" and before and now:
+        return "the files of the model are others"
+    if key.endswith("_hash"):
+        return f"other {key.removesuffix('_hash').replace('_', ' ')}"
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+        return _difference(f"{key}.{inner}", before.get(inner), now.get(inner))
+    if key.endswith(".content"):
+        return f"{key.removesuffix('.content')} names a file of other content"
+    return f"{key} was {before!r:.100} and is {now!r:.100}"
+
+
+# -- two evaluations ----------------------------------------------------------------------------------------------------
+
+
+def why_incomparable(
+    first: Evaluation, second: Evaluation, names: tuple[str, str], *, uses_threshold: bool
+) -> str | None:
+    """Why their scores are not comparable; None if they are. `names` are those of the two in messages."""
+    if judges := [difference for difference in _judge_differences(first, second) if not _is_address(difference[0])]:
+        shown = "; ".join(describe_difference(difference, names) for difference in judges[:3])
+        return f"{names[0]} and {names[1]} were scored by different judges: {shown}"
+    thresholds = first.summary.pass_threshold, second.summary.pass_threshold
+    if uses_threshold and thresholds[0] != thresholds[1]:
+        return (
+            f"a sample passes from a reward of {thresholds[0]:g} in {names[0]} and of {thresholds[1]:g} in {names[1]}"
+        )
+    return None
+
+
+def different_settings(first: Evaluation, second: Evaluation) -> list[Difference]:
+    """Other settings that differ and change what a score means."""
+    ours, theirs = (
+        _ADDED_LATER | {dotted(path): value for path, value in leaves(dict(evaluation.summary.config))}
+        for evaluation in (first, second)
+    )
+    found = [
+        (key, ours.get(key), theirs.get(key))
+        for key in dict.fromkeys([*ours, *theirs])
+        if ours.get(key) != theirs.get(key) and (key.startswith(_MATTERS) or not key.startswith(_MAY_DIFFER))
+    ]
+    one, other = _identity(first), _identity(second)
+    if one.get("prompts_hash") is not None and one.get("prompts_hash") == other.get("prompts_hash"):
+        found = [difference for difference in found if not difference[0].startswith(_DECIDES_WHAT_IS_ASKED)]
+    # Files of the same name may differ in content.
+    for key, setting in (("prompts_hash", _DECIDES_WHAT_IS_ASKED), ("chat_template", ("tokenizer.chat_template",))):
+        is_seen = any(difference[0].startswith(setting) for difference in found)
+        if key in one and key in other and one[key] != other[key] and not is_seen:
+            found.append((key, one[key], other[key]))
+    return found + _judge_differences(first, second)
+
+
+def _is_address(key: str) -> bool:
+    return key.rpartition(".")[2] in _ADDRESS_OF_A_JUDGE or ".extra_headers." in key
+
+
+def describe_difference(difference: Difference, names: tuple[str, str]) -> str:
+    key, ours, theirs = difference
+    return f"{key} is {ours!r:.200} in {names[0]} and {theirs!r:.200} in {names[1]}"
+
+
+def _judge_differences(first: Evaluation, second: Evaluation) -> list[Difference]:
+    one, other = _identity(first).get("judge"), _identity(second).get("judge")
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        one, other = (judge_settings(evaluation.summary.config.get("env") or {}) for evaluation in (first, second))
+    return [(f"env.{key}", ours, theirs) for key, ours, theirs in differences(one, other)]
+
+
+def _identity(evaluation: Evaluation) -> dict[str, object]:
+    """`identity.json` of the evaluation; empty where it has none."""
+    file = evaluation.folder / IDENTITY_FILE
+    return read_json(file, EvaluationError) if file.exists() else {}

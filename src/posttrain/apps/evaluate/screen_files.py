@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.apps.evaluate.folder import plain_identity, what_differs
+from posttrain.apps.evaluate.identity import plain_identity, what_differs
 from posttrain.data.sources import Row
 from posttrain.errors import FolderHeld, InputError
 from posttrain.files import durable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.apps.evaluate import engines
+from posttrain.apps.evaluate import model as engines
 from posttrain.config import load_config
 from posttrain.models.accepted_names import ResolvedModel
 from posttrain.orchestration.launch import RankLayout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.apps.evaluate.engines import native_precision, vllm_precision
+from posttrain.apps.evaluate.model import native_precision, vllm_precision
 from posttrain.config import load_config
 
 

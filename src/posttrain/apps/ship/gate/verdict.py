@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.apps.evaluate.comparability import different_settings, why_incomparable
+from posttrain.apps.evaluate.identity import different_settings, why_incomparable
 from posttrain.apps.evaluate.results import Evaluation
 from posttrain.apps.ship.gate.measures import Measurement, depends_on_judge, direction_of, measure
 from posttrain.apps.ship.gate.rules import (
