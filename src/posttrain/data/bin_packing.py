@@ -1,8 +1,8 @@
 """Bin packing: which items share a bin. Works on sizes only.
 
-`concatenative` is next fit: a bin is closed when the next item does not fit. The others keep every bin open and take the
-first one with room, over items in a seeded random order or from the largest down. `modified_first_fit_decreasing` is that of
-Johnson and Garey ("A 71/60 theorem for bin packing", 1985). All of them take O(n log n) steps.
+`concatenative` is next fit: a bin is closed when the next item does not fit. The others keep every bin open and take
+the first one with room, over items in a seeded random order or from the largest down. `modified_first_fit_decreasing`
+is that of Johnson and Garey ("A 71/60 theorem for bin packing", 1985). All of them take O(n log n) steps.
 
 The bins equal those of the plain definitions, item for item; only the search is faster.
 """
@@ -114,7 +114,8 @@ class _RoomTree:
 
 
 def _modified_first_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Bins:
-    """Gives each large item (over half a bin) the partner that fills it best, then packs the rest first-fit-decreasing."""
+    """Gives each large item (over half a bin) the partner that fills it best, then packs the rest
+    first-fit-decreasing."""
     large = [i for i in order if 2 * sizes[i] > capacity]
     medium = _Descending(sizes, [i for i in order if 2 * sizes[i] <= capacity < 3 * sizes[i]])
     small = _Descending(sizes, [i for i in order if 3 * sizes[i] <= capacity])
@@ -151,7 +152,8 @@ class _Descending:
         self._sizes = [sizes[i] for i in items]
         self._negative = [-size for size in self._sizes]  # ascending, for bisection
         self._taken = [False] * len(items)
-        # From each position, a position at or after it with nothing left in between: paths are halved as they are walked.
+        # From each position, a position at or after it with nothing left in between: paths are halved as they are
+        # walked.
         self._next = list(range(len(items) + 1))
         self._last = len(items) - 1  # the smallest that is left
 

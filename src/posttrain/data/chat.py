@@ -1,7 +1,7 @@
 """Converts conversations to tokens. The only place that does.
 
-The text a model trains on must be the text it is sampled from: a prompt always ends with what the template prints before
-an assistant's turn, and a response always ends with the end of that turn. Independent of datasets.
+The text a model trains on must be the text it is sampled from: a prompt always ends with what the template prints
+before an assistant's turn, and a response always ends with the end of that turn. Independent of datasets.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TrainedSpan:
 
 
 class EncodedTurn(NamedTuple):
-    """A prompt and an answer in tokens. `crossed`: the tokenizer would have merged the end of one with the start of the other."""
+    """A prompt and an answer in tokens. `crossed`: the tokenizer would have merged the end of one with the start of the
+    other."""
 
     prompt: Ids
     response: Ids
@@ -63,8 +64,8 @@ class ChatFormat:
     """A tokenizer with one way of writing conversations.
 
     `chat_template`: "default" is the model's own template (contents one after another when it has none), None writes
-    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template, and
-    "extra_id" is that of NeMo-Aligner.
+    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template,
+    and "extra_id" is that of NeMo-Aligner.
     `kwargs` are passed to the template, for instance `{"enable_thinking": False}`.
     """
 
@@ -157,15 +158,16 @@ class ChatFormat:
         return before, response + self.end_of_turn
 
     def templated_turn(self, prompt: str, response: str) -> tuple[str, str]:
-        """The two texts of `turn` where the row holds them as the model sees them. What would be missing is added: the token
-        that starts a text, and the end of the turn."""
+        """The two texts of `turn` where the row holds them as the model sees them. What would be missing is added: the
+        token that starts a text, and the end of the turn."""
         before = prompt if prompt.startswith(self._start) else self._start + prompt
         ends = [self.tokenizer.eos_token, self.end_of_turn]
         closed = any(end and response.endswith(end) for end in ends)
         return before, response if closed else self._close(response)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[str, list[TrainedSpan]]:
-        """The text of a conversation that ends with an assistant's turn, and where each assistant's turn stands in it."""
+        """The text of a conversation that ends with an assistant's turn, and where each assistant's turn stands in
+        it."""
         assert is_answer(messages[-1]), "the caller cuts the conversation after its last answer"
         text = self._write(messages, opens_answer=False)
         spans: list[TrainedSpan] = []
@@ -181,8 +183,8 @@ class ChatFormat:
                 before = before[: opened + len(self._answer_header)]
             if not found or not text.startswith(before) or not text.endswith(after):
                 raise DataError(
-                    f"the chat template does not write turn {index + 1} (assistant) as it is, so its tokens cannot be told "
-                    "from the prompt's; train on the last turn only, or use another template"
+                    f"the chat template does not write turn {index + 1} (assistant) as it is, so its tokens cannot be "
+                    "told from the prompt's; train on the last turn only, or use another template"
                 )
             stop = len(text) - len(after)
             if self._end_of_turn and text.startswith(self._end_of_turn, stop):
@@ -222,7 +224,8 @@ class ChatFormat:
         end = self.tokenizer.eos_token or ""
         if not end or self._decode([*prompt, *alone]) == before + answer:
             return alone
-        # Some tokenizers put a space before the first word of a text. After a special token the answer is not the first.
+        # Some tokenizers put a space before the first word of a text. After a special token the answer is not the
+        # first.
         (fence, fenced) = self._encode([end, end + answer])
         inside = fenced[len(fence) :]
         return inside if self._decode([*prompt, *inside]) == before + answer else alone
@@ -354,8 +357,8 @@ def _resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerB
         chat_template = file.read_text(encoding="utf-8")
     elif "{{" not in chat_template and "{%" not in chat_template:
         raise DataError(
-            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, {', '.join(TEMPLATES_BY_NAME)}, a *.jinja "
-            "file nor a Jinja template"
+            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, {', '.join(TEMPLATES_BY_NAME)}, a "
+            "*.jinja file nor a Jinja template"
         )
     return chat_template
 

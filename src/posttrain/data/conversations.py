@@ -70,7 +70,7 @@ def shown(value: object) -> str:
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
-# -- prompt files -------------------------------------------------------------------------------------------------------
+# -- prompt files ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class PromptFiles:
         return cls(template, _read(system_prompt_file, "system_prompt_file").strip() if system_prompt_file else "")
 
     def messages(self, question: str | list[Message], system: str = "") -> list[Message]:
-        """The conversation for a question. One that is a conversation already keeps its turns; the template is for text.
+        """The conversation for a question. One that is a conversation already keeps its turns; the template is for
+        text.
 
         `system` is the row's own system message; it takes precedence over the file.
         """

@@ -1,7 +1,7 @@
 """Asks the Hugging Face hub whether it has a model or a dataset, with one request and a short timeout.
 
-The hub's client retries five times, with growing pauses. That is right for a download and wrong for a mistyped name or a
-machine without a network, so names are checked here before a library gets them.
+The hub's client retries five times, with growing pauses. That is right for a download and wrong for a mistyped name or
+a machine without a network, so names are checked here before a library gets them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The datasets that can be given by name: where they are and which field means what; and those that are refused by name.
+"""The datasets that can be given by name: where they are and which field means what; and those that are refused by
+name.
 
-Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well. Checks names only; also
-used by `posttrain config check`.
+Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well. Checks names
+only; also used by `posttrain config check`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ _OPEN_ASSISTANT_ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
 def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
-    """OpenAssistant's trees: one conversation of each, along the replies that people ranked best, as rows with `messages`.
+    """OpenAssistant's trees: one conversation of each, along the replies that people ranked best, as rows with
+    `messages`.
 
-    Rows are single messages that name their parent, as on the hub, or whole trees, as in the `.trees.jsonl.gz` files. Trees
-    come as they are read; of single messages, all have to be read first. Deleted messages, and what replies to them, are
-    left out. Other conversations of a tree are not used.
+    Rows are single messages that name their parent, as on the hub, or whole trees, as in the `.trees.jsonl.gz` files.
+    Trees come as they are read; of single messages, all have to be read first. Deleted messages, and what replies to
+    them, are left out. Other conversations of a tree are not used.
     """
     replies: dict[str, list[Row]] = defaultdict(list)
     roots: list[Row] = []
@@ -222,7 +224,9 @@ REFUSED_DATASETS = {
         ("avqa", "audiomcq", "mmau", "intent", "intent-train", "intent-bench", "daily-omni"),
         "its prompts contain sound or video, and posttrain trains on text only",
     ),
-    "NemoGymDataset": "it is for NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`",
+    "NemoGymDataset": (
+        "it is for NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`"
+    ),
     "arrow_text": "posttrain does not read .arrow files; save them with `datasets` as .parquet and give `data_path`",
 }
 

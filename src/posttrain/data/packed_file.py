@@ -1,10 +1,11 @@
-"""A file of preference pairs in tokens, sorted into packs: Parquet with one row per pair, and a JSON header in its metadata.
+"""A file of preference pairs in tokens, sorted into packs: Parquet with one row per pair, and a JSON header in its
+metadata.
 
 `posttrain data pack` writes it and `dataset_name: PackedPairs` reads it. Tokens are valid only for the tokenizer and
 chat template that produced them, so the header has a fingerprint of both, and a mismatch is rejected.
 
-Columns: `pack` (packs are numbered from 0 and stand one after another), `id`, `prompt_ids`, `chosen_ids`, `rejected_ids`,
-`chosen_reward`, `rejected_reward`. A pair costs its prompt once and both answers.
+Columns: `pack` (packs are numbered from 0 and stand one after another), `id`, `prompt_ids`, `chosen_ids`,
+`rejected_ids`, `chosen_reward`, `rejected_reward`. A pair costs its prompt once and both answers.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def write_packed(
         left_out[f"larger than a pack of {packing.pack_size} tokens"] = len(costs) - len(fitting)
     if not fitting:
         raise DataError(
-            f"{source}: no pair fits into a pack of {packing.pack_size} tokens; the smallest has {min(costs, default=0)}. "
-            "Raise --pack-size"
+            f"{source}: no pair fits into a pack of {packing.pack_size} tokens; the smallest has "
+            f"{min(costs, default=0)}. Raise --pack-size"
         )
     sizes = [costs[index] for index in fitting]
     bins = pack(sizes, packing.pack_size, packing.algorithm, packing.seed)

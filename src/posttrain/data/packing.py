@@ -3,9 +3,9 @@
 Works on token counts only. Because losses are sums with global denominators (see `TokenBatch`), every
 choice made here changes speed and memory, never the loss.
 
-The unit is a *bundle*: one prompt with some of its responses, which costs the prompt once. A group that does not fit the
-budget is split into several bundles, each of which repeats the prompt. Pairs that come from a file of precomputed packs
-(the column `pack`) are bundled as in the file.
+The unit is a *bundle*: one prompt with some of its responses, which costs the prompt once. A group that does not fit
+the budget is split into several bundles, each of which repeats the prompt. Pairs that come from a file of precomputed
+packs (the column `pack`) are bundled as in the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows to items in tokens: tasks, supervised examples, preference pairs, and answers that are judged one by one.
 
-One reader per kind, each over a chunk of rows. A row that cannot be used is either dropped, with a reason that is counted
-(too long, empty), or an error (a key is missing). Rows are never truncated.
+One reader per kind, each over a chunk of rows. A row that cannot be used is either dropped, with a reason that is
+counted (too long, empty), or an error (a key is missing). Rows are never truncated.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
         raise DataError(f"{row.where}: {error}") from error
 
 
-# -- preferences --------------------------------------------------------------------------------------------------------
+# -- preferences -------------------------------------------------------------------------------------------------------
 
 
 def preference_keys(entry: Entry, spec: PreferenceSpec) -> PreferenceKeys:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-# Sums, squares and float32 have room for it. What is beyond (±1e308 is a finite float) would overflow in the statistics of a
-# group, so it is no reward: the completion is unscored, the row of data is not used.
+# Sums, squares and float32 have room for it. What is beyond (±1e308 is a finite float) would overflow in the statistics
+# of a group, so it is no reward: the completion is unscored, the row of data is not used.
 MAX_REWARD = 1e30
 NEEDED = f"a finite number within ±{MAX_REWARD:g} is needed"
 

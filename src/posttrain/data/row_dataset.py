@@ -108,7 +108,8 @@ class HoldOut:
 
 
 class RowDataset(Generic[Item]):
-    """A sequence of items. `dropped` counts the rows that were left out, `noted` those with something remarkable, by reason."""
+    """A sequence of items. `dropped` counts the rows that were left out, `noted` those with something remarkable, by
+    reason."""
 
     def __init__(
         self,
@@ -174,7 +175,8 @@ class RowDataset(Generic[Item]):
         return self._part(training, self.dropped, self.noted), self._part(validation)
 
     def held_out(self) -> tuple[Self, Self | None]:
-        """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any back."""
+        """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any
+        back."""
         training: list[int] = []
         validation: list[int] = []
         for part in self._hold_outs:

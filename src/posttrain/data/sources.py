@@ -49,7 +49,8 @@ class Row:
         return f"{self.origin}, row {self.number}"
 
     def field(self, *names: str, setting: str = "") -> Any:
-        """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the name."""
+        """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the
+        name."""
         for name in names:
             value = self._reach(name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -87,7 +88,8 @@ def looks_like_path(name: str) -> bool:
 def read_local(
     path: str, split: str | None = None, subset: str | None = None, default_split: str = "train"
 ) -> Iterator[Row]:
-    """The rows of a file, of the files of a folder that belong to a split, or of a pattern such as `s3://b/x/*.parquet`."""
+    """The rows of a file, of the files of a folder that belong to a split, or of a pattern such as
+    `s3://b/x/*.parquet`."""
     if split and "[" in split:
         raise DataError(
             f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"

@@ -1,8 +1,8 @@
 """Limits for chat templates, which come with models: a template that loops or builds giant strings ends with an error.
 
 Transformers renders templates in Jinja's sandbox, which prevents access to Python but not endless loops.
-`limited_templates` makes transformers compile them in a sandbox that counts: the steps of loops and calls of one rendering, and
-the length of strings that operators build.
+`limited_templates` makes transformers compile them in a sandbox that counts: the steps of loops and calls of one
+rendering, and the length of strings that operators build.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Labelled traces as data of a run: pairs for DPO, good and bad answers for KTO (`dataset_name: TracePairs`), and tasks with
-recorded answers for GRPO (`TraceGroups`).
+"""Labelled traces as data of a run: pairs for DPO, good and bad answers for KTO (`dataset_name: TracePairs`), and tasks
+with recorded answers for GRPO (`TraceGroups`).
 
 `posttrain.data.traces` reads, filters and matches traces; this module connects it to the keys of a dataset entry.
 
 A recorded group becomes one task. Its traces become rollouts whose reward is known and whose sampler is not: the
-log-probabilities stay empty. A trace of several turns keeps them all, and only what the model wrote is marked as trained.
+log-probabilities stay empty. A trace of several turns keeps them all, and only what the model wrote is marked as
+trained.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class TracePairRows(TraceRows):
             self._path, self._columns, self._filters, self._rules, report=self._read, pair_report=self._paired
         )
         for number, values in enumerate(found, start=1):
-            # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the first.
+            # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the
+            # first.
             if not all(isinstance(values[key], str) for key in ALIGNER):
                 self._of_several_turns += 1
                 continue
@@ -124,8 +126,9 @@ class RecordedReader:
     def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, *, needs_signal: bool) -> None:
         if entry.prompt_is_templated:
             raise DataError(
-                f"{entry.file}: prompt_is_templated = true: {TRACE_GROUPS} writes prompts with the chat template itself; give "
-                "the questions without it, or set policy.tokenizer.chat_template=null, which takes texts as they are"
+                f"{entry.file}: prompt_is_templated = true: {TRACE_GROUPS} writes prompts with the chat template "
+                "itself; give the questions without it, or set policy.tokenizer.chat_template=null, which takes texts "
+                "as they are"
             )
         self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal
         self._prompts = entry.prompts
@@ -185,7 +188,8 @@ class RecordedReader:
     def _turns(
         self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[JsonMapping]
     ) -> tuple[list[int], tuple[bool, ...]] | str:
-        """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the model's."""
+        """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the
+        model's."""
         turns = [{**turn, "content": turn.get("content") or ""} for turn in response]
         while turns and not is_answer(turns[-1]):
             turns.pop()
@@ -198,7 +202,8 @@ class RecordedReader:
         except DataError:
             return "an answer left out: the chat template cannot write its turns"
         before, after, mask = self._chat.encode_conversation(text, spans)
-        # What stands between the prompt and the first text of the model, a bare tool call and its result, is read, not trained.
+        # What stands between the prompt and the first text of the model, a bare tool call and its result, is read, not
+        # trained.
         opening = before[len(prompt_ids) :]
         if list(before[: len(prompt_ids)]) != list(prompt_ids):
             return "an answer left out: the chat template writes its prompt in another way"

@@ -1,4 +1,5 @@
-"""Rows come out of every supported file with their place, and what is wrong with a file is said with its name and line."""
+"""Rows come out of every supported file with their place, and what is wrong with a file is said with its name and
+line."""
 
 from __future__ import annotations
 

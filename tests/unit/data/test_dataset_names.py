@@ -1,4 +1,5 @@
-"""Datasets by name: every name of the guides is known or refused with a reason, and `config check` refuses what a run does."""
+"""Datasets by name: every name of the guides is known or refused with a reason, and `config check` refuses what a run
+does."""
 
 from __future__ import annotations
 

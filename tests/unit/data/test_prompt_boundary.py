@@ -1,4 +1,5 @@
-"""Where a prompt ends and an answer begins: merges across the boundary are found, handled and counted, never asserted on."""
+"""Where a prompt ends and an answer begins: merges across the boundary are found, handled and counted, never asserted
+on."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_answer_of_a_tokenizer_that_puts_a_space_before_texts_gets_none() -> Non
     assert chat.tokenizer.convert_ids_to_tokens(turn.response) == ["b", "c", "<eos>"]
 
 
-# -- text that holds the template already -----------------------------------------------------------------------------------
+# -- text that holds the template already ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_templated_prompt_starts_as_the_tokenizer_starts_texts() -> None:
     assert chat.templated_turn("<eos>2+2?", "4")[0] == "<eos>2+2?"
 
 
-# -- what identifies tokens and template --------------------------------------------------------------------------------------
+# -- what identifies tokens and template -------------------------------------------------------------------------------
 
 
 def test_fingerprints_tell_tokenizers_and_templates_apart() -> None:

@@ -1,4 +1,5 @@
-"""Labelled traces as groups to learn from: what a group holds in tokens, what is trained, and what is left out and why."""
+"""Labelled traces as groups to learn from: what a group holds in tokens, what is trained, and what is left out and
+why."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_modified_first_fit_beats_first_fit_where_it_should() -> None:
     assert modified <= math.ceil(71 / 60 * math.ceil(sum(sizes) / capacity) + 1)
 
 
-# -- the plain definitions, without any search structure ------------------------------------------------------------------
+# -- the plain definitions, without any search structure ---------------------------------------------------------------
 
 
 def slow_first_fit(sizes: list[int], order: list[int], capacity: int) -> list[list[int]]:

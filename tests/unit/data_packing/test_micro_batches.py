@@ -1,4 +1,5 @@
-"""Micro-batches of an optimizer batch: every response once, groups together where asked, the same count on every rank."""
+"""Micro-batches of an optimizer batch: every response once, groups together where asked, the same count on every
+rank."""
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_work_is_spread_over_the_ranks() -> None:
     assert [sum(cost(batch, micro) for micro in rank) for rank in plan] == [43, 43]
 
 
-# -- precomputed packs ------------------------------------------------------------------------------------------------------
+# -- precomputed packs -------------------------------------------------------------------------------------------------
 
 
 def in_packs(batch: TokenBatch, packs: list[int]) -> TokenBatch:
@@ -160,7 +161,7 @@ def test_nothing_is_lost_from_precomputed_packs(
     assert all(cost(batch, micro) <= budget or len(micro) == 2 for micro in micro_batches)
 
 
-# -- how full micro-batches are ----------------------------------------------------------------------------------------------
+# -- how full micro-batches are ----------------------------------------------------------------------------------------
 
 
 @given(pairs=st.lists(pair, min_size=1, max_size=8), budget=st.integers(1, 150), ranks=st.integers(2, 4))
@@ -191,7 +192,7 @@ def test_micro_batches_of_a_fixed_number_have_no_room_to_fill() -> None:
     assert packing_metrics(batch, batching, plan_micro_batches(batch, batching), keep_groups_whole=True) == {}
 
 
-# -- what is cut from a batch ---------------------------------------------------------------------------------------------
+# -- what is cut from a batch ------------------------------------------------------------------------------------------
 
 
 def test_a_selection_carries_the_denominators_of_the_whole() -> None:

@@ -1,4 +1,5 @@
-"""Small files of traces for tests: rows as jsonl, gzip or Parquet, and random sets with everything that can go wrong."""
+"""Small files of traces for tests: rows as jsonl, gzip or Parquet, and random sets with everything that can go
+wrong."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 r"""The answer in a text, so that equal answers can vote together in cons@k. Independent of rewards.
 
-Mathematics: the last `\boxed{}`, else a last line `#### …`, else what follows the last "answer is", else the last formula
-between dollars, else the last number; written in one way, so that `1/2`, `\frac{1}{2}` and `0.5` are one answer. Equality
-beyond that (sympy's) is left to the verifier: two spellings that it accepts as equal may vote apart.
+Mathematics: the last `\boxed{}`, else a last line `#### …`, else what follows the last "answer is", else the last
+formula between dollars, else the last number; written in one way, so that `1/2`, `\frac{1}{2}` and `0.5` are one
+answer. Equality beyond that (sympy's) is left to the verifier: two spellings that it accepts as equal may vote apart.
 """
 
 from __future__ import annotations

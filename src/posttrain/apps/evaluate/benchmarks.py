@@ -24,7 +24,8 @@ LETTERS = string.ascii_uppercase
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of a multiple-choice problem in the order in which they are shown, and the letter of the right one."""
+    """The options of a multiple-choice problem in the order in which they are shown, and the letter of the right
+    one."""
 
     options: tuple[str, ...]
     letter: str
@@ -199,8 +200,8 @@ def unknown_benchmark(name: str) -> DataError:
     names = [benchmark.name for benchmark in BENCHMARKS]
     hint = nearest(name, [*names, *(alias for benchmark in BENCHMARKS for alias in benchmark.aliases)])
     return DataError(
-        f"data.dataset_name: unknown benchmark {name!r}{hint}. Known: {', '.join(names)}, mmlu_<LANGUAGE>; or give a hub "
-        "name such as 'org/name', or a path or URL of a .jsonl, .json, .csv or .parquet file"
+        f"data.dataset_name: unknown benchmark {name!r}{hint}. Known: {', '.join(names)}, mmlu_<LANGUAGE>; or give a "
+        "hub name such as 'org/name', or a path or URL of a .jsonl, .json, .csv or .parquet file"
     )
 
 

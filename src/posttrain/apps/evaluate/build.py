@@ -1,4 +1,5 @@
-"""Builds an evaluation from its config: problems, environment, and the folder of the results. The model is in `model.py`.
+"""Builds an evaluation from its config: problems, environment, and the folder of the results. The model is in
+`model.py`.
 
 Errors in the config and the data are found before a model is loaded. A finished evaluation loads none.
 """

@@ -1,9 +1,10 @@
-"""Two evaluations of the same problems compared: which is better, by how much, with what certainty, and where they differ.
+"""Two evaluations of the same problems compared: which is better, by how much, with what certainty, and where they
+differ.
 
-Everything is paired by problem. Where each problem is passed or failed (0 or 1 on both sides) the test is McNemar's, exact:
-of the problems that changed, how likely is a split at least as uneven if both directions were equally likely? Otherwise the
-signs of the differences are flipped at random (keyed), a test of their mean. Problems that one side could not score are
-left out and counted. The page is in `comparison_html.py`.
+Everything is paired by problem. Where each problem is passed or failed (0 or 1 on both sides) the test is McNemar's,
+exact: of the problems that changed, how likely is a split at least as uneven if both directions were equally likely?
+Otherwise the signs of the differences are flipped at random (keyed), a test of their mean. Problems that one side could
+not score are left out and counted. The page is in `comparison_html.py`.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def check_same_problems(first: Evaluation, second: Evaluation) -> None:
     }
     found = "; ".join(f"{len(ids)} {kind}: {_some(ids)}" for kind, ids in kinds.items() if ids)
     raise EvaluationError(
-        f"the two evaluations are not of the same problems (A has {len(a)}, B has {len(b)}), so they cannot be compared "
-        f"problem by problem. {found}"
+        f"the two evaluations are not of the same problems (A has {len(a)}, B has {len(b)}), so they cannot be "
+        f"compared problem by problem. {found}"
     )
 
 
@@ -206,7 +207,8 @@ def comparison_lines(comparison: EvaluationComparison, show: int = 20) -> list[s
         "",
         f"  {'A':<12}{c.first_mean:.4f}",
         f"  {'B':<12}{c.second_mean:.4f}",
-        f"  {'B - A':<12}{c.difference:+.4f}   {100 * interval.confidence:g}% [{interval.low:+.4f}, {interval.high:+.4f}]",
+        f"  {'B - A':<12}{c.difference:+.4f}   {100 * interval.confidence:g}% [{interval.low:+.4f}, "
+        f"{interval.high:+.4f}]",
         f"  {'test':<12}{c.test}: p = {c.p_value:.4g}",
         f"  {'verdict':<12}{c.verdict}",
         "",

@@ -55,7 +55,8 @@ class EvaluationFolder:
             lock.enter_context(locked(path / LOCK_FILE, wait_s=0))
         except LockHeld as held:
             raise FolderHeld(
-                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set eval.save_path"
+                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set "
+                "eval.save_path"
             ) from None
         except OSError as error:
             raise EvaluationError(

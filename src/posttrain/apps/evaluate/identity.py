@@ -1,8 +1,9 @@
 """The identity of an evaluation: model, problems, prompts, sampling and judge. Metrics are not part of it.
 
-A resumed evaluation must have the same identity. Two evaluations are compared (by `posttrain eval compare` and the gate) if
-their judges are the same, and their thresholds where a metric uses one; other settings that change answers are reported. Files
-are compared by their content, which `identity.json` holds; in a folder without it, only settings can be compared.
+A resumed evaluation must have the same identity. Two evaluations are compared (by `posttrain eval compare` and the
+gate) if their judges are the same, and their thresholds where a metric uses one; other settings that change answers are
+reported. Files are compared by their content, which `identity.json` holds; in a folder without it, only settings can be
+compared.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def files_digest(values: object) -> dict[str, str]:
     return {str(file): found for file, found in zip(files, hash_files(files), strict=True)}
 
 
-# -- what decides how answers are scored: the settings of a judge, and the content of the files that they name ----------
+# -- what decides how answers are scored: the settings of a judge, and the content of the files that they name ---------
 
 
 def judge_settings(env: Mapping[str, object]) -> dict[str, object]:
@@ -122,7 +123,7 @@ def _shown(value: object) -> object:
     return f"{value[_NAMED]} (content {value[_CONTENT][:8]})" if _is_content(value) else value
 
 
-# -- the same evaluation again ------------------------------------------------------------------------------------------
+# -- the same evaluation again -----------------------------------------------------------------------------------------
 
 
 def plain_identity(identity: Mapping[str, object]) -> dict[str, object]:
@@ -154,7 +155,7 @@ def _difference(key: str, before: object, now: object) -> str:
     return f"{key} was {before!r:.100} and is {now!r:.100}"
 
 
-# -- two evaluations ----------------------------------------------------------------------------------------------------
+# -- two evaluations ---------------------------------------------------------------------------------------------------
 
 
 def why_incomparable(

@@ -20,7 +20,8 @@ _RESAMPLES_AT_ONCE = 1 << 22  # indices drawn together
 
 
 def per_problem(problems: Sequence[ProblemResult], metric: str, pass_threshold: float = 1.0) -> list[float | None]:
-    """The metric of each problem, in order. Accepts `mean_length_tokens`, `truncation_rate` and `unscored_rate` as well."""
+    """The metric of each problem, in order. Accepts `mean_length_tokens`, `truncation_rate` and `unscored_rate` as
+    well."""
     if metric == LENGTH:
         known = [[s.num_tokens for s in p.samples if s.finish_reason and s.num_tokens is not None] for p in problems]
         return [_mean([float(length) for length in lengths]) for lengths in known]

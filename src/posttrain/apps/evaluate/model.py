@@ -1,8 +1,8 @@
-"""The model under evaluation: a server, or engines, one in this process or one on each GPU of the cluster, which share the
-problems.
+"""The model under evaluation: a server, or engines, one in this process or one on each GPU of the cluster, which share
+the problems.
 
-Each engine has the whole model and is independent of the others. Sampling noise is keyed by problem and sample, so answers
-do not depend on how many engines there are.
+Each engine has the whole model and is independent of the others. Sampling noise is keyed by problem and sample, so
+answers do not depend on how many engines there are.
 """
 
 from __future__ import annotations

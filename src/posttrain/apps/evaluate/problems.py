@@ -41,8 +41,8 @@ _ID_COLUMNS = ("id", "unique_id", "problem_id")
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems are tasks whose `draw` is their place in the dataset and whose `prompt` is the dataset's own wording,
-    choices included, before prompt file and chat template. They have no tokens yet."""
+    """The problems are tasks whose `draw` is their place in the dataset and whose `prompt` is the dataset's own
+    wording, choices included, before prompt file and chat template. They have no tokens yet."""
 
     name: str  # as results call it
     benchmark: Benchmark
@@ -125,7 +125,8 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
 
 
 def _files_of_subset(path: str, benchmark: Benchmark, data: EvalDataConfig) -> list[str]:
-    """In a folder that was fetched from the hub: the files of the benchmark's subset. It may hold those of others, too."""
+    """In a folder that was fetched from the hub: the files of the benchmark's subset. It may hold those of others,
+    too."""
     folder = Path(path).expanduser()
     subsets = (data.subset,) if data.subset else tuple(name for name in benchmark.subsets if name is not None)
     if not subsets or not folder.is_dir():
@@ -144,8 +145,9 @@ def _as_words(name: str) -> str:
 def _how_to_fetch(benchmark: Benchmark, error: DataError) -> str:
     page = f"https://huggingface.co/datasets/{benchmark.hub}"
     return (
-        f"data.dataset_name: {benchmark.name} is a gated dataset. Accept its terms at {page} and log in (`hf auth login`, or set "
-        f"HF_TOKEN); or fetch {benchmark.name}.csv from there and set data.data_path={benchmark.name}.csv. The hub said: {error}"
+        f"data.dataset_name: {benchmark.name} is a gated dataset. Accept its terms at {page} and log in (`hf auth "
+        f"login`, or set HF_TOKEN); or fetch {benchmark.name}.csv from there and set "
+        f"data.data_path={benchmark.name}.csv. The hub said: {error}"
     )
 
 
@@ -157,8 +159,8 @@ def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
     fits = ending == file_format or ending not in _FORMATS or {ending, file_format} == {"json", "jsonl"}
     if file_format is not None and not fits:
         raise DataError(
-            f"data.file_format: {file_format} does not fit {path}, a .{ending} file; set data.file_format=null, or name a "
-            f"{file_format} file"
+            f"data.file_format: {file_format} does not fit {path}, a .{ending} file; set data.file_format=null, or "
+            f"name a {file_format} file"
         )
     try:
         yield from read_file(filesystem, location, plain, file_format)

@@ -1,8 +1,8 @@
 """Runs an evaluation: problems in batches through a rollout source, each batch saved before the next begins.
 
-Batches are cut by the place of a problem in its dataset, whatever is finished already, and a batch of which only a part was
-saved is repeated as a whole. So a problem always shares a batch with the same others, and an interrupted evaluation gives
-the same answers as an uninterrupted one.
+Batches are cut by the place of a problem in its dataset, whatever is finished already, and a batch of which only a part
+was saved is repeated as a whole. So a problem always shares a batch with the same others, and an interrupted evaluation
+gives the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations

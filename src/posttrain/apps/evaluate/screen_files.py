@@ -1,8 +1,8 @@
 """The files of a screening: kept rows in NAME.jsonl, all rewards in NAME.screen.jsonl, their settings in
 NAME.screen.json.
 
-Rewards are appended batch by batch and reach the disk before the next batch begins. The first line of their file is what
-determines them. So an interrupted screening can continue, and another range of rewards needs no new samples.
+Rewards are appended batch by batch and reach the disk before the next batch begins. The first line of their file is
+what determines them. So an interrupted screening can continue, and another range of rewards needs no new samples.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ScreenFiles:
             files._lock.enter_context(locked(out.with_name(f".{out.stem}.screen.lock"), wait_s=0))
         except LockHeld as held:
             raise FolderHeld(
-                f"--out {out}: {held.holder or 'another process'} is screening into this file; wait for it, or name another"
+                f"--out {out}: {held.holder or 'another process'} is screening into this file; wait for it, or name "
+                "another"
             ) from None
         try:
             files._read(plain_identity(identity))

@@ -1,8 +1,10 @@
-"""Which prompts a GRPO run can learn from: answers are sampled with the run's own model and settings, and scored by its rewards.
+"""Which prompts a GRPO run can learn from: answers are sampled with the run's own model and settings, and scored by its
+rewards.
 
-A prompt is kept if its mean reward is within a range and its rewards differ, as GRPO learns from differences within a group. An
-unscored answer is ignored, not counted as wrong. Prompts are measured in a seeded order, so any part of them is a random sample;
-sampling noise is keyed by prompt and answer, and differs from that of training, which begins with step 1.
+A prompt is kept if its mean reward is within a range and its rewards differ, as GRPO learns from differences within a
+group. An unscored answer is ignored, not counted as wrong. Prompts are measured in a seeded order, so any part of them
+is a random sample; sampling noise is keyed by prompt and answer, and differs from that of training, which begins with
+step 1.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class RewardRange:
     def check(self, rewards: Sequence[float]) -> None:
         if self.is_default and rewards and not 0 <= min(rewards) <= max(rewards) <= 1:
             raise InputError(
-                f"rewards from {min(rewards):g} to {max(rewards):g} were measured, and without --keep rewards are taken to be "
-                "from 0 to 1; give --keep LOW:HIGH in units of the reward. What was measured is saved"
+                f"rewards from {min(rewards):g} to {max(rewards):g} were measured, and without --keep rewards are "
+                "taken to be from 0 to 1; give --keep LOW:HIGH in units of the reward. What was measured is saved"
             )
 
 
@@ -110,8 +112,8 @@ class Screening:
         entries = read_entries(self.config.data.train, self.config.data.default)
         if len(entries) > 1:
             raise InputError(
-                f"data.train lists {len(entries)} datasets, and the rows of one file are read in one way; screen one at a time: "
-                "data.train='{dataset_name: …, data_path: …}'"
+                f"data.train lists {len(entries)} datasets, and the rows of one file are read in one way; screen one "
+                "at a time: data.train='{dataset_name: …, data_path: …}'"
             )
         entry = entries[0].model_copy(update={"repeat": None})
         if entry.holds_recorded_groups:
@@ -128,8 +130,8 @@ class Screening:
         dataset = self.recipe.load_tasks(self.entry, chat)
         if self.entry.split_validation_size and self.config.data.validation is None:
             self.say(
-                "data.train.split_validation_size: a run on the kept rows validates on some of them, so its accuracy cannot be "
-                "compared with that of a run on all rows; set data.validation for that"
+                "data.train.split_validation_size: a run on the kept rows validates on some of them, so its accuracy "
+                "cannot be compared with that of a run on all rows; set data.validation for that"
             )
         for reason, count in dataset.dropped.items():
             self.say(f"data.train: {count} rows left out: {reason}")
@@ -267,8 +269,8 @@ def measure(
     deadline: SaveDeadline,
     interruption: Interruption,
 ) -> None:
-    """Batch after batch, each saved before the next begins, until a signal or the time limit. A batch that a signal interrupts
-    is left out."""
+    """Batch after batch, each saved before the next begins, until a signal or the time limit. A batch that a signal
+    interrupts is left out."""
     deadline.start()
     for size in batch_sizes:
         if interruption.is_asked() or deadline.must_save_now():
@@ -291,7 +293,8 @@ def measure(
 
 
 def histogram(means: Sequence[float]) -> list[tuple[float, float, int]]:
-    """(lowest, highest, how many): one for each value where they are few, as of rewards 0 and 1, otherwise ten equal parts."""
+    """(lowest, highest, how many): one for each value where they are few, as of rewards 0 and 1, otherwise ten equal
+    parts."""
     values = Counter(means)
     if len(values) <= _MAX_VALUES:
         return [(value, value, values[value]) for value in sorted(values)]
@@ -303,8 +306,9 @@ def _why_none(summary: JsonObject) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in summary["prompts"].items() if count)
     means = ", ".join(f"{low:.3g} ({count})" for low, _, count in sorted(summary["histogram"], key=lambda b: -b[2])[:5])
     return (
-        f"no prompt has a mean reward within --keep {summary['keep'][0]:g}:{summary['keep'][1]:g} and answers that differ: "
-        f"{counts}. The most frequent mean rewards (prompts): {means or 'none'}. Another --keep samples nothing again"
+        f"no prompt has a mean reward within --keep {summary['keep'][0]:g}:{summary['keep'][1]:g} and answers that "
+        f"differ: {counts}. The most frequent mean rewards (prompts): {means or 'none'}. Another --keep samples "
+        "nothing again"
     )
 
 

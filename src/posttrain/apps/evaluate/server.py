@@ -38,7 +38,8 @@ class ServedCompletion(Completion):
 class OpenAiServer:
     """A `roles.Engine`: OpenAI's chat or text completions, through a bounded number of connections.
 
-    A request that failed after all attempts is a completion with `error`: it stays unscored and is never a wrong answer.
+    A request that failed after all attempts is a completion with `error`: it stays unscored and is never a wrong
+    answer.
     """
 
     url: str
@@ -116,8 +117,8 @@ class OpenAiServer:
             raise
         if all(answer.error is not None for answer in answers):
             raise InputError(
-                f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished before "
-                "is saved, and the same command goes on with the rest"
+                f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished "
+                "before is saved, and the same command goes on with the rest"
             )
         return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
@@ -183,8 +184,8 @@ class OpenAiServer:
 def _in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
     """`work` of every item, in their order; the first error ends it.
 
-    As ThreadPoolExecutor.map, but Ctrl-C does not wait: these are daemon threads, while a request may run for as long as its
-    time-out allows.
+    As ThreadPoolExecutor.map, but Ctrl-C does not wait: these are daemon threads, while a request may run for as long
+    as its time-out allows.
     """
     found: dict[int, _Result] = {}
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # what each thread ended with

@@ -95,7 +95,8 @@ class ConversionInput:
         for key, (saved, given) in pairs.items():
             if given is not None and saved != given:
                 raise ConversionError(
-                    f"the config does not match the checkpoint: {key} is {saved} by {own}, but {given} by {self.base_origin}"
+                    f"the config does not match the checkpoint: {key} is {saved} by {own}, but {given} by "
+                    f"{self.base_origin}"
                 )
 
     @cached_property
@@ -173,8 +174,8 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if not path.is_dir():
         if not looks_like_hub_name(text):
             raise ConversionError(
-                f"no folder {text!r}; accepted: a checkpoint (step_N, or its policy/weights), a run's folder, a folder with "
-                "torch DCP weights, a Hugging Face folder, a peft adapter, or a hub name"
+                f"no folder {text!r}; accepted: a checkpoint (step_N, or its policy/weights), a run's folder, a folder "
+                "with torch DCP weights, a Hugging Face folder, a peft adapter, or a hub name"
             )
         path = _local_folder(text)
     checkpoint = find_checkpoint(path, say)
@@ -198,7 +199,8 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if config is not None:  # it provides the model's lineage; a file without it would lose the lineage silently
         if "policy" not in run_config:
             raise ConversionError(
-                f"{config} is no config of a training run: it has no section policy; accepted: the run's step_N/config.yaml"
+                f"{config} is no config of a training run: it has no section policy; accepted: the run's "
+                "step_N/config.yaml"
             )
         if base is None and not (run_config["policy"] or {}).get("model_name"):
             raise ConversionError(f"{config} has no policy.model_name, so the model that was trained is unknown")
@@ -262,8 +264,8 @@ def _base_model(folder: Path, run_config: JsonMapping, config_file: Path | None,
     if config_file is not None:
         raise ConversionError(f"{config_file} has no policy.model_name, so the model's architecture is unknown")
     raise ConversionError(
-        f"{folder} does not describe the model's architecture: there is no config.json. Give the run's config.yaml with "
-        "--config, or the model that was trained with --base"
+        f"{folder} does not describe the model's architecture: there is no config.json. Give the run's config.yaml "
+        "with --config, or the model that was trained with --base"
     )
 
 
@@ -296,7 +298,8 @@ def read_model_config(place: str, overrides: JsonMapping, named: str) -> Pretrai
             changed = f" (with policy.hf_config_overrides {dict(overrides)})" if overrides else ""
             raise ConversionError(f"{config_file_of(named)}{changed}: {reason}") from error
         raise ConversionError(
-            f"the config of {named} cannot be read: {reason_of(error)}. Give the folder of the trained model with --base."
+            f"the config of {named} cannot be read: {reason_of(error)}. Give the folder of the trained model with "
+            "--base."
         ) from error
     config.use_cache = True  # training turns it off; generation is slow without it
     return config
@@ -313,5 +316,6 @@ def _local_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
     except Exception as error:  # network, rights, spelling: the hub's errors have no common class
         raise ConversionError(
-            f"{name!r} is no local folder and could not be fetched from the hub: {reason_of(error)}. Give its folder with --base"
+            f"{name!r} is no local folder and could not be fetched from the hub: {reason_of(error)}. Give its folder "
+            "with --base"
         ) from error

@@ -113,8 +113,8 @@ def _write_model(folder: Path, source: ConversionInput, settings: ConversionSett
     adapter = source.adapter
     if adapter is not None and adapter.settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
         raise ConversionError(
-            f"{adapter.place} is an adapter of the task {adapter.settings['task_type']!r}; only those of language models "
-            "can be merged. Without --merge-lora it is converted as an adapter"
+            f"{adapter.place} is an adapter of the task {adapter.settings['task_type']!r}; only those of language "
+            "models can be merged. Without --merge-lora it is converted as an adapter"
         )
     weights = source.weights if adapter is None else MergedSource(source.weights, adapter)
     plan = {name: _converted(facts, settings.dtype) for name, facts in weights.facts.items()}
@@ -171,17 +171,17 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
             f"{name}{place} of {where} is {float(read[tuple(place)]):g}, too large for {written.dtype}"
         )
     raise ConversionError(
-        f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: {float(written[tuple(place)])}. "
-        "The checkpoint is unusable; take an earlier one"
+        f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: "
+        f"{float(written[tuple(place)])}. The checkpoint is unusable; take an earlier one"
     )
 
 
 def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
     """Families whose files hold other tensors than the model: mixtures of experts, models with a vision tower.
 
-    Such an adapter is for the model's own tensors (all experts of a layer are one), so it cannot be merged into the tensors of
-    the files one at a time. transformers and peft load the model whole; peft merges in float32, rounded once: to `dtype`, or
-    to the base model's; transformers writes the files.
+    Such an adapter is for the model's own tensors (all experts of a layer are one), so it cannot be merged into the
+    tensors of the files one at a time. transformers and peft load the model whole; peft merges in float32, rounded
+    once: to `dtype`, or to the base model's; transformers writes the files.
     """
     from transformers import AutoModelForCausalLM
 
@@ -190,8 +190,8 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
         pass
     if not fits_into_memory(source.shape):
         raise ConversionError(
-            f"{source.folder} is an adapter of {source.shape.config.model_type}, which is merged with the whole model in "
-            "memory in float32, and there is not enough of it. Without --merge-lora it is converted as an adapter"
+            f"{source.folder} is an adapter of {source.shape.config.model_type}, which is merged with the whole model "
+            "in memory in float32, and there is not enough of it. Without --merge-lora it is converted as an adapter"
         )
     kept = {facts.dtype for facts in SafetensorsSource(source.base_folder).facts.values()}
     dtype = DTYPES[settings.dtype] if settings.dtype else kept.pop() if len(kept) == 1 else torch.float32
@@ -213,8 +213,8 @@ def _adapter_tensors(source: ConversionInput) -> SafetensorsSource:
     """The adapter of such a family, under peft's own names."""
     if source.source is not None:
         raise ConversionError(
-            f"{source.folder} holds LoRA weights of {source.shape.config.model_type} in shards; adapters of this family can "
-            "be converted only from a peft folder (adapter_config.json and adapter_model.safetensors)"
+            f"{source.folder} holds LoRA weights of {source.shape.config.model_type} in shards; adapters of this "
+            "family can be converted only from a peft folder (adapter_config.json and adapter_model.safetensors)"
         )
     return SafetensorsSource(source.folder, [source.folder / "adapter_model.safetensors"])
 
@@ -243,7 +243,7 @@ def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSe
     return 1
 
 
-# -- what else is in the folder ------------------------------------------------------------------------------------------
+# -- what else is in the folder ----------------------------------------------------------------------------------------
 
 
 def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
@@ -281,12 +281,12 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
     except Exception as error:  # a file of the tokenizer that is not one may raise anything
         raise ConversionError(
-            f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
-            "--base"
+            f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained "
+            "with --base"
         ) from error
 
 
-# -- verification --------------------------------------------------------------------------------------------------------
+# -- verification ------------------------------------------------------------------------------------------------------
 
 
 def _verify(
@@ -311,8 +311,9 @@ def _verify(
     verification = compare(reference, found, how=how, rounded=rounded, without_adapter=without)
     if verification.drowns_adapter and not as_adapter:
         say(
-            f"warning: rounding the merged weights to 16 bits changed logits by up to {verification.max_difference:.3g}, the "
-            f"adapter by {verification.adapter_effect:.3g}: much of the training is lost. --dtype float32 keeps it"
+            "warning: rounding the merged weights to 16 bits changed logits by up to "
+            f"{verification.max_difference:.3g}, the adapter by {verification.adapter_effect:.3g}: much of the "
+            "training is lost. --dtype float32 keeps it"
         )
     return verification
 

@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a GGUF file for llama.cpp. The file is read back and compared before it is renamed.
 
-Families: Llama (and Mistral without a sliding window), Qwen2, Qwen3. Number formats: f32, f16, bf16, q8_0 (blocks of 32 with
-one scale); norms and biases stay f32, as llama.cpp requires. Weights are processed one at a time. The reverse is
+Families: Llama (and Mistral without a sliding window), Qwen2, Qwen3. Number formats: f32, f16, bf16, q8_0 (blocks of 32
+with one scale); norms and biases stay f32, as llama.cpp requires. Weights are processed one at a time. The reverse is
 `models/gguf_import.py`.
 """
 

@@ -1,8 +1,8 @@
 """Writes a byte-level BPE tokenizer to GGUF: tokens, their types, merges, special ids, chat template.
 
 llama.cpp pre-tokenizes with its own code, selected by a name. Common rules are recognised from tokenizer.json. For any
-other the user has to give the name (--gguf-pre): a wrong one would split text wrongly and silently. SentencePiece tokenizers
-are not supported.
+other the user has to give the name (--gguf-pre): a wrong one would split text wrongly and silently. SentencePiece
+tokenizers are not supported.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_
     name = pre or pre_tokenizer_name(backend)
     if name is None:
         raise InputError(
-            "llama.cpp's name of the tokenizer's pre_tokenizer is unknown: it is none of gpt-2, smollm, qwen2, llama-bpe. "
-            "Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
+            "llama.cpp's name of the tokenizer's pre_tokenizer is unknown: it is none of gpt-2, smollm, qwen2, "
+            "llama-bpe. Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
         )
     tokens, kinds = _tokens(tokenizer, vocab_size, gguf.TokenType)
     writer.add_tokenizer_model("gpt2")
@@ -77,7 +77,8 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
     decoders = [decoder, *decoder.get("decoders", [])]
     if backend["model"]["type"] != "BPE" or not any(each.get("type") == "ByteLevel" for each in decoders):
         raise InputError(
-            f"the tokenizer is a {backend['model']['type']} of another kind; GGUF files are written for byte-level BPE tokenizers"
+            f"the tokenizer is a {backend['model']['type']} of another kind; GGUF files are written for byte-level BPE "
+            "tokenizers"
         )
     return backend
 

@@ -2,8 +2,8 @@
 
     W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rslora
 
-Supported: plain LoRA on linear layers, peft's per-layer patterns, and modules that were trained in full. DoRA, adapters of
-embeddings and trained biases are refused with a message.
+Supported: plain LoRA on linear layers, peft's per-layer patterns, and modules that were trained in full. DoRA, adapters
+of embeddings and trained biases are refused with a message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weig
 
 @dataclass(frozen=True)
 class Adapter:
-    """`factors` holds `<module>.lora_A.weight` and `<module>.lora_B.weight`; `whole` weights that replace the model's."""
+    """`factors` holds `<module>.lora_A.weight` and `<module>.lora_B.weight`; `whole` weights that replace the
+    model's."""
 
     place: Path
     factors: WeightSource
@@ -154,8 +155,8 @@ class MergedSource:
         makes = (a[1], b[0]) if self._adapter.settings.get("fan_in_fan_out") else (b[0], a[1])
         if a[0] != b[1] or makes != self._base.facts[name].shape:
             raise InputError(
-                f"{self._adapter.place}: the adapter of {module} is for a weight of shape {list(makes)}, but that of the base "
-                f"model {self._base.place} is {list(self._base.facts[name].shape)}"
+                f"{self._adapter.place}: the adapter of {module} is for a weight of shape {list(makes)}, but that of "
+                f"the base model {self._base.place} is {list(self._base.facts[name].shape)}"
             )
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

@@ -177,7 +177,8 @@ def _usage_section(facts: JsonMapping, name: str, *, scores_answers: bool) -> st
             *load,
             f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
             'chat = [{"role": "user", "content": "…"}]',
-            'inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+            "inputs = tokenizer.apply_chat_template("
+            'chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
             'answer = model.generate(**inputs, max_new_tokens=256)[0, inputs["input_ids"].shape[1]:]',
             "print(tokenizer.decode(answer, skip_special_tokens=True))",
         ]
@@ -185,7 +186,8 @@ def _usage_section(facts: JsonMapping, name: str, *, scores_answers: bool) -> st
 
 
 def _evaluation_section(source: ConversionInput, facts: JsonMapping) -> str:
-    """The validation of the run: before training, where it was measured, and at the checkpoint; and the doctor's verdict."""
+    """The validation of the run: before training, where it was measured, and at the checkpoint; and the doctor's
+    verdict."""
     if source.checkpoint is None or facts["step"] is None:
         return ""
     rows = [row for row in read_rows(_metrics_file(source)) if row["step"] <= facts["step"]]

@@ -1,7 +1,7 @@
 """A converted copy of the model in each checkpoint, made here or in another process while training continues.
 
-As a program (a checkpoint's folder, and "merge" or "keep" for LoRA) it ends when its standard input does, so that it does not
-write into the folder of a run that was killed.
+As a program (a checkpoint's folder, and "merge" or "keep" for LoRA) it ends when its standard input does, so that it
+does not write into the folder of a run that was killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PERIOD_S = 0.1
 class PeriodicExport:
     """`checkpointing.save_consolidated`: each checkpoint gets a converted copy of the model, in `step_N/hf`.
 
-    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are
-    not finite, a missing base model), the checkpoint is saved without it.
+    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that
+    are not finite, a missing base model), the checkpoint is saved without it.
     """
 
     warn: Callable[[str], None]

@@ -1,9 +1,9 @@
 """Compares the logits of the converted model with those of its source, on tokens spread over the vocabulary.
 
 The source is run *streamed*: the weights of a module are read before its forward pass and dropped after it, so that one
-module is in memory at a time. An adapter is applied as in training, next to the layer and not merged, so that an error in
-merging is detected. The converted folder is loaded by transformers (and peft), as its users will load it. If the memory is
-too small for that, it is run streamed as well.
+module is in memory at a time. An adapter is applied as in training, next to the layer and not merged, so that an error
+in merging is detected. The converted folder is loaded by transformers (and peft), as its users will load it. If the
+memory is too small for that, it is run streamed as well.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def compare(
     tolerance = _ROUNDED if rounded else _EXACT
     if not math.isfinite(difference) or difference > tolerance * spread:
         raise InputError(
-            f"the converted model's logits differ from the source's by up to {difference:.3g}, where {tolerance * spread:.3g} "
-            "is accepted; nothing was written"
+            f"the converted model's logits differ from the source's by up to {difference:.3g}, where "
+            f"{tolerance * spread:.3g} is accepted; nothing was written"
         )
     effect = None if without_adapter is None else float((reference - without_adapter).abs().max())
     return Verification(how, difference, spread, tolerance, effect)
@@ -161,7 +161,8 @@ def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None
 
 
 def _loader(shape: WeightShapes) -> Any:
-    """The class that users load such a model with. It follows the folder's model_type, so a wrong one is detected here."""
+    """The class that users load such a model with. It follows the folder's model_type, so a wrong one is detected
+    here."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     def task(model_class: type[PreTrainedModel]) -> str:

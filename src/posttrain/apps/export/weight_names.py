@@ -1,7 +1,8 @@
 """Maps saved tensors to the weights that a model needs according to its config.
 
-Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`). Their prefixes
-and infixes are removed. Shapes are compared, so that the config of another model is detected before anything is written.
+Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`). Their
+prefixes and infixes are removed. Shapes are compared, so that the config of another model is detected before anything
+is written.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
         made_for = getattr(found, "config_class", None)
         if not isinstance(made_for, type) or not isinstance(config, made_for):
             raise MismatchError(
-                f"architectures names {name}, which is no model of model_type {config.model_type!r}; one of the two is wrong"
+                f"architectures names {name}, which is no model of model_type {config.model_type!r}; one of the two is "
+                "wrong"
             )
         return found
     try:
@@ -176,11 +178,12 @@ def _check(
             )
     if missing:
         raise MismatchError(
-            f"{source.place} has no weights for {len(missing)} of the {len(shape.shapes)} parameters that {shape.origin} "
-            f"describes, among them {missing[0]}. Is a shard missing, or is it the config of another model?"
+            f"{source.place} has no weights for {len(missing)} of the {len(shape.shapes)} parameters that "
+            f"{shape.origin} describes, among them {missing[0]}. Is a shard missing, or is it the config of another "
+            "model?"
         )
     if unexpected:
         raise MismatchError(
-            f"{source.place} holds {len(unexpected)} weights that {shape.origin} does not describe, among them {unexpected[0]} "
-            f"in {source.where(saved[unexpected[0]])}. Is it the config of another model?"
+            f"{source.place} holds {len(unexpected)} weights that {shape.origin} does not describe, among them "
+            f"{unexpected[0]} in {source.where(saved[unexpected[0]])}. Is it the config of another model?"
         )

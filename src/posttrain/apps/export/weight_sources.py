@@ -35,7 +35,8 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Safetensors files of one folder: a Hugging Face model in one file or several, or parts as sharded training saves them."""
+    """Safetensors files of one folder: a Hugging Face model in one file or several, or parts as sharded training saves
+    them."""
 
     def __init__(self, place: Path, files: Sequence[Path] | None = None) -> None:
         self.place = place
@@ -68,7 +69,8 @@ def _files_of(folder: Path) -> list[Path]:
     numbers = {int(match[1]) for file in files if (match := _SHARD_NUMBER.match(file.name))}
     if numbers and (lacking_numbers := sorted(set(range(1, max(numbers) + 1)) - numbers)):
         raise InputError(
-            f"{folder}: shard {lacking_numbers[0]} of at least {max(numbers)} is missing (shard-{lacking_numbers[0]:05d}-…)"
+            f"{folder}: shard {lacking_numbers[0]} of at least {max(numbers)} is missing "
+            f"(shard-{lacking_numbers[0]:05d}-…)"
         )
     return files
 

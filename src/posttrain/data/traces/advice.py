@@ -88,8 +88,8 @@ def _decide(found: TraceStatistics, diverse: bool, clear: bool, noisy: bool, qui
         )
     if found.prompts_with_signal < FEW_PROMPTS and _share(found.prompts_with_signal, found.pairs.prompts) < USABLE:
         return "GRPO with fresh answers", (
-            f"only {found.prompts_with_signal} of {found.pairs.prompts} prompts have recorded answers with different rewards; "
-            "sample new answers to these prompts and score them"
+            f"only {found.prompts_with_signal} of {found.pairs.prompts} prompts have recorded answers with different "
+            "rewards; sample new answers to these prompts and score them"
         )
     if noisy:
         return "GRPO", "the labels are noisy, and the order within a prompt survives noise better than a threshold"
@@ -126,8 +126,8 @@ def _clear(found: TraceStatistics) -> Criterion:
     holds = signal > 0 and _share(pairs, signal) >= CLEAR_PROMPTS and between <= BETWEEN_AT_MOST
     margin = "" if found.pairs.mean_margin is None else f", {found.pairs.mean_margin:.2f} apart on average"
     numbers = (
-        f"{pairs} of {signal} prompts with different rewards yield a pair{margin}; {between:.0%} of the traces lie between "
-        f"{found.rules.rejected_below:g} and {found.rules.preferred:g}"
+        f"{pairs} of {signal} prompts with different rewards yield a pair{margin}; {between:.0%} of the traces lie "
+        f"between {found.rules.rejected_below:g} and {found.rules.preferred:g}"
     )
     return Criterion("preferred and not preferred are clearly apart", "DPO", holds, numbers)
 
@@ -156,8 +156,8 @@ def _cautions(found: TraceStatistics, method: Method) -> list[str]:
     if found.prompts_with_signal and not found.pairs.pairs and not (found.preferred and found.rejected):
         cautions.append(
             f"rewards go from {found.reward_min:.4g} to {found.reward_max:.4g}, the thresholds are "
-            f"{found.rules.rejected_below:g} and {found.rules.preferred:g}: set --preferred and --rejected-below to fit, "
-            "or take --strategy by_margin"
+            f"{found.rules.rejected_below:g} and {found.rules.preferred:g}: set --preferred and --rejected-below to "
+            "fit, or take --strategy by_margin"
         )
     if found.read.ids_with_several_prompts:
         cautions.append(

@@ -1,7 +1,7 @@
 """Converts blocks of rows of any shape to one Arrow schema, and such tables to `Trace` values.
 
-In the table, prompts and responses are texts (chat_text.py); `*_is_chat` marks those that are the JSON of a conversation. Rows
-that cannot be used are counted and left out.
+In the table, prompts and responses are texts (chat_text.py); `*_is_chat` marks those that are the JSON of a
+conversation. Rows that cannot be used are counted and left out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ Encoded = TypeVar("Encoded", bound=tuple[object, ...])
 
 @dataclass
 class Draft:
-    """The columns of some rows before conversion to a table. `problem` is the reason that a row cannot be used, or ""."""
+    """The columns of some rows before conversion to a table. `problem` is the reason that a row cannot be used, or
+    ""."""
 
     rows: NDArray[np.int64]
     prompt: pa.Array
@@ -269,8 +270,8 @@ def _from_messages(block: Block, layout: Layout, rows: NDArray[np.int64]) -> Dra
 def _text_column(block: Block, name: str) -> pa.Array:
     """An id as text; numbers are written out.
 
-    Rows that belong together may come as Arrow columns here and as records there, so what is not text or a whole number is
-    written by one and the same code: Arrow's 2.0 is "2" and its true is "true", Python's are "2.0" and "True".
+    Rows that belong together may come as Arrow columns here and as records there, so what is not text or a whole number
+    is written by one and the same code: Arrow's 2.0 is "2" and its true is "true", Python's are "2.0" and "True".
     """
     if not name:
         return pa.nulls(len(block), TEXT)

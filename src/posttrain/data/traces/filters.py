@@ -1,10 +1,10 @@
 """Which rows `TraceFilters` leave out: by their values, block by block; and equal responses, within a unit.
 
-Responses to different prompts are never compared. Nearly equal: the Jaccard similarity of their sets of five-word shingles
-(lower case, white space ignored) reaches a limit. Which responses to compare is found with MinHash (Broder 1997): 64 minima
-of each set in 16 bands of 4; two responses are compared when a band agrees, and then by their sets, so a near duplicate is
-never a guess. At a similarity of 0.7 one pair in 80 is overlooked by the bands, at 0.9 none in a million. Memory is that of
-one group.
+Responses to different prompts are never compared. Nearly equal: the Jaccard similarity of their sets of five-word
+shingles (lower case, white space ignored) reaches a limit. Which responses to compare is found with MinHash (Broder
+1997): 64 minima of each set in 16 bands of 4; two responses are compared when a band agrees, and then by their sets, so
+a near duplicate is never a guess. At a similarity of 0.7 one pair in 80 is overlooked by the bands, at 0.9 none in a
+million. Memory is that of one group.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _has_value(block: Block, column: str, wanted: object) -> NDArray[np.bool_]:
 
 
 def _matches(value: object, accepted: Sequence[object]) -> bool:
-    """Whether a value is one of those. Typed at a command line everything is text, so "1" is also 1 and "true" is True."""
+    """Whether a value is one of those. Typed at a command line everything is text, so "1" is also 1 and "true" is
+    True."""
     for one in accepted:
         if value == one and isinstance(value, bool) == isinstance(one, bool):
             return True
@@ -107,7 +108,7 @@ def _matches(value: object, accepted: Sequence[object]) -> bool:
     return False
 
 
-# -- duplicates ---------------------------------------------------------------------------------------------------------
+# -- duplicates --------------------------------------------------------------------------------------------------------
 
 
 def without_duplicates(part: GroupedPart, filters: TraceFilters, files: list[str], report: ReadReport) -> GroupedPart:

@@ -1,9 +1,9 @@
 """Groups traces, and orders what is made of them, without holding the files in memory.
 
-Tables are collected; once they pass a limit they are written to temporary files, cut by the hash of the group, so that a group
-lies in one file whole. A file that is still too large is cut again by other bits of the hash. Then one file after another is
-read and sorted. What comes out does not depend on where the cuts were: each group has its first row in the input, and
-`OrderedRuns` puts them in that order.
+Tables are collected; once they pass a limit they are written to temporary files, cut by the hash of the group, so that
+a group lies in one file whole. A file that is still too large is cut again by other bits of the hash. Then one file
+after another is read and sorted. What comes out does not depend on where the cuts were: each group has its first row in
+the input, and `OrderedRuns` puts them in that order.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class _PartFile:
 
 
 class OrderedRuns(Generic[Made]):
-    """Values in the order of a number, more of them than memory holds: sorted runs on disk, merged while they are read."""
+    """Values in the order of a number, more of them than memory holds: sorted runs on disk, merged while they are
+    read."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -153,8 +154,8 @@ class GroupedPart:
     """A part in the order of its units. Rows are addressed by their position in that order; the table itself is not
     sorted.
 
-    A *unit* is the traces with the same group and the same prompt; with `split_prompts` off, all of a group. Within a unit
-    rows keep the order of the input.
+    A *unit* is the traces with the same group and the same prompt; with `split_prompts` off, all of a group. Within a
+    unit rows keep the order of the input.
     """
 
     table: pa.Table

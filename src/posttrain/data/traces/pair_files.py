@@ -36,8 +36,8 @@ def write_pairs(
 ) -> int:
     """Writes the pairs of the traces and returns how many lines there are. No pair at all is an error, and no file.
 
-    `templated`: prompts that are text hold the chat template already, and are written as texts. NeMo-Aligner takes texts for
-    that. Otherwise a text is a user's message, and is written as a user's message.
+    `templated`: prompts that are text hold the chat template already, and are written as texts. NeMo-Aligner takes
+    texts for that. Otherwise a text is a user's message, and is written as a user's message.
     """
     if not out.name.endswith(ENDINGS):
         raise DataError(f"{out}: pairs are written as jsonl; the name must end in {' or '.join(ENDINGS)}")

@@ -1,7 +1,7 @@
 """From files to groups and pairs: the functions that training and the command line call.
 
-Steps: read blocks, convert them to one schema, filter, group (on disk if needed), remove duplicates, make groups or pairs
-of each unit, and return them in the order in which their prompts first appeared.
+Steps: read blocks, convert them to one schema, filter, group (on disk if needed), remove duplicates, make groups or
+pairs of each unit, and return them in the order in which their prompts first appeared.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def iter_trace_groups(
 ) -> Iterator[TraceGroup]:
     """The traces at `path` (a file, a folder, a pattern, a URL), grouped, in the order in which prompts first appear.
 
-    A group has one prompt and, where there are group ids, one id. With `split_prompts` off a group is an id, whatever the
-    prompts are: then each trace's own `prompt` counts. `report` is filled while the groups are taken and complete after the
-    last one.
+    A group has one prompt and, where there are group ids, one id. With `split_prompts` off a group is an id, whatever
+    the prompts are: then each trace's own `prompt` counts. `report` is filled while the groups are taken and complete
+    after the last one.
     """
     settings = columns or TraceColumns(), filters or TraceFilters()
     reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)
@@ -164,10 +164,12 @@ def iter_pair_rows(
     memory_bytes: int = MEMORY_BYTES,
     on_progress: ProgressCall | None = None,
 ) -> Iterator[PairRow]:
-    """Preference pairs made from the traces at `path`, with NeMo-Aligner's keys, in the order in which prompts first appear.
+    """Preference pairs made from the traces at `path`, with NeMo-Aligner's keys, in the order in which prompts first
+    appear.
 
-    `prompt` is a text or a list of messages, as the traces have it. `chosen_response` and `rejected_response` are the texts of
-    the answers, or lists of messages where a trace goes on for several turns. `chosen_reward`, `rejected_reward`: numbers.
+    `prompt` is a text or a list of messages, as the traces have it. `chosen_response` and `rejected_response` are the
+    texts of the answers, or lists of messages where a trace goes on for several turns. `chosen_reward`,
+    `rejected_reward`: numbers.
     """
     settings = columns or TraceColumns(), filters or TraceFilters()
     reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)

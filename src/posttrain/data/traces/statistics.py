@@ -88,7 +88,8 @@ class TraceStatistics:
 
     @property
     def bin_kinds(self) -> list[str]:
-        """Of each bar whether its rewards are rejected ("low"), preferred ("high") or neither ("mid"), by its middle."""
+        """Of each bar whether its rewards are rejected ("low"), preferred ("high") or neither ("mid"), by its
+        middle."""
         middles = [(left + right) / 2 for left, right in pairwise(self.bin_edges)]
         rules = self.rules
         return ["high" if x >= rules.preferred else "low" if x < rules.rejected_below else "mid" for x in middles]

@@ -1,7 +1,7 @@
 """Types: labelled traces, and the settings for reading them: columns, filters, rules for pairs.
 
-A *trace* is one answer that some model gave to a prompt, with a reward. The traces of one prompt are a *group*. Nothing here
-reads a file, and nothing here needs torch.
+A *trace* is one answer that some model gave to a prompt, with a reward. The traces of one prompt are a *group*. Nothing
+here reads a file, and nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class TraceGroup:
 class TraceColumns:
     """Which column means what. None: the usual name, where the file has it; "": not used; a name: it must be there.
 
-    Three shapes of rows are known. `messages` with `prompt_len`: the first `prompt_len` messages are the prompt; the rest, up to
-    the assistant's last turn, is the response (without that column the response is the last turn). `input` and `output`: each
-    a text or messages. Preference rows with `chosen` and `rejected`: two traces each, with their scores where the row has
-    some, otherwise with the rewards 1 and 0.
+    Three shapes of rows are known. `messages` with `prompt_len`: the first `prompt_len` messages are the prompt; the
+    rest, up to the assistant's last turn, is the response (without that column the response is the last turn). `input`
+    and `output`: each a text or messages. Preference rows with `chosen` and `rejected`: two traces each, with their
+    scores where the row has some, otherwise with the rewards 1 and 0.
     """
 
     input: str | None = None  # usually "input", or "prompt"
@@ -84,7 +84,8 @@ class TraceColumns:
     def __post_init__(self) -> None:
         if self.messages and (self.input or self.output):
             raise DataError(
-                "columns: `messages` holds the prompt and the response; name either it, or `input` and `output`, not both"
+                "columns: `messages` holds the prompt and the response; name either it, or `input` and `output`, not "
+                "both"
             )
         if not self.reward:
             raise DataError("columns: `reward` needs the name of a column; the usual one is 'final_reward'")
@@ -135,7 +136,8 @@ class PairRules:
     - `all`: each preferred one against each rejected one.
     - `one_per_preferred`: each preferred one once; the rejected ones take turns, the worst first.
     - `by_margin`: any two traces whose rewards differ by `min_margin`, wherever the two thresholds are.
-    Pairs come widest margin first, so `max_pairs_per_prompt` keeps the clearest ones; equal ones keep the order of the files.
+    Pairs come widest margin first, so `max_pairs_per_prompt` keeps the clearest ones; equal ones keep the order of the
+    files.
     """
 
     preferred: float = 0.7

@@ -56,7 +56,8 @@ def test_scores_of_an_edited_judge_are_refused(tmp_path: Path, setting: dict[str
     before = judged_by(**setting)
     Path(file).write_text("another")
     one, other = pair(tmp_path / "pair", {"identity": before}, {"identity": judged_by(**setting)})
-    said = r"different judges: env\.[a-z._]+ is '[a-z.:]+ \(content \w{{8}}\)' in {} and '[a-z.:]+ \(content \w{{8}}\)' in {}"
+    content = r"'[a-z.:]+ \(content \w{{8}}\)' in {}"
+    said = rf"different judges: env\.[a-z._]+ is {content} and {content}"
     with pytest.raises(EvaluationError, match=said.format("A", "B")):
         compare(one, other)
     for metric in ("pass@1", "reward"):

@@ -1,4 +1,5 @@
-"""What makes an evaluation another one, and what does not: everything that decides answers or rewards, and nothing else."""
+"""What makes an evaluation another one, and what does not: everything that decides answers or rewards, and nothing
+else."""
 
 from __future__ import annotations
 

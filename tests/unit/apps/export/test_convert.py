@@ -1,4 +1,5 @@
-"""Checkpoints of several formats become folders that plain transformers loads, with equal logits; bad ones become nothing."""
+"""Checkpoints of several formats become folders that plain transformers loads, with equal logits; bad ones become
+nothing."""
 
 from __future__ import annotations
 
@@ -233,7 +234,7 @@ def test_shards_are_planned_in_order_and_within_the_limit() -> None:
     assert list(plan_shards(plan, 10**9)) == ["model.safetensors"]
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 def fails(words: str, source: Path, target: Path, settings: ConversionSettings = NO_VERIFY, **arguments: Any) -> None:
@@ -264,7 +265,8 @@ def test_nan_weight_is_named(model: Path, tmp_path: Path) -> None:
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     fails(
-        r"model\.layers\.1\.mlp\.up_proj\.weight of .*model\.safetensors holds 1 numbers that are not finite, the first at "
+        r"model\.layers\.1\.mlp\.up_proj\.weight of .*model\.safetensors holds 1 numbers that are not finite, the "
+        r"first at "
         r"\[3, 4\]: nan",
         tmp_path / "model",
         tmp_path / "hf",

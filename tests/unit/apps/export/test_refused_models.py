@@ -60,7 +60,7 @@ def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-# -- folders -------------------------------------------------------------------------------------------------------------
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", ["", "notes.txt", "config.json"])
@@ -86,7 +86,7 @@ def test_a_checkpoint_may_have_its_weights_in_model(model: Path, tmp_path: Path,
     assert load_file(tmp_path / "hf/model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
 
-# -- config.json ---------------------------------------------------------------------------------------------------------
+# -- config.json -------------------------------------------------------------------------------------------------------
 
 
 def test_architectures_of_another_family_are_refused(tmp_path: Path, refused: Refused) -> None:
@@ -155,7 +155,7 @@ def test_impossible_config_value_is_quoted_for_gguf(model: Path, tmp_path: Path,
     assert f"{folder}/config.json: " in refused(folder, to=("--gguf", str(tmp_path / "model.gguf")))
 
 
-# -- --config and --base -------------------------------------------------------------------------------------------------
+# -- --config and --base -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gate.yaml", "eval.yaml", "pipelines/demo.yaml"])
@@ -190,7 +190,7 @@ def test_base_must_be_a_folder_or_a_hub_name(
     assert json.loads((tmp_path / "hf/conversion.json").read_text())["base_model"] == "nope/nope"
 
 
-# -- damaged files -------------------------------------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept_bytes", [100, -200])
@@ -262,7 +262,7 @@ def test_unexpected_weights_are_warned_of(model: Path, tmp_path: Path, capsys: p
     assert "holds 9 weights that its config.json does not describe (model.layers.1.input_layernorm.weight, " in said
 
 
-# -- adapters ------------------------------------------------------------------------------------------------------------
+# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
