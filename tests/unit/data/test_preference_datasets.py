@@ -25,6 +25,7 @@ CHAT = ChatFormat(byte_tokenizer(CHATML))
 PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"
 
 ASKED = [{"role": "user", "content": "Hi?"}]
+TRANSCRIPT = "\n\nHuman: a\n\nAssistant:"
 GOOD, BAD = {"role": "assistant", "content": "Yes."}, {"role": "assistant", "content": "No."}
 
 
@@ -103,16 +104,28 @@ def test_prompt_that_both_texts_start_with_is_found_as_trl_finds_it(tmp_path: Pa
     assert expected == {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
 
 
-def test_turns_before_the_answer_follow_the_prompt(tmp_path: Path) -> None:
-    more = [GOOD, {"role": "user", "content": "Sure?"}]
-    row = {"prompt": ASKED, "chosen": [*more, GOOD], "rejected": [*more, BAD]}
-    assert texts(load(tmp_path, [row]))[0] == CHAT.prompt([*ASKED, *more])[0]
+MORE = [GOOD, {"role": "user", "content": "Sure?"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": [*MORE, GOOD], "rejected": [*MORE, BAD]},
+        {"prompt": [*ASKED, *MORE], "chosen": "a", "rejected": "b"},
+    ],
+)
+def test_all_turns_before_the_answer_are_the_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert texts(load(tmp_path, [row]))[0] == CHAT.prompt([*ASKED, *MORE])[0]
 
 
 @pytest.mark.parametrize(
     ("row", "rewards"),
     [
         ({}, (1.0, 0.0)),
+        (
+            {"chosen": None, "context": "Hi?", "response1": "No.", "response2": "Yes.", "overall_preference": 3},
+            (3.0, 0.0),
+        ),
         ({"chosen_reward": 0.9, "rejected_reward": -2}, (0.9, -2.0)),
         ({"score_chosen": 8.0, "score_rejected": 7.5}, (8.0, 7.5)),
         ({"chosen_rating": "4", "rejected_rating": None}, (4.0, 0.0)),
@@ -124,18 +137,12 @@ def test_rewards_of_the_two_answers_are_read(tmp_path: Path, row: dict[str, Any]
     assert (pair.chosen_reward, pair.rejected_reward) == rewards
 
 
-def test_rewards_that_no_row_states_come_from_the_entry(tmp_path: Path) -> None:
+def test_rewards_that_no_row_has_come_from_the_entry(tmp_path: Path) -> None:
     rows = [{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No.", "good": 3.0, "bad": None}]
     pair = load(tmp_path, rows, default_chosen_reward=5.0, default_rejected_reward=0.0)[0]
     assert (pair.chosen_reward, pair.rejected_reward) == (5.0, 0.0)
     named = load(tmp_path, rows, chosen_reward_key="good", rejected_reward_key="bad", default_rejected_reward=-1.0)[0]
     assert (named.chosen_reward, named.rejected_reward) == (3.0, -1.0)
-
-
-def test_strength_of_a_helpsteer_preference_is_its_reward(tmp_path: Path) -> None:
-    row = {"context": ASKED, "response1": "No.", "response2": "Yes.", "overall_preference": 3}
-    pair = load(tmp_path, [row])[0]
-    assert (pair.chosen_reward, pair.rejected_reward) == (3.0, 0.0)
 
 
 def test_rewards_are_part_of_what_a_dataset_is(tmp_path: Path) -> None:
@@ -146,55 +153,38 @@ def test_rewards_are_part_of_what_a_dataset_is(tmp_path: Path) -> None:
     assert marks[0] == marks[1] != marks[2]
 
 
-def test_reward_that_is_no_number_is_dropped_and_one_the_wrong_way_round_is_noted(tmp_path: Path) -> None:
+def test_rewards_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
     row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
-    rows = [{**row, "chosen_reward": value, "rejected_reward": 0.5} for value in (float("nan"), 0.25, 0.75)]
-    pairs = load(tmp_path, rows)
-    assert pairs.dropped == {REWARD_NOT_FINITE: 1}
-    assert pairs.noted == {REVERSED: 1}
-    assert len(pairs) == 2
+    pairs = load(tmp_path, [{**row, "chosen_reward": value, "rejected_reward": 0.5} for value in (0.25, 0.75)])
+    assert (len(pairs), pairs.dropped, pairs.noted) == (2, {}, {REVERSED: 1})
 
 
-def test_transcript_without_an_answer_is_dropped(tmp_path: Path) -> None:
-    bad = {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: d"}
-    good = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: d"}
-    assert load(tmp_path, [bad, good]).dropped == {NO_ANSWER: 1}
-
-
-def test_many_turn_prompt_is_kept_whole(tmp_path: Path) -> None:
-    turns = [*ASKED, GOOD, {"role": "user", "content": "Sure?"}]
-    prompt, _, _ = texts(load(tmp_path, [{"prompt": turns, "chosen": "a", "rejected": "b"}]))
-    assert prompt == CHAT.prompt(turns)[0]
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes."}, TIE),
+        ({"context": ASKED, "response1": "a", "response2": "b", "overall_preference": 0}, TIE),
+        ({"context": ASKED, "completions": [{"rank": 0, "completion": "a"}, {"rank": 0, "completion": "b"}]}, TIE),
+        ({"chosen": [*ASKED, GOOD], "rejected": [{"role": "user", "content": "Bye?"}, BAD]}, NO_SHARED_PROMPT),
+        ({"chosen": f"{TRANSCRIPT} b\n\nHuman: c", "rejected": f"{TRANSCRIPT} d"}, NO_ANSWER),
+        ({"prompt": "Hi?", "chosen": "a", "rejected": "b", "chosen_reward": float("nan")}, REWARD_NOT_FINITE),
+        ({"prompt": "Hi?", "chosen": "a", "rejected": "b", "chosen_reward": 10**400}, REWARD_NOT_FINITE),
+        (
+            {"context": ASKED, "response1": "a", "response2": "b", "overall_preference": float("nan")},
+            PREFERENCE_NOT_FINITE,
+        ),
+    ],
+)
+def test_rows_without_a_preference_are_dropped_and_counted(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    pairs = load(tmp_path, [row, {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}])
+    assert pairs.dropped == {reason: 1}
+    assert [pair.id for pair in pairs] == ["pairs:1"]
 
 
 def test_both_answers_follow_the_tokens_of_the_prompt_alone(tmp_path: Path) -> None:
     pair = load(tmp_path, [{"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}])[0]
     assert list(pair.prompt_ids) == CHAT.prompt(ASKED)[1]
     assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == CHAT.tokenizer.eos_token_id
-
-
-def test_ties_are_dropped_and_counted(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes."},
-        {"context": ASKED, "response1": "a", "response2": "b", "overall_preference": 0},
-        {"context": ASKED, "completions": [{"rank": 0, "completion": "a"}, {"rank": 0, "completion": "b"}]},
-        {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."},
-    ]
-    pairs = load(tmp_path, rows)
-    assert len(pairs) == 1
-    assert pairs.dropped == {TIE: 3}
-    assert pairs[0].id == "pairs:3"
-
-
-def test_answers_to_different_conversations_are_dropped_and_counted(tmp_path: Path) -> None:
-    other = [{"role": "user", "content": "Bye?"}]
-    rows = [
-        {"chosen": [*ASKED, GOOD], "rejected": [*other, BAD]},
-        {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
-    ]
-    pairs = load(tmp_path, rows)
-    assert len(pairs) == 1
-    assert pairs.dropped == {NO_SHARED_PROMPT: 1}
 
 
 def test_pair_is_left_out_when_its_longer_answer_does_not_fit(tmp_path: Path) -> None:
@@ -208,15 +198,9 @@ def test_pair_is_left_out_when_its_longer_answer_does_not_fit(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        (
-            {"prompt": "Hi?", "chosen": "a"},
-            "row 1: no key 'rejected'; the row has the keys 'prompt', 'chosen'; .*rejected_key",
-        ),
+        ({"prompt": "Hi?", "chosen": "a"}, "row 1: no key 'rejected'.*'prompt', 'chosen'.*rejected_key"),
         ({"chosen": "a", "rejected": "b"}, "row 1: no key 'prompt'"),
-        (
-            {"prompt": "p", "completion": "c", "label": True},
-            "row 1: .*'completion' with 'label'.*not a pair; dpo.preference_loss=kto",
-        ),
+        ({"prompt": "p", "completion": "c", "label": True}, "row 1: .*dpo.preference_loss=kto"),
         ({"prompt": "p", "chosen": ["a"], "rejected": "b"}, "'chosen' must be text"),
         ({"prompt": "p", "chosen": ASKED, "rejected": "b"}, "'chosen' must end with an assistant's turn"),
         ({"prompt": [{"content": "p"}, {}], "chosen": "a", "rejected": "b"}, "message 1 of 'prompt' needs the texts"),
@@ -248,19 +232,6 @@ def test_real_preference_files_load_and_every_row_is_accounted_for(file: str, ro
     assert len(pairs) + too_long == rows
     assert len(pairs) > rows / 2
     assert all(len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids)) <= 4000 for p in pairs)
-
-
-def test_a_preference_that_is_no_number_is_left_out(tmp_path: Path) -> None:
-    row = {"context": ASKED, "response1": "Yes.", "response2": "No.", "overall_preference": -2}
-    pairs = load(tmp_path, [row, {**row, "overall_preference": float("nan")}])
-    assert len(pairs) == 1
-    assert pairs.dropped == {PREFERENCE_NOT_FINITE: 1}
-
-
-def test_a_reward_beyond_all_floats_is_left_out(tmp_path: Path) -> None:
-    row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No.", "chosen_reward": 2, "rejected_reward": 1}
-    pairs = load(tmp_path, [row, {**row, "chosen_reward": 10**400}])
-    assert pairs.dropped == {REWARD_NOT_FINITE: 1}
 
 
 @pytest.mark.parametrize("rank", [None, "first", float("nan")])

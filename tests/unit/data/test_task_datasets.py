@@ -39,7 +39,10 @@ def references(tasks: TaskDataset) -> list[Any]:
 
 
 def test_task_holds_prompt_tokens_reference_and_conversation(tmp_path: Path) -> None:
-    task = load({"dataset_name": numbered(tmp_path / "sums.jsonl", 3)})[2]
+    tasks = load({"dataset_name": numbered(tmp_path / "sums.jsonl", 3)})
+    task = tasks[2]
+    with pytest.raises(IndexError):
+        tasks[3]
     assert task.prompt == "<|im_start|>user\n2+0?<|im_end|>\n<|im_start|>assistant\n"
     assert list(task.prompt_ids) == CHAT.prompt(task.messages)[1]
     assert task.messages == ({"role": "user", "content": "2+0?"},)
@@ -55,12 +58,7 @@ def test_defaults_fill_missing_keys_and_a_written_null_stays(tmp_path: Path) -> 
     assert task.messages[0]["content"] == "Q: 0+0?"
     assert task.environment == "sums"
     assert load({"data_path": path, "prompt_file": None}, defaults)[0].messages[0]["content"] == "0+0?"
-
-
-def test_keys_that_a_section_leaves_unset_take_the_default(tmp_path: Path) -> None:
-    section = DatasetConfig(data_path=numbered(tmp_path / "a.jsonl", 1))
-    tasks = load([section], DatasetConfig(env_name="code"))
-    assert tasks[0].environment == "code"
+    assert load([DatasetConfig(data_path=path)], DatasetConfig(env_name="code"))[0].environment == "code"
 
 
 def test_several_entries_are_concatenated_and_a_repeated_one_repeats(tmp_path: Path) -> None:
@@ -83,19 +81,12 @@ def test_long_prompts_are_dropped_and_counted_never_cut(tmp_path: Path) -> None:
         load({"data_path": path}, limit=3)
 
 
-def test_question_may_be_a_conversation(tmp_path: Path) -> None:
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes?"},
-        {"role": "user", "content": "2+2?"},
-    ]
-    path = write(tmp_path / "a.jsonl", [{"input": turns, "output": "4"}])
-    assert list(load({"data_path": path})[0].messages) == turns
-
-
-def test_all_columns_but_the_prompt_go_along_as_metadata(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"input": "1", "output": "1", "level": 3, "tags": ["x"]}])
-    assert load({"data_path": path})[0].metadata == {"output": "1", "level": 3, "tags": ["x"]}
+def test_question_may_be_a_conversation_and_all_other_columns_are_metadata(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes?"), ("user", "2?"))]
+    path = write(tmp_path / "a.jsonl", [{"input": turns, "output": "4", "level": 3, "tags": ["x"]}])
+    [task] = load({"data_path": path})
+    assert list(task.messages) == turns
+    assert task.metadata == {"output": "4", "level": 3, "tags": ["x"]}
 
 
 def test_a_reward_with_trls_signature_finds_the_answer_under_the_name_of_its_column(tmp_path: Path) -> None:
@@ -124,7 +115,7 @@ def test_reference_may_be_absent_with_an_empty_output_key(tmp_path: Path) -> Non
 
 def test_missing_key_in_a_later_row_is_located(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "1", "output": "1"}, {"question": "2", "output": "2"}])
-    with pytest.raises(DataError, match=r"a\.jsonl, row 2: no key 'input'; the row has the keys 'question', 'output'"):
+    with pytest.raises(DataError, match=r"a\.jsonl, row 2: no key 'input'"):
         load({"data_path": path})
 
 
@@ -179,10 +170,6 @@ def test_split_takes_a_share_or_a_number_of_rows(tmp_path: Path, size: float, ex
     assert sorted(references(train) + references(validation)) == sorted(references(tasks))
     assert [task.draw for task in validation] == list(range(expected))
     assert references(tasks.split(size, seed=3)[1]) == references(validation)
-
-
-def test_split_depends_on_its_seed(tmp_path: Path) -> None:
-    tasks = load({"data_path": numbered(tmp_path / "a.jsonl", 50)})
     assert references(tasks.split(10, seed=1)[1]) != references(tasks.split(10, seed=2)[1])
 
 
@@ -210,13 +197,6 @@ def test_each_entry_holds_out_its_own_share(tmp_path: Path) -> None:
     assert not any(reference.startswith("b") for reference in references(validation))
     assert len(train) == 17
     assert load({"data_path": second}).held_out()[1] is None
-
-
-def test_index_out_of_range_ends_iteration(tmp_path: Path) -> None:
-    tasks = load({"data_path": numbered(tmp_path / "a.jsonl", 2)})
-    with pytest.raises(IndexError):
-        tasks[2]
-    assert len(list(tasks)) == 2
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def test_the_limits_are_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_loops_and_operators_give_what_they_gave() -> None:
     template = (
         "{% for m in messages if m.role != 'system' %}{{ loop.index0 }}/{{ loop.length }}{{ loop.last }}"
-        "{{ loop.first }}{{ loop.previtem.role if loop.previtem }}{{ '=' * 3 ~ m.role + ':' ~ m['content'] ~ loop.revindex }}"
+        "{{ loop.first }}{{ loop.previtem.role if loop.previtem }}"
+        "{{ '=' * 3 ~ m.role + ':' ~ m['content'] ~ loop.revindex }}"
         "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k ~ v * 2 }}{% endfor %}"
         "{% for x in absent %}{% else %}E{% endfor %}{{ 2 ** 3 + 1.5 }}{{ [1] + [2] }}{{ 'x' ~ 1 ~ none }}"
         "{% macro m(a) %}<{{ a }}>{% endmacro %}{{ m('q') }}{% for i in range(3) recursive %}{{ i }}{% endfor %}"
