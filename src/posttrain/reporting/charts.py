@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 from posttrain.reporting import scales
-from posttrain.reporting.pages import Html
 from posttrain.reporting.scales import Axis, label
 
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 50, 14, 12, 24
@@ -85,10 +86,10 @@ def path_of(points: Sequence[tuple[float, float] | None]) -> str:
     return "".join(commands)
 
 
-def picture(title: str, size: tuple[int, int], body: str) -> Html:
+def picture(title: str, size: tuple[int, int], body: str) -> Markup:
     """An SVG document with its own style sheet, for example for a README."""
     width, height = size
-    return Html(
+    return Markup(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f"<title>{escape(title)}</title><style>{PICTURE_STYLE}</style>"
         f'<rect class="page" x=".5" y=".5" rx="8" width="{width - 1}" height="{height - 1}"/>'
@@ -98,7 +99,7 @@ def picture(title: str, size: tuple[int, int], body: str) -> Html:
 
 def reward_histogram(
     title: str, caption: str, edges: Sequence[float], counts: Sequence[int], kinds: Sequence[str], *, unit: str
-) -> Html:
+) -> Markup:
     """A picture with one bar per count of rewards. `kinds` are their colours: low, mid or high."""
     width, height = 820, 380
     y = Axis(0, scales.value_range([0, *counts])[1], height - 48, 74)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
+from markupsafe import Markup
+
 from posttrain.apps.ship.pipeline.kpi import KpiRow
 from posttrain.reporting import scales
 from posttrain.reporting.charts import Frame, path_of, picture
-from posttrain.reporting.pages import Html
 from posttrain.reporting.scales import Axis, label
 
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
@@ -17,7 +18,7 @@ HEADER = 44
 _DOTS = {"promote": "good", "reject": "bad"}
 
 
-def kpi_svg(name: str, rows: Sequence[KpiRow]) -> Html:
+def kpi_svg(name: str, rows: Sequence[KpiRow]) -> Markup:
     """A self-contained SVG document; without iterations it holds a note."""
     body = _panels(rows) if rows else [f'<text class="key" x="20" y="{HEADER + 30}">no iteration yet</text>']
     size = (2 * PANEL_WIDTH, HEADER + 2 * PANEL_HEIGHT)

@@ -11,15 +11,10 @@ from posttrain.apps.ship.pipeline.kpi_plot import kpi_svg
 from posttrain.apps.ship.pipeline.records import STAGES, Iteration, read_iterations, relative
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.files import durable
-from posttrain.reporting.pages import Html, header, html, note, page, section, table, tag, when
+from posttrain.reporting.pages import render_page, when
 from posttrain.reporting.wording import duration
 
 PAGE, PICTURE = "index.html", "kpi.svg"
-_STYLE = """
-section > svg { max-width: 100%; height: auto; margin-bottom: 12px; } td .why { max-width: 50em; }
-table.kpi { display: block; overflow-x: auto; } table.kpi td, table.kpi th { white-space: nowrap; }
-"""
-_NOW = Html("“Now” is when this page was written; <code>posttrain pipeline status</code> reads the registry again.")
 HEADINGS = (
     "iteration",
     "trained",
@@ -47,19 +42,19 @@ def write_views(config: PipelineConfig) -> list[KpiRow]:
 
 
 def pipeline_page(config: PipelineConfig, rows: Sequence[KpiRow]) -> str:
-    title = f"Pipeline {config.pipeline.name}"
     schedule = "" if config.schedule is None else f" · schedule {config.schedule}, kept by the cluster"
-    facts = f"{len(rows)} iterations · starts from {config.pipeline.start_from}{schedule} · posttrain {__version__}"
     home = Path(config.pipeline.folder)
-    iterations = [_iteration(one, home) for one in reversed(read_iterations(home))]
-    unknown = [
-        note(f"Iteration {row.iteration}: time and cost of the training were not predicted: {row.not_predicted}.")
-        for row in rows
-        if row.not_predicted
-    ]
-    picture, figures = kpi_svg(config.pipeline.name, rows), table(HEADINGS, map(cells, rows), kind="kpi")
-    kpi = section("KPI", picture, figures, *unknown, note(_NOW))
-    return page(title, header(title, facts), kpi, *iterations, style=_STYLE)
+    return render_page(
+        Path(__file__).with_name("pipeline.html"),
+        title=f"Pipeline {config.pipeline.name}",
+        facts=f"{len(rows)} iterations · starts from {config.pipeline.start_from}{schedule} · posttrain {__version__}",
+        picture=kpi_svg(config.pipeline.name, rows),
+        headings=HEADINGS,
+        cells=map(cells, rows),
+        rows=rows,
+        iterations=[(one, [_stage(one, name, home) for name in STAGES]) for one in reversed(read_iterations(home))],
+        when=when,
+    )
 
 
 def cells(row: KpiRow) -> tuple[str, ...]:
@@ -85,24 +80,13 @@ def cells(row: KpiRow) -> tuple[str, ...]:
     )
 
 
-def _iteration(iteration: Iteration, home: Path) -> Html:
-    about = f"began {when(iteration.begun_at)}, trains {iteration.start.text} ({iteration.start_why})"
-    if iteration.incumbent is not None:
-        about += f", compared with {iteration.incumbent.text}"
-    rows = [_stage(iteration, name, home) for name in STAGES]
-    stages = table(("stage", "time", "outcome", "report"), rows)
-    return section(f"Iteration {iteration.number}", note(about), stages)
-
-
-def _stage(iteration: Iteration, name: str, home: Path) -> tuple[object, ...]:
+def _stage(iteration: Iteration, name: str, home: Path) -> tuple[str, str, str, str]:
+    """Its name, its time, its outcome and the address of its report."""
     mark, record = iteration.stages.get(name), iteration.record(name)
-    if record is None:
-        waiting = "stopped here" if iteration.running == name else "–"
-        is_skipped = mark is not None and mark.skipped and not mark.outdated
-        return name, "", f"skipped: {mark.skipped}" if mark is not None and is_skipped else waiting, ""
-    time = "reused" if mark is not None and mark.reused else duration(record.seconds)
-    link = ""
-    if record.report is not None:
-        address = relative(record.report, home)
-        link = Html(f'<a href="{html(address)}">{html(record.report.name)}</a>')
-    return name, time, tag("div", record.outcome.headline, kind="why"), link
+    if record is not None:
+        time = "reused" if mark is not None and mark.reused else duration(record.seconds)
+        report = "" if record.report is None else relative(record.report, home)
+        return name, time, record.outcome.headline, report
+    if mark is not None and mark.skipped and not mark.outdated:
+        return name, "", f"skipped: {mark.skipped}", ""
+    return name, "", "stopped here" if iteration.running == name else "–", ""
