@@ -71,6 +71,22 @@ def write_data(folder: Path, seed: int) -> None:
         write_jsonl(folder / f"{name}.jsonl", rows)
 
 
+def labelled_traces(seed: int, num_prompts: int, answers_per_prompt: int) -> Iterator[JsonMapping]:
+    """Careless answers to training problems, each with a reward of 1 or 0."""
+    train, _ = problems(seed)
+    for a, b in train[:num_prompts]:
+        rng = random.Random(f"{seed}/{a}/{b}")  # one per prompt: more prompts do not change the answers to the others
+        for _ in range(answers_per_prompt):
+            result = careless_answer(a, b, rng)
+            row = {"input": question(a, b), "output": answer(result), "final_reward": float(result == a + b)}
+            yield {**row, "reference": str(a + b)}
+
+
+def unseen_problems(seed: int) -> Iterator[JsonMapping]:
+    _, unseen = problems(seed)
+    return ({"problem": question(a, b), "answer": str(a + b)} for a, b in unseen)
+
+
 def write_jsonl(path: Path, rows: Iterable[JsonMapping]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -111,3 +127,34 @@ def save_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, **co
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
+
+
+def run_settings(model: Path, run: Path, learning_rate: float) -> list[str]:
+    """Overrides of every run that trains this model."""
+    return [
+        f"policy.model_name={model}",
+        "policy.precision=float32",
+        "policy.device=cpu",
+        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose much on a busy machine
+        "policy.max_total_sequence_length=64",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}",
+        "policy.optimizer.name=torch.optim.AdamW",
+        f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
+        f"checkpointing.checkpoint_dir={run}",
+        "cluster.launcher=local",
+    ]
+
+
+def sft_settings(model: Path, data: Path, run: Path, seed: int, steps: int) -> list[str]:
+    """Overrides of the run that teaches the format, but for the schedule and how often it saves."""
+    return [
+        *run_settings(model, run, 1e-3),
+        f"sft.max_num_steps={steps}",
+        f"sft.seed={seed}",
+        "sft.val_at_start=false",
+        "sft.val_period=0",
+        "policy.train_global_batch_size=64",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {data / 'examples.jsonl'}}}",
+        "data.validation=null",
+        "checkpointing.metric_name=null",
+    ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from posttrain.apps.demo.arithmetic import SHARE_RIGHT, build_model, write_data
+from posttrain.apps.demo.arithmetic import SHARE_RIGHT, build_model, run_settings, sft_settings, write_data
 from posttrain.build import TrainingRun
 from posttrain.config import load_config
 from posttrain.errors import FolderHeld, InputError
@@ -54,7 +54,7 @@ def _show(folder: Path, seed: int, steps: int) -> int:
 
 
 @contextmanager
-def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], None]]:
+def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], object]]:
     """Lock the folder for this process. A stopped demo is resumed; other files of an earlier demo are removed.
 
     Other runs are not touched. Call the yielded function when the demo is over, so that the next one starts over.
@@ -80,11 +80,7 @@ def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], No
             for name in ("taught", "grpo"):
                 shutil.rmtree(folder / name, ignore_errors=True)
         marker.write_text(under_way, encoding="utf-8")
-        yield lambda: _forget(marker)
-
-
-def _forget(marker: Path) -> None:
-    marker.write_text("", encoding="utf-8")
+        yield lambda: marker.write_text("", encoding="utf-8")
 
 
 def _train(kind: str, folder: Path, overrides: list[str]) -> int:
@@ -93,53 +89,28 @@ def _train(kind: str, folder: Path, overrides: list[str]) -> int:
     ).execute()
 
 
-def _common(
-    folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int, final_share: float
-) -> list[str]:
+def _schedule(warm_up: int, steps: int, final_share: float) -> str:
     """`final_share`: the last learning rate as a share of the first."""
-    return [
-        f"policy.model_name={model}",
-        "policy.precision=float32",
-        "policy.device=cpu",
-        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose much on a busy machine
-        "policy.max_total_sequence_length=64",
-        "policy.sequence_packing.enabled=true",
-        "policy.sequence_packing.train_mb_tokens=8192",
-        "policy.sequence_packing.logprob_mb_tokens=8192",
-        "policy.optimizer.name=torch.optim.AdamW",
-        f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
-        "policy.scheduler=["
-        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
-        "{name: torch.optim.lr_scheduler.LinearLR, "
-        f"kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}, "
-        f"{{milestones: [{warm_up}]}}]",
-        f"checkpointing.checkpoint_dir={folder / run}",
-        "cluster.launcher=local",
-    ]
+    linear = "name: torch.optim.lr_scheduler.LinearLR"
+    first = f"{{{linear}, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}"
+    then = f"{{{linear}, kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}"
+    return f"policy.scheduler=[{first}, {then}, {{milestones: [{warm_up}]}}]"
 
 
 def sft_overrides(folder: Path, seed: int) -> list[str]:
     return [
-        *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=20, steps=SFT_STEPS, final_share=1.0),
-        f"sft.max_num_steps={SFT_STEPS}",
+        *sft_settings(folder / "model", folder / "data", folder / "taught", seed, SFT_STEPS),
+        _schedule(warm_up=20, steps=SFT_STEPS, final_share=1.0),
         "sft.max_num_epochs=100",
-        f"sft.seed={seed}",
-        "sft.val_at_start=false",
-        "sft.val_period=0",
-        "policy.train_global_batch_size=64",
-        f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/examples.jsonl'}}}",
-        "data.validation=null",
         f"checkpointing.save_period={SFT_STEPS}",
-        "checkpointing.metric_name=null",
     ]
 
 
 def grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
     taught = folder / f"taught/step_{SFT_STEPS}/policy"
     return [
-        *_common(
-            folder, taught / "weights/model", "grpo", learning_rate=8e-4, warm_up=5, steps=steps, final_share=0.05
-        ),
+        *run_settings(taught / "weights/model", folder / "grpo", 8e-4),
+        _schedule(warm_up=5, steps=steps, final_share=0.05),
         f"policy.tokenizer.name={taught / 'tokenizer'}",
         f"grpo.max_num_steps={steps}",
         "grpo.max_num_epochs=1000",
@@ -172,7 +143,8 @@ def _summarise(run: Path, seconds: float) -> None:
     for when, groups in (("first step", first), ("last step", last)):
         for group in groups[:3]:
             answers = "  ".join(f"{_shown(c['text'])}{'✓' if c['reward'] else '✗'}" for c in group["completions"])
-            print(f"  {when:10}  {_question(group['prompt'])}   {answers}")
+            question = group["prompt"].replace("<|ask|>", "").replace("<|answer|>", "")
+            print(f"  {when:10}  {question}   {answers}")
     print(f"\nAccuracy on problems it has never seen: {accuracy[0]:.1%} before GRPO, {accuracy[-1]:.1%} after.")
     errors = errors_of_model(str(run))
     print(f"Doctor: {'; '.join(error.line for error in errors) if errors else 'no error found'}.")
@@ -190,10 +162,6 @@ def _summarise(run: Path, seconds: float) -> None:
 def _groups(path: Path) -> list[JsonObject]:
     with gzip.open(path, "rt") as lines:
         return [json.loads(line) for line in lines]
-
-
-def _question(prompt: str) -> str:
-    return prompt.replace("<|ask|>", "").replace("<|answer|>", "")
 
 
 def _shown(text: str) -> str:

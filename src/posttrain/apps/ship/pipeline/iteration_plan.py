@@ -41,7 +41,7 @@ def decide(stage: Stage, context: StageContext) -> StageDecision:
     key = key_of(inputs)
     record = find_finished(context.home, stage.name, key) or _of_another_version(stage, context, inputs)
     if record is not None:
-        gone = stage.missing(record, context.config)
+        gone = stage.missing(stage, record, context.config)
         if gone is None:
             return StageDecision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
         return StageDecision(stage.name, "run", f"{gone} is missing", key, inputs)
@@ -56,7 +56,7 @@ def _of_another_version(stage: Stage, context: StageContext, inputs: JsonMapping
             continue
         old, new = dict(record.inputs), dict(inputs)
         old_settings, new_settings = old.pop("settings", {}), new.pop("settings", {})
-        if old == new and stage.same_settings(context, old_settings, new_settings):
+        if old == new and stage.same_settings(context.config, old_settings, new_settings):
             return record
     return None
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.demo_names import check_names_in_the_demo, settings_naming
-from posttrain.apps.ship.pipeline.demo_world import make_world, unmade
+from posttrain.apps.ship.pipeline.demo import check_names_in_the_demo, make_files, settings_naming, unmade
 from posttrain.apps.ship.pipeline.iteration_models import choose_models
 from posttrain.apps.ship.pipeline.iteration_plan import StageDecision, decide, plan
 from posttrain.apps.ship.pipeline.records import (
@@ -105,7 +104,7 @@ class PipelineRunner:
         self.check(stages)
         with only_runner(self.home, self.say) as lock:
             if self.config.demo is not None:
-                make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
+                make_files(self.config.demo, self.say, quiet=self._quiet, lock=lock)
             self._check_problems(stages)
             selected = self.select(request)
             for note in selected.notes:
@@ -133,7 +132,10 @@ class PipelineRunner:
         self.check(stages)
         if self.config.demo is not None and (names := unmade(self.config.demo)):
             waiting = settings_naming(names, self.config, [stage.name for stage in stages])
-            self._check_models_and_traces(waiting)
+            if "base_model" not in waiting:
+                choose_models(self.config)
+            if "traces.path" not in waiting:
+                current_content(self.config, self.hashes)
             self._check_problems(stages, waiting)
             return DryRun(unmade=names, unchecked=tuple(waiting))
         self._check_problems(stages)
@@ -145,13 +147,6 @@ class PipelineRunner:
         for stage in stages:
             stage.check(self.config)
         check_names_in_the_demo(self.config, [stage.name for stage in stages])
-
-    def _check_models_and_traces(self, waiting: Iterable[str]) -> None:
-        """The checks of `select`, without settings that are `waiting` for the demo."""
-        if "base_model" not in waiting:
-            choose_models(self.config)
-        if "traces.path" not in waiting:
-            current_content(self.config, self.hashes)
 
     def _check_problems(self, stages: Sequence[Stage], waiting: Collection[str] = ()) -> None:
         if any(stage.name == "evaluate" for stage in stages):

@@ -1,8 +1,7 @@
-"""The interface of a stage: its inputs, which make its key, and its work."""
+"""What a stage of the pipeline is, and what it gets."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,35 +30,32 @@ class StageContext:
     lock: int | None = None  # descriptor, for a training to inherit
 
 
-class Stage(ABC):
+def outputs_exist(stage: Stage, record: StageRecord, config: PipelineConfig) -> str | None:
+    paths = (record.path(name) for name in stage.outputs)
+    return next((str(path) for path in paths if not path.exists()), None)
+
+
+@dataclass
+class Stage:
+    """A command of the pipeline: what it reads, which makes its key, how it runs, and what it writes."""
+
     name: StageName
-    version: int = 1  # of the stage's code: raising it invalidates all cached outcomes
+    inputs: Callable[
+        [StageContext], JsonObject
+    ]  # besides other stages: settings, contents of files, identities of models
+    work: Callable[[StageContext, Path], StageOutcome]  # in its folder
     reads: tuple[StageName, ...] = ()  # stages whose outcome is read
-    resumes: bool = False  # continues in the folder of a killed attempt; otherwise it starts with an empty one
     outputs: tuple[str, ...] = ()  # values of the outcome that are paths and must exist for it to be reused
-
-    def check(self, config: PipelineConfig) -> None:  # noqa: B027 - most errors show when the file is read
-        """Raise for what is wrong with the file, before anything runs."""
-
-    @abstractmethod
-    def inputs(self, context: StageContext) -> JsonObject:
-        """What it reads besides other stages: settings, contents of files, identities of models."""
-
-    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
-        """Whether settings that another version of posttrain recorded mean the same as those of this one."""
-        return old == new
-
-    def skip(self, context: StageContext) -> str | None:
-        """Why there is nothing to do in this iteration; None if there is, or if it is not decided yet."""
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        """An output of a finished stage that no longer exists."""
-        paths = (record.path(name) for name in self.outputs)
-        return next((str(path) for path in paths if not path.exists()), None)
-
-    @abstractmethod
-    def work(self, context: StageContext, folder: Path) -> StageOutcome: ...
+    version: int = 1  # of the stage's code: raising it invalidates all cached outcomes
+    resumes: bool = False  # continues in the folder of a killed attempt; otherwise it starts with an empty one
+    # Raises for what is wrong with the file, before anything runs.
+    check: Callable[[PipelineConfig], None] = lambda config: None
+    # Why there is nothing to do in this iteration; None if there is, or if it is not decided yet.
+    skip: Callable[[StageContext], str | None] = lambda context: None
+    # An output of a finished stage that no longer exists.
+    missing: Callable[[Stage, StageRecord, PipelineConfig], str | None] = outputs_exist
+    # Whether settings that another version of posttrain recorded mean the same as those of this one.
+    same_settings: Callable[[PipelineConfig, JsonMapping, JsonMapping], bool] = lambda config, old, new: old == new
 
 
 class Stop(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from posttrain.apps.ship.pipeline.demo_world import demo_traces
+from posttrain.apps.demo.arithmetic import labelled_traces
 from posttrain.apps.ship.pipeline.kpi import KpiRow
 from posttrain.apps.ship.pipeline.kpi_plot import kpi_svg
 from posttrain.apps.ship.pipeline.page import HEADINGS, cells
@@ -24,7 +23,6 @@ from posttrain.apps.ship.pipeline.training_process import run_training
 from posttrain.checkpointing import CheckpointStore
 from posttrain.config import load_config
 from posttrain.config.named_files import files_named_in
-from posttrain.config.pipeline import DemoSection
 from posttrain.errors import InputError
 
 HOLDS_AND_WAITS = """
@@ -135,13 +133,12 @@ def test_newest_or_best_checkpoint_is_used(tmp_path: Path, which: str, higher_is
             choose_checkpoint(tmp_path, unknown, which)
 
 
-def test_more_demo_prompts_do_not_change_other_traces(tmp_path: Path) -> None:
-    few, many = (DemoSection(folder=str(tmp_path), num_prompts=count) for count in (20, 30))
-    assert demo_traces(many).startswith(demo_traces(few))
-    rows = [json.loads(line) for line in demo_traces(many).splitlines()]
-    assert len(rows) == 30 * 8
-    assert {row["final_reward"] for row in rows} == {0.0, 1.0}
-    assert all((row["reference"] in row["output"]) >= row["final_reward"] for row in rows)
+def test_more_demo_prompts_do_not_change_other_traces() -> None:
+    few, many = (list(labelled_traces(seed=1, num_prompts=count, answers_per_prompt=8)) for count in (20, 30))
+    assert many[: len(few)] == few
+    assert len(many) == 30 * 8
+    assert {row["final_reward"] for row in many} == {0.0, 1.0}
+    assert all((row["reference"] in row["output"]) >= row["final_reward"] for row in many)
 
 
 def row(iteration: int, **known: object) -> KpiRow:

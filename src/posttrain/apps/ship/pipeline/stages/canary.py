@@ -12,8 +12,8 @@ import yaml
 
 from posttrain.apps.serve.canary import CanaryRules
 from posttrain.apps.ship.pipeline.iteration_models import registry_of, versions_of
-from posttrain.apps.ship.pipeline.records import ModelChoice, StageName, StageOutcome, StageRecord, about
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext
+from posttrain.apps.ship.pipeline.records import ModelChoice, StageOutcome, StageRecord, about
+from posttrain.apps.ship.pipeline.stage import Stage, StageContext, outputs_exist
 from posttrain.apps.ship.pipeline.stages.gate import verdict_of
 from posttrain.apps.ship.registry.version import ModelVersion
 from posttrain.config.pipeline import PipelineConfig
@@ -25,66 +25,65 @@ from posttrain.files.json_files import JsonObject
 SERVE_FILE, SERVE_SCRIPT = "serve.yaml", "serve.sh"
 
 
-class CanaryStage(Stage):
-    name: StageName = "canary"
-    reads: tuple[StageName, ...] = ("gate", "registry")
-    outputs = ("file",)
+def check(config: PipelineConfig) -> None:
+    try:
+        CanaryRules(**config.canary.model_dump())
+    except InputError as error:
+        raise about("canary", error) from error
 
-    def check(self, config: PipelineConfig) -> None:
-        try:
-            CanaryRules(**config.canary.model_dump())
-        except InputError as error:
-            raise about("canary", error) from error
 
-    def inputs(self, context: StageContext) -> JsonObject:
-        incumbent = context.iteration.incumbent
-        return {
-            "settings": context.config.canary.model_dump(),
-            "models": {"incumbent": None if incumbent is None else incumbent.identity},
-        }
+def inputs(context: StageContext) -> JsonObject:
+    incumbent = context.iteration.incumbent
+    return {
+        "settings": context.config.canary.model_dump(),
+        "models": {"incumbent": None if incumbent is None else incumbent.identity},
+    }
 
-    def skip(self, context: StageContext) -> str | None:
-        reasons = {"reject": "the gate rejected it", "needs_more_samples": "the gate has not decided"}
-        if reason := reasons.get(verdict_of(context) or ""):
-            return reason
-        registered = context.before.get("registry")
-        if registered is None:
-            return None
-        # It was archived on purpose. That ends the iteration, so that new traces do not wait for it.
-        number, config = registered.outcome.values["version"], context.config
-        if _stage_of(number, config) != "archived":
-            return None
-        again = f"`posttrain registry promote {config.pipeline.name} {number} --to canary --why …` brings it back"
-        return f"version {number} was archived since; {again}"
 
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        number = record.outcome.values["version"]
-        if _stage_of(number, config) not in ("canary", "production"):
-            return f"version {number} as canary"
-        return super().missing(record, config)
+def skip(context: StageContext) -> str | None:
+    reasons = {"reject": "the gate rejected it", "needs_more_samples": "the gate has not decided"}
+    if reason := reasons.get(verdict_of(context) or ""):
+        return reason
+    registered = context.before.get("registry")
+    if registered is None:
+        return None
+    # It was archived on purpose. That ends the iteration, so that new traces do not wait for it.
+    number, config = registered.outcome.values["version"], context.config
+    if _stage_of(number, config) != "archived":
+        return None
+    again = f"`posttrain registry promote {config.pipeline.name} {number} --to canary --why …` brings it back"
+    return f"version {number} was archived since; {again}"
 
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        config, name = context.config, context.config.pipeline.name
-        registry = registry_of(config)
-        number = int(context.before["registry"].outcome.values["version"])
-        version = registry.get(name, number)
-        if version.stage in ("candidate", "canary"):
-            _refuse_other_production(context, registry.versions(name))
-            reasons = "; ".join(context.before["gate"].outcome.values["reasons"])
-            why = f"gate of iteration {context.iteration.number}: {reasons or 'passed'}"
-            registry.promote(name, number, "canary", why=why[:1000])
-        serving = _serving(config, version, context.iteration.incumbent)
-        command = _command(serving)
-        durable.write_text(folder / SERVE_FILE, yaml.safe_dump({**serving, "command": command}, sort_keys=False))
-        script = f'#!/bin/sh\n# Serves {name}; written by `posttrain pipeline run`.\nexec {shlex.join(command)} "$@"\n'
-        durable.write_text(folder / SERVE_SCRIPT, script)
-        (folder / SERVE_SCRIPT).chmod(0o755)
-        return StageOutcome(
-            digest=digest([version.reference, serving]),
-            headline=_headline(serving, version),
-            values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
-            report=SERVE_FILE,
-        )
+
+def missing(stage: Stage, record: StageRecord, config: PipelineConfig) -> str | None:
+    number = record.outcome.values["version"]
+    if _stage_of(number, config) not in ("canary", "production"):
+        return f"version {number} as canary"
+    return outputs_exist(stage, record, config)
+
+
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    config, name = context.config, context.config.pipeline.name
+    registry = registry_of(config)
+    number = int(context.before["registry"].outcome.values["version"])
+    version = registry.get(name, number)
+    if version.stage in ("candidate", "canary"):
+        _refuse_other_production(context, registry.versions(name))
+        reasons = "; ".join(context.before["gate"].outcome.values["reasons"])
+        why = f"gate of iteration {context.iteration.number}: {reasons or 'passed'}"
+        registry.promote(name, number, "canary", why=why[:1000])
+    serving = _serving(config, version, context.iteration.incumbent)
+    command = _command(serving)
+    durable.write_text(folder / SERVE_FILE, yaml.safe_dump({**serving, "command": command}, sort_keys=False))
+    script = f'#!/bin/sh\n# Serves {name}; written by `posttrain pipeline run`.\nexec {shlex.join(command)} "$@"\n'
+    durable.write_text(folder / SERVE_SCRIPT, script)
+    (folder / SERVE_SCRIPT).chmod(0o755)
+    return StageOutcome(
+        digest=digest([version.reference, serving]),
+        headline=_headline(serving, version),
+        values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
+        report=SERVE_FILE,
+    )
 
 
 def _stage_of(number: int, config: PipelineConfig) -> str | None:

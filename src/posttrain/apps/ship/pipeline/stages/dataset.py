@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.records import StageName, StageOutcome
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext
+from posttrain.apps.ship.pipeline.records import StageOutcome
+from posttrain.apps.ship.pipeline.stage import StageContext
 from posttrain.apps.ship.pipeline.stages.traces import current_content, pair_rules_of, reading_of
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.data.errors import DataError
@@ -27,42 +27,36 @@ NO_REFERENCE = "no reference answer"
 SEVERAL_REFERENCES = "several reference answers"
 
 
-class DatasetStage(Stage):
-    name: StageName = "dataset"
-    reads: tuple[StageName, ...] = ("traces",)
-    outputs = ("file",)
+def inputs(context: StageContext) -> JsonObject:
+    config = context.config
+    rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
+    return {"settings": {"kind": config.dataset_kind, **rules}}
 
-    def inputs(self, context: StageContext) -> JsonObject:
-        config = context.config
-        rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
-        return {"settings": {"kind": config.dataset_kind, **rules}}
 
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        kind = context.config.dataset_kind
-        file = folder / f"{kind}.jsonl"
-        read, facts = ReadReport(), {}
-        if kind == "pairs":
-            lines, counts = _write_pairs(context.config, file, read)
-            facts = counts.as_dict()
-        else:
-            rows, left_out = _rows(context.config, read)
-            lines = _write_rows(file, rows)
-            facts = {"left_out": left_out}
-            if not lines:
-                why = "; ".join(f"{count} prompts: {reason}" for reason, count in left_out.items())
-                raise DataError(f"dataset.kind {kind}: no row could be made of the traces{f' ({why})' if why else ''}")
-        if current_content(context.config, context.hashes) != list(context.data):
-            raise DataError(
-                "traces.path: the files changed while they were read; run again when no process writes to them"
-            )
-        report = {"kind": kind, "rows": lines, "read": read.as_dict(), **facts}
-        durable.write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
-        return StageOutcome(
-            digest=digest([kind, context.hashes.of(file)]),
-            headline=f"{lines:,} {'rows of recorded answers' if kind == 'groups' else kind}",
-            values={"kind": kind, "file": file.name, "rows": lines},
-            report="report.json",
-        )
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    kind = context.config.dataset_kind
+    file = folder / f"{kind}.jsonl"
+    read, facts = ReadReport(), {}
+    if kind == "pairs":
+        lines, counts = _write_pairs(context.config, file, read)
+        facts = counts.as_dict()
+    else:
+        rows, left_out = _rows(context.config, read)
+        lines = _write_rows(file, rows)
+        facts = {"left_out": left_out}
+        if not lines:
+            why = "; ".join(f"{count} prompts: {reason}" for reason, count in left_out.items())
+            raise DataError(f"dataset.kind {kind}: no row could be made of the traces{f' ({why})' if why else ''}")
+    if current_content(context.config, context.hashes) != list(context.data):
+        raise DataError("traces.path: the files changed while they were read; run again when no process writes to them")
+    report = {"kind": kind, "rows": lines, "read": read.as_dict(), **facts}
+    durable.write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    return StageOutcome(
+        digest=digest([kind, context.hashes.of(file)]),
+        headline=f"{lines:,} {'rows of recorded answers' if kind == 'groups' else kind}",
+        values={"kind": kind, "file": file.name, "rows": lines},
+        report="report.json",
+    )
 
 
 def _write_pairs(config: PipelineConfig, file: Path, read: ReadReport) -> tuple[int, PairReport]:

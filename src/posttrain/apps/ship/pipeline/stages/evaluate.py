@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.ship.pipeline.iteration_models import locate, model_identity
-from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
+from posttrain.apps.ship.pipeline.records import StageOutcome, StageRecord, about, relative
 from posttrain.apps.ship.pipeline.stage import Stage, StageContext
 from posttrain.apps.ship.pipeline.stages.gate import load_gate
 from posttrain.config import LoadedConfig, load_config
@@ -34,85 +34,78 @@ KL = "kl_from_base"
 KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
 
 
-class EvaluateStage(Stage):
-    name: StageName = "evaluate"
-    version = 2
-    reads: tuple[StageName, ...] = ("convert",)
-    resumes = True
+def check(config: PipelineConfig) -> None:
+    for name in config.evaluate:
+        load_evaluation(config, name)
 
-    def check(self, config: PipelineConfig) -> None:
-        for name in config.evaluate:
-            load_evaluation(config, name, PLACEHOLDER)
 
-    def inputs(self, context: StageContext) -> JsonObject:
-        config, incumbent = context.config, context.iteration.incumbent
-        settings: JsonObject = {}
-        for name in config.evaluate:
-            flat = load_evaluation(config, name, PLACEHOLDER).flat()
-            own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
-            settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
-        drift = measures_drift(config)
-        models = {"incumbent": None if incumbent is None else incumbent.identity}
-        if drift:
-            models["base"] = model_identity(config.base_model)
-        files = context.hashes.of_named(files_named_in(settings))
-        return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
+def inputs(context: StageContext) -> JsonObject:
+    config, incumbent = context.config, context.iteration.incumbent
+    settings: JsonObject = {}
+    for name in config.evaluate:
+        flat = load_evaluation(config, name).flat()
+        own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
+        settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
+    drift = measures_drift(config)
+    models = {"incumbent": None if incumbent is None else incumbent.identity}
+    if drift:
+        models["base"] = model_identity(config.base_model)
+    files = context.hashes.of_named(files_named_in(settings))
+    return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
 
-    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
-        names = context.config.evaluate
 
-        def own(settings: JsonMapping, name: str) -> JsonObject:
-            return {
-                key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
-            }
+def same_settings(config: PipelineConfig, old: JsonMapping, new: JsonMapping) -> bool:
+    def own(settings: JsonMapping, name: str) -> JsonObject:
+        return {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
 
-        return (
-            old.get("drift") == new.get("drift")
-            and all(
-                same_but_for_the_version(
-                    own(old, name), own(new, name), load_evaluation(context.config, name, PLACEHOLDER)
+    if {key.partition(".")[0] for key in old} - {*config.evaluate, "drift"} or old.get("drift") != new.get("drift"):
+        return False
+    return all(
+        same_but_for_the_version(own(old, name), own(new, name), load_evaluation(config, name))
+        for name in config.evaluate
+    )
+
+
+def missing(stage: Stage, record: StageRecord, config: PipelineConfig) -> str | None:
+    from posttrain.apps.evaluate.results import SUMMARY_FILE
+
+    values, drift = record.outcome.values, measures_drift(config)
+    for side in ("candidate", "incumbent"):
+        for name, relative_path in (values[side] or {}).items():
+            path = record.folder / relative_path
+            if not (path / SUMMARY_FILE).is_file():
+                return str(path / SUMMARY_FILE)
+            if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
+                return (
+                    f"the summary of {name} with these settings"  # the folder was summarised with other settings since
                 )
-                for name in names
-            )
-            and {key.partition(".")[0] for key in old} <= {*names, "drift"}
-        )
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        from posttrain.apps.evaluate.results import SUMMARY_FILE
-
-        values, drift = record.outcome.values, measures_drift(config)
-        for side in ("candidate", "incumbent"):
-            for name, relative_path in (values[side] or {}).items():
-                path = record.folder / relative_path
-                if not (path / SUMMARY_FILE).is_file():
-                    return str(path / SUMMARY_FILE)
-                if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
-                    return f"the summary of {name} with these settings"  # the folder was summarised with other settings since
-        return None
-
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        incumbent = context.iteration.incumbent
-        candidate = self._measure(context, "the candidate", str(context.before["convert"].path("model")))
-        others = None
-        if incumbent is not None:
-            others = self._measure(context, incumbent.text, locate(incumbent, context.config))
-        report = None
-        if others is not None:
-            for name in candidate:
-                report = report or f"compare-{name}.html"
-                _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
-        return _outcome(context, folder, candidate, others, report)
-
-    def _measure(self, context: StageContext, who: str, model: str) -> dict[str, Path]:
-        drift = measures_drift(context.config)
-        found = {}
-        for name in context.config.evaluate:
-            context.say(f"          {name}: {who}")
-            found[name] = _evaluate(context, name, model, drift=name in drift)
-        return found
+    return None
 
 
-def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConfig[EvalRunConfig]:
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    incumbent = context.iteration.incumbent
+    candidate = _measure(context, "the candidate", str(context.before["convert"].path("model")))
+    others = None
+    if incumbent is not None:
+        others = _measure(context, incumbent.text, locate(incumbent, context.config))
+    report = None
+    if others is not None:
+        for name in candidate:
+            report = report or f"compare-{name}.html"
+            _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
+    return _outcome(context, folder, candidate, others, report)
+
+
+def _measure(context: StageContext, who: str, model: str) -> dict[str, Path]:
+    drift = measures_drift(context.config)
+    found = {}
+    for name in context.config.evaluate:
+        context.say(f"          {name}: {who}")
+        found[name] = _evaluate(context, name, model, drift=name in drift)
+    return found
+
+
+def load_evaluation(config: PipelineConfig, name: str, model: str = PLACEHOLDER) -> LoadedConfig[EvalRunConfig]:
     section = config.evaluate[name]
     for text in section.overrides:
         if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
@@ -135,7 +128,7 @@ def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> Non
     for name in config.evaluate:
         if any(setting.startswith(f"evaluate.{name}.") for setting in waiting):
             continue
-        build = EvaluationBuild(load_evaluation(config, name, PLACEHOLDER), say=lambda _: None)
+        build = EvaluationBuild(load_evaluation(config, name), say=lambda _: None)
         try:
             build.check_problems_and_judge()
         except InputError as error:
@@ -224,7 +217,9 @@ def _outcome(
             judged[f"{side}/{name}"] = digest(_judged(path, drift=name in drift))
             answers[f"{side}/{name}"] = context.hashes.of(path / PROBLEMS_FILE)
     score = "none" if ours.score is None else f"{ours.score:.4f}"
-    against = "" if theirs is None or theirs.score is None else f" against {theirs.score:.4f} of {_who(context)}"
+    against = ""
+    if theirs is not None and theirs.score is not None and context.iteration.incumbent is not None:
+        against = f" against {theirs.score:.4f} of {context.iteration.incumbent.text}"
     return StageOutcome(
         digest=digest([answers, judged]),
         headline=f"{first}: {ours.metric} {score}{against}, {ours.counts.problems:,} problems",
@@ -236,9 +231,7 @@ def _outcome(
             "interval": None if interval is None else [interval.low, interval.high],
             "incumbent_score": None if theirs is None else theirs.score,
             "judged": judged,
-            "num_devices": max(
-                load_evaluation(context.config, name, PLACEHOLDER).config.num_devices for name in candidate
-            ),
+            "num_devices": max(load_evaluation(context.config, name).config.num_devices for name in candidate),
         },
         report=report or relative(candidate[first] / SUMMARY_FILE, folder),
     )
@@ -256,8 +249,3 @@ def _judged(folder: Path, *, drift: bool) -> JsonObject:
         "cost": [summary.cost, summary.cost_per_answer],
         "kl": kl.read_text(encoding="utf-8") if drift and kl.is_file() else None,
     }
-
-
-def _who(context: StageContext) -> str:
-    assert context.iteration.incumbent is not None
-    return context.iteration.incumbent.text

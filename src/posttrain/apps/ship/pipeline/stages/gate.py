@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, about
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext
+from posttrain.apps.ship.pipeline.records import StageOutcome, about
+from posttrain.apps.ship.pipeline.stage import StageContext
 from posttrain.config.gate import GateConfig
 from posttrain.config.loader import load_standalone
 from posttrain.config.pipeline import PipelineConfig
@@ -33,57 +33,53 @@ def verdict_of(context: StageContext) -> str | None:
     return None if record is None else str(record.outcome.values["verdict"])
 
 
-class GateStage(Stage):
-    name: StageName = "gate"
-    version = 2  # raised when the rules change, so that verdicts are computed again
-    reads: tuple[StageName, ...] = ("evaluate",)
-    outputs = ("file",)
+def check(config: PipelineConfig) -> None:
+    from posttrain.apps.ship.gate.measures import check_before_measuring
+    from posttrain.apps.ship.gate.statistics import special_functions
+    from posttrain.apps.ship.pipeline.stages.evaluate import load_evaluation
 
-    def check(self, config: PipelineConfig) -> None:
-        from posttrain.apps.ship.gate.measures import check_before_measuring
-        from posttrain.apps.ship.gate.statistics import special_functions
-        from posttrain.apps.ship.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
-
-        special_functions()
-        for name, check in load_gate(config).checks.items():
-            where = f"gate: {config.gate.config}: checks.{name}"
-            if check.evaluation not in config.evaluate:
-                raise InputError(
-                    f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
-                )
-            measured = load_evaluation(config, check.evaluation, PLACEHOLDER).config.eval
-            check_before_measuring(
-                check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
+    special_functions()
+    for name, check in load_gate(config).checks.items():
+        where = f"gate: {config.gate.config}: checks.{name}"
+        if check.evaluation not in config.evaluate:
+            raise InputError(
+                f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
             )
-
-    def inputs(self, context: StageContext) -> JsonObject:
-        return {"settings": load_gate(context.config).model_dump()}
-
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        from posttrain.apps.evaluate.results import read_evaluation
-        from posttrain.apps.ship.gate import judge
-        from posttrain.apps.ship.gate.report import as_html, as_json
-
-        config, measured = load_gate(context.config), context.before["evaluate"]
-        values = measured.outcome.values
-        candidate = {name: read_evaluation(measured.folder / path) for name, path in values["candidate"].items()}
-        incumbent = values["incumbent"]
-        production = None
-        if incumbent is not None:
-            production = {name: read_evaluation(measured.folder / path) for name, path in incumbent.items()}
-        result = judge(config, candidate, production)
-        report = as_json(result, config, candidate, production)
-        durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
-        durable.write_text(folder / GATE_PAGE, as_html(report, result))
-        reasons = "; ".join(result.reasons[:2])
-        return StageOutcome(
-            digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
-            headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
-            values={
-                "file": GATE_FILE,
-                "verdict": result.verdict,
-                "reasons": result.reasons,
-                "needed_problems": result.needed_problems,
-            },
-            report=GATE_PAGE,
+        measured = load_evaluation(config, check.evaluation).config.eval
+        check_before_measuring(
+            check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
         )
+
+
+def inputs(context: StageContext) -> JsonObject:
+    return {"settings": load_gate(context.config).model_dump()}
+
+
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    from posttrain.apps.evaluate.results import read_evaluation
+    from posttrain.apps.ship.gate import judge
+    from posttrain.apps.ship.gate.report import as_html, as_json
+
+    config, measured = load_gate(context.config), context.before["evaluate"]
+    values = measured.outcome.values
+    candidate = {name: read_evaluation(measured.folder / path) for name, path in values["candidate"].items()}
+    incumbent = values["incumbent"]
+    production = None
+    if incumbent is not None:
+        production = {name: read_evaluation(measured.folder / path) for name, path in incumbent.items()}
+    result = judge(config, candidate, production)
+    report = as_json(result, config, candidate, production)
+    durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
+    durable.write_text(folder / GATE_PAGE, as_html(report, result))
+    reasons = "; ".join(result.reasons[:2])
+    return StageOutcome(
+        digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
+        headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
+        values={
+            "file": GATE_FILE,
+            "verdict": result.verdict,
+            "reasons": result.reasons,
+            "needed_problems": result.needed_problems,
+        },
+        report=GATE_PAGE,
+    )

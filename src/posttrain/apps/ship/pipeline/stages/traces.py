@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, about
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext
+from posttrain.apps.ship.pipeline.records import StageOutcome, about
+from posttrain.apps.ship.pipeline.stage import StageContext
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.data.traces.reading import Reading
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
@@ -56,41 +56,39 @@ def _traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
     return contents
 
 
-class TracesStage(Stage):
-    name: StageName = "traces"
-    outputs = ("statistics",)
+def check(config: PipelineConfig) -> None:
+    try:
+        reading_of(config)
+    except InputError as error:
+        raise about("traces", error) from error
+    try:
+        pair_rules_of(config)
+    except InputError as error:
+        raise about("dataset.pairs", error) from error
 
-    def check(self, config: PipelineConfig) -> None:
-        try:
-            reading_of(config)
-        except InputError as error:
-            raise about("traces", error) from error
-        try:
-            pair_rules_of(config)
-        except InputError as error:
-            raise about("dataset.pairs", error) from error
 
-    def inputs(self, context: StageContext) -> JsonObject:
-        return {"settings": context.config.traces.model_dump(exclude={"path"}), "files": {"traces": list(context.data)}}
+def inputs(context: StageContext) -> JsonObject:
+    return {"settings": context.config.traces.model_dump(exclude={"path"}), "files": {"traces": list(context.data)}}
 
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        from posttrain.data.traces.statistics import collect_statistics
-        from posttrain.reporting.charts import reward_histogram
 
-        found = collect_statistics(reading_of(context.config), pair_rules_of(context.config), None)
-        if not found.traces:
-            raise InputError(
-                f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` shows why"
-            )
-        durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
-        title = f"Rewards of the traces of {context.config.pipeline.name}"
-        bars = found.bin_edges, found.bin_counts, found.bin_kinds
-        picture = reward_histogram(title, found.headline, *bars, unit="traces")
-        durable.write_text(folder / "rewards.svg", picture)
-        return StageOutcome(
-            digest=digest(self.inputs(context)),
-            headline=f"{found.traces:,} traces of {found.groups:,} prompts, mean reward {found.reward_mean:.3g}; "
-            f"{found.with_signal:,} prompts have different rewards",
-            values={"traces": found.traces, "mean_reward": found.reward_mean, "statistics": "statistics.json"},
-            report="rewards.svg",
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    from posttrain.data.traces.statistics import collect_statistics
+    from posttrain.reporting.charts import reward_histogram
+
+    found = collect_statistics(reading_of(context.config), pair_rules_of(context.config), None)
+    if not found.traces:
+        raise InputError(
+            f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` shows why"
         )
+    durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
+    title = f"Rewards of the traces of {context.config.pipeline.name}"
+    bars = found.bin_edges, found.bin_counts, found.bin_kinds
+    picture = reward_histogram(title, found.headline, *bars, unit="traces")
+    durable.write_text(folder / "rewards.svg", picture)
+    return StageOutcome(
+        digest=digest(inputs(context)),
+        headline=f"{found.traces:,} traces of {found.groups:,} prompts, mean reward {found.reward_mean:.3g}; "
+        f"{found.with_signal:,} prompts have different rewards",
+        values={"traces": found.traces, "mean_reward": found.reward_mean, "statistics": "statistics.json"},
+        report="rewards.svg",
+    )

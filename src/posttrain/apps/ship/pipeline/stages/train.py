@@ -7,8 +7,8 @@ from pathlib import Path
 
 from posttrain.apps.ship.pipeline.iteration_models import trainable_folder
 from posttrain.apps.ship.pipeline.predicted_cost import predict, predicted_cost, profile_of
-from posttrain.apps.ship.pipeline.records import StageName, StageOutcome, about, read_iterations
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext, Stop
+from posttrain.apps.ship.pipeline.records import StageOutcome, about, read_iterations
+from posttrain.apps.ship.pipeline.stage import StageContext, Stop
 from posttrain.apps.ship.pipeline.training_process import run_training
 from posttrain.checkpointing import CheckpointStore
 from posttrain.config import LoadedConfig, RunConfig, load_config
@@ -28,98 +28,95 @@ RUN_FOLDER = "run"
 LAST_STEPS = 10  # steps in the mean that is an iteration's training metric
 
 
-class TrainStage(Stage):
-    name: StageName = "train"
-    reads: tuple[StageName, ...] = ("dataset",)
-    resumes = True
-    outputs = ("checkpoint",)
-
-    def check(self, config: PipelineConfig) -> None:
-        loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
-        if not loaded.config.checkpointing.enabled:
-            raise InputError("train: checkpointing.enabled is false: there would be nothing to convert")
-        profile_of(config.pipeline)
-        if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
-            raise InputError(
-                "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
-            )
-
-    def inputs(self, context: StageContext) -> JsonObject:
-        config = context.config
-        loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
-        settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}
-        files = context.hashes.of_named(files_named_in(settings))
-        chosen = {"algorithm": config.train.algorithm, "checkpoint": config.train.checkpoint}
-        return {
-            "settings": {**chosen, **settings},
-            "files": files,
-            "models": {"start": context.iteration.start.identity},
-        }
-
-    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
-        loaded = load_training(context.config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
-        return same_but_for_the_version(old, new, loaded)
-
-    def work(self, context: StageContext, folder: Path) -> StageOutcome:
-        config, algorithm = context.config, context.config.train.algorithm
-        run = folder / RUN_FOLDER
-        model, tokenizer = trainable_folder(context.iteration.start, config)
-        data = str(context.before["dataset"].path("file"))
-        loaded = load_training(config, model=model, tokenizer=tokenizer, data=data, folder=str(run))
-        for warning in loaded.warnings:
-            context.say(f"warning: train: {warning}")
-        file = folder / "train.yaml"
-        text, credentials = loaded.to_yaml_and_credentials()
-        durable.write_text(file, text)
-        prediction = predict(loaded.config, config.pipeline, self._earlier_run(context))
-        if (expected := predicted_cost(prediction)) is not None:
-            context.say(f"train: predicted {expected.text}")
-        code = run_training(
-            algorithm,
-            file,
-            quiet=context.quiet,
-            lock=context.lock,
-            heartbeat=context.heartbeat,
-            variables=credentials,
-        )
-        if code:
-            raise Stop(*_ended(code, algorithm))
-        checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
-        step = int(checkpoint.name.removeprefix("step_"))
-        errors = errors_of_model(str(checkpoint))
-        for error in errors:
-            context.say(f"warning: train: doctor: {error.line}")
-        if errors and config.train.on_doctor_error == "stop":
-            raise Stop(ExitCode.ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
-        metric, value, seconds = _training_metric(run)
-        shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
-        sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
-        return StageOutcome(
-            digest=_weights_digest(checkpoint),
-            headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}{sick}",
-            values={
-                "checkpoint": f"{RUN_FOLDER}/{checkpoint.name}",
-                "step": step,
-                "metric": metric,
-                "value": value,
-                "logged_seconds": seconds,
-                "doctor_errors": [error.rule for error in errors],
-                "num_devices": loaded.config.cluster.num_workers,
-                **prediction,
-            },
-            report=f"{RUN_FOLDER}/report.html",
+def check(config: PipelineConfig) -> None:
+    loaded = load_training(config)
+    if not loaded.config.checkpointing.enabled:
+        raise InputError("train: checkpointing.enabled is false: there would be nothing to convert")
+    profile_of(config.pipeline)
+    if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
+        raise InputError(
+            "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
         )
 
-    def _earlier_run(self, context: StageContext) -> Path | None:
-        """The newest run with these settings, from whichever data and model: its steps take as long."""
-        settings = _without_length(self.inputs(context)["settings"])
-        for iteration in reversed(read_iterations(context.home)):
-            record = iteration.record(self.name)
-            if record is None or _without_length(record.inputs["settings"]) != settings:
-                continue
-            if (record.folder / RUN_FOLDER).is_dir():
-                return record.folder / RUN_FOLDER
-        return None
+
+def inputs(context: StageContext) -> JsonObject:
+    config = context.config
+    loaded = load_training(config)
+    settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}
+    files = context.hashes.of_named(files_named_in(settings))
+    chosen = {"algorithm": config.train.algorithm, "checkpoint": config.train.checkpoint}
+    return {
+        "settings": {**chosen, **settings},
+        "files": files,
+        "models": {"start": context.iteration.start.identity},
+    }
+
+
+def same_settings(config: PipelineConfig, old: JsonMapping, new: JsonMapping) -> bool:
+    return same_but_for_the_version(old, new, load_training(config))
+
+
+def work(context: StageContext, folder: Path) -> StageOutcome:
+    config, algorithm = context.config, context.config.train.algorithm
+    run = folder / RUN_FOLDER
+    model, tokenizer = trainable_folder(context.iteration.start, config)
+    data = str(context.before["dataset"].path("file"))
+    loaded = load_training(config, model=model, tokenizer=tokenizer, data=data, folder=str(run))
+    for warning in loaded.warnings:
+        context.say(f"warning: train: {warning}")
+    file = folder / "train.yaml"
+    text, credentials = loaded.to_yaml_and_credentials()
+    durable.write_text(file, text)
+    prediction = predict(loaded.config, config.pipeline, _earlier_run(context))
+    if (expected := predicted_cost(prediction)) is not None:
+        context.say(f"train: predicted {expected.text}")
+    code = run_training(
+        algorithm,
+        file,
+        quiet=context.quiet,
+        lock=context.lock,
+        heartbeat=context.heartbeat,
+        variables=credentials,
+    )
+    if code:
+        raise Stop(*_ended(code, algorithm))
+    checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
+    step = int(checkpoint.name.removeprefix("step_"))
+    errors = errors_of_model(str(checkpoint))
+    for error in errors:
+        context.say(f"warning: train: doctor: {error.line}")
+    if errors and config.train.on_doctor_error == "stop":
+        raise Stop(ExitCode.ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
+    metric, value, seconds = _training_metric(run)
+    shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
+    sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
+    return StageOutcome(
+        digest=_weights_digest(checkpoint),
+        headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}{sick}",
+        values={
+            "checkpoint": f"{RUN_FOLDER}/{checkpoint.name}",
+            "step": step,
+            "metric": metric,
+            "value": value,
+            "logged_seconds": seconds,
+            "doctor_errors": [error.rule for error in errors],
+            "num_devices": loaded.config.cluster.num_workers,
+            **prediction,
+        },
+        report=f"{RUN_FOLDER}/report.html",
+    )
+
+
+def _earlier_run(context: StageContext) -> Path | None:
+    """The newest run with these settings, from whichever data and model: its steps take as long."""
+    settings = _without_length(inputs(context)["settings"])
+    for iteration in reversed(read_iterations(context.home)):
+        record = iteration.record("train")
+        if record is None or _without_length(record.inputs["settings"]) != settings:
+            continue
+        if (record.folder / RUN_FOLDER).is_dir():
+            return record.folder / RUN_FOLDER
+    return None
 
 
 def _without_length(settings: JsonMapping) -> JsonObject:
@@ -128,7 +125,12 @@ def _without_length(settings: JsonMapping) -> JsonObject:
 
 
 def load_training(
-    config: PipelineConfig, *, model: str, tokenizer: str | None, data: str, folder: str
+    config: PipelineConfig,
+    *,
+    model: str = PLACEHOLDER,
+    tokenizer: str | None = None,
+    data: str = PLACEHOLDER,
+    folder: str = PLACEHOLDER,
 ) -> LoadedConfig[RunConfig]:
     """The config of the run: the file, the overrides, and on top what the pipeline sets."""
     train = config.train
@@ -138,27 +140,21 @@ def load_training(
             where = {"policy.model_name": "base_model", "data.train": "traces and dataset"}.get(key, "pipeline.folder")
             raise InputError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
     path = None if train.config is None else Path(train.config)
+    quoted = data.replace("'", "''")
     own = [
         f"policy.model_name={model}",
-        f"data.train={{dataset_name: {DATASETS[config.dataset_kind]}, data_path: {_quoted(data)}}}",
+        f"data.train={{dataset_name: {DATASETS[config.dataset_kind]}, data_path: '{quoted}'}}",
         f"checkpointing.checkpoint_dir={folder}",
         "logger.log_dir=null",
     ]
-    if tokenizer is not None and tokenizer != model and not _names_tokenizer(config, path):
-        own.append(f"policy.tokenizer.name={tokenizer}")
+    if tokenizer is not None and tokenizer != model:
+        origins = load_config(train.algorithm, path, train.overrides).origins
+        if origins.get("policy.tokenizer.name", "default") == "default":
+            own.append(f"policy.tokenizer.name={tokenizer}")
     try:
         return load_config(train.algorithm, path, [*train.overrides, *own])
     except InputError as error:
         raise about("train", error) from error
-
-
-def _names_tokenizer(config: PipelineConfig, path: Path | None) -> bool:
-    loaded = load_config(config.train.algorithm, path, config.train.overrides)
-    return loaded.origins.get("policy.tokenizer.name", "default") != "default"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
