@@ -1,7 +1,7 @@
 """The demo's task and model: sums of two numbers, a tokenizer that reads them digit by digit, and a small Llama.
 
-The model first learns the format from examples whose answers are mostly wrong. Its answers then have the right format and are
-sometimes right, which is what GRPO needs to start from.
+The model first learns the format from examples whose answers are mostly wrong. Its answers then have the right format
+and are sometimes right, which is what GRPO needs to start from.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def run_settings(model: Path, run: Path, learning_rate: float) -> list[str]:
         f"policy.model_name={model}",
         "policy.precision=float32",
         "policy.device=cpu",
-        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose much on a busy machine
+        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose on a busy machine
         "policy.max_total_sequence_length=64",
         "policy.sequence_packing={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}",
         "policy.optimizer.name=torch.optim.AdamW",

@@ -1,7 +1,7 @@
 """A task in which a tool helps: products of two numbers, which a small model cannot compute but a calculator can.
 
-The SFT examples show two ways of answering: some call the calculator and copy its result, others give a round number. So the
-model can do both, and GRPO learns which one is rewarded.
+The SFT examples show two ways of answering: some call the calculator and copy its result, others give a round number.
+So the model can do both, and GRPO learns which one is rewarded.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], ob
             held.enter_context(locked(folder / ".lock", wait_s=0))
         except LockHeld as busy:
             raise FolderHeld(
-                f"--folder {folder}: another demo is running there ({busy.holder or 'not known'}); wait for it, or name a new "
-                "folder"
+                f"--folder {folder}: another demo is running there ({busy.holder or 'not known'}); wait for it, or "
+                "name a new folder"
             ) from None
         under_way = json.dumps(settings)
         if marker.read_text(encoding="utf-8") == under_way:

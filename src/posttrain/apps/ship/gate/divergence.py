@@ -1,4 +1,4 @@
-"""`kl.json` in the folder of an evaluation: the divergence of the model from its base on the answers. Reading and writing.
+"""`kl.json` in the folder of an evaluation: the divergence of the model from its base on the answers.
 
 `measure_divergence.py` measures it.
 """

@@ -1,8 +1,9 @@
 """KL(model || base) on the answers of an evaluation, by reading them with both models (teacher forcing).
 
 At every token of an answer both models give a distribution over the whole vocabulary; their KL divergence is computed
-exactly and averaged over the tokens of a problem's answers. It is not estimated from the sampled tokens, so greedy answers
-can be measured too. Answers are stored as text and tokenised again, so that token boundaries may differ from the sampler's.
+exactly and averaged over the tokens of a problem's answers. It is not estimated from the sampled tokens, so greedy
+answers can be measured too. Answers are stored as text and tokenised again, so that token boundaries may differ from
+the sampler's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.apps.evaluate.problems import load_problems
 from posttrain.apps.evaluate.results import (
@@ -26,11 +27,7 @@ from posttrain.apps.ship.gate.divergence import Divergence, answers_digest, writ
 from posttrain.config import load_config
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
-from posttrain.models.accepted_names import (
-    ResolvedModel,
-    model_fingerprint,
-    resolve_registered_model,
-)
+from posttrain.models.accepted_names import ResolvedModel, model_fingerprint, resolve_registered_model
 from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
@@ -60,17 +57,19 @@ def measure_divergence(
     ours, theirs = resolve_registered_model(named), resolve_registered_model(base)
     if model is None and model_fingerprint(ours) != evaluation.summary.model_fingerprint:
         raise InputError(
-            f"{evaluation.folder}: {named} has other weights now than the model that gave the answers; name that one with --model"
+            f"{evaluation.folder}: {named} has other weights now than the model that gave the answers; name that one "
+            "with --model"
         )
     if any(sample.turns for problem in evaluation.problems for sample in problem.samples):
         raise InputError(
-            f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is measured on "
-            "single answers"
+            f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is "
+            "measured on single answers"
         )
     messages = _messages(evaluation)
     where = resolve_device(device)
     chat = _chat(evaluation, ours)
-    heads = [_head(reference, precision, where) for reference in (ours, theirs)]
+    dtype = sampling_dtype(precision, where)
+    heads = [OutputHead(load_with_adapter(reference, dtype, where)) for reference in (ours, theirs)]
     if heads[0].vocab_size != heads[1].vocab_size:
         raise InputError(
             f"--base {base}: its vocabulary has {heads[1].vocab_size} entries, that of {named} {heads[0].vocab_size}; "
@@ -91,8 +90,8 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
     problems = load_problems(config.data, seed=config.eval.seed, limit=config.eval.max_problems).problems
     if hash_of_tasks(problems) != evaluation.summary.problem_set_hash:
         raise EvaluationError(
-            f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of this "
-            "evaluation, so its prompts cannot be built again"
+            f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of "
+            "this evaluation, so its prompts cannot be built again"
         )
     return {problem.id: problem.messages for problem in problems}
 
@@ -103,11 +102,6 @@ def _chat(evaluation: Evaluation, reference: ResolvedModel) -> ChatFormat:
     name = reference.tokenizer if own == config.generation.model_name else own
     tokenizer = load_tokenizer(name, "tokenizer.name")
     return ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
-
-
-def _head(reference: ResolvedModel, precision: str, device: torch.device) -> OutputHead:
-    model: nn.Module = load_with_adapter(reference, sampling_dtype(precision, device), device)
-    return OutputHead(model)
 
 
 def _divergence_of_problem(

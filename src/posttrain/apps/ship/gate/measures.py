@@ -4,7 +4,7 @@
     avg@n, reward            mean reward
     part:NAME                mean of a named part of the reward
     mean_length_tokens, truncation_rate, unscored_rate
-    refusal_rate             share of the answers that begin like a refusal (the list below, or the check's own patterns)
+    refusal_rate             share of the answers that begin like a refusal (the list below, or the check's patterns)
     format_rate              share of the answers in which one of the check's patterns is found
     cost_per_answer          the evaluation's cost, shared out by generated tokens; speed has noise of its own, which no
                              number of problems averages out (gate.speed_noise)
@@ -65,8 +65,8 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
     values = {key: value for key, value in zip(keys, measured, strict=True) if value is not None}
     if not values:
         raise InputError(
-            f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of its "
-            "answers unscored?"
+            f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of "
+            "its answers unscored?"
         )
     return Measurement(values, _range(check.metric, list(values.values())))
 
@@ -111,7 +111,7 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, has_price: bool) -> None:
-    """InputError for a check that no evaluation with `num_samples` per problem, and with or without a price, can decide.
+    """InputError for a check that no evaluation with `num_samples` per problem, with or without a price, can decide.
 
     What depends on the answers, such as the parts of a reward, is not checked here.
     """
@@ -122,8 +122,8 @@ def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, 
         from posttrain.data.errors import nearest
 
         raise InputError(
-            f"{where}: {check.metric!r} will not be measured{nearest(check.metric, known)}; what will be: {_listed(known)}, "
-            f"{PART}NAME{_advice(check.metric)}"
+            f"{where}: {check.metric!r} will not be measured{nearest(check.metric, known)}; what will be: "
+            f"{_listed(known)}, {PART}NAME{_advice(check.metric)}"
         )
     _refuse_wrong_patterns(check, where)
     if check.compares:
@@ -169,8 +169,8 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
     from posttrain.data.errors import nearest
 
     raise InputError(
-        f"{where}: {metric!r} was not measured in {evaluation.folder}{nearest(metric, known)}; measured: {_listed(known)}"
-        f"{_advice(metric)}"
+        f"{where}: {metric!r} was not measured in {evaluation.folder}{nearest(metric, known)}; measured: "
+        f"{_listed(known)}{_advice(metric)}"
     )
 
 

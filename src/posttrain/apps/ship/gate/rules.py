@@ -8,7 +8,6 @@ from typing import Literal
 from posttrain.apps.ship.gate.measures import Measurement
 from posttrain.apps.ship.gate.statistics import (
     MeanEstimate,
-    Range,
     detectable_distance,
     estimate_mean,
     estimate_paired,
@@ -77,8 +76,8 @@ def _undecided(estimate: MeanEstimate, bound: Bound, settings: GateSettings) -> 
     if estimate.systematic and abs(estimate.mean - bound.threshold) <= estimate.systematic:
         return BoundDecision(
             "undecided",
-            f"{straddles}; it includes {estimate.systematic:.3g} for the noise of speed measurements, which more problems do not "
-            "reduce: allow a larger margin, or lower gate.speed_noise if your machine is quieter",
+            f"{straddles}; it includes {estimate.systematic:.3g} for the noise of speed measurements, which more "
+            "problems do not reduce: allow a larger margin, or lower gate.speed_noise if your machine is quieter",
         )
     needed = needed_problems(estimate, bound.threshold, settings.power)
     if needed is None:
@@ -124,7 +123,8 @@ def compare(
     larger = max(len(candidate.values), len(production.values))
     # Values observed on one side are possible on the other.
     ends = [end for side in (candidate, production) for end in side.value_range]
-    own, scaled = (min(ends), max(ends)), _scaled((min(ends), max(ends)), scale)
+    own = min(ends), max(ends)
+    scaled = min(scale * end for end in own), max(scale * end for end in own)
     if 2 * len(common) >= larger:
         differences = [candidate.values[key] - scale * production.values[key] for key in common]
         estimate = estimate_paired(differences, confidence, (own[0] - scaled[1], own[1] - scaled[0]))
@@ -170,8 +170,8 @@ def margin_bound(
 ) -> tuple[Bound, float]:
     """The bound on `candidate - scale * production`, and the scale. One of the two margins is given.
 
-    A relative margin becomes the scale: "at most 10 % longer" is `candidate - 1.1 * production <= 0`. This avoids dividing by
-    a mean that is itself uncertain. `sign` is that of production's mean: 10 % more than -1 is -0.9.
+    A relative margin becomes the scale: "at most 10 % longer" is `candidate - 1.1 * production <= 0`. This avoids
+    dividing by a mean that is itself uncertain. `sign` is that of production's mean: 10 % more than -1 is -0.9.
     """
     is_gain = better_by is not None
     margin = better_by if better_by is not None else worse_by
@@ -186,11 +186,6 @@ def margin_bound(
         scale = 1 + sign * signed
         return Bound(demand, 0.0, side, is_gain, f"candidate - {scale:g} × production"), scale
     return Bound(demand, signed, side, is_gain, "the difference"), 1.0
-
-
-def _scaled(value_range: Range, scale: float) -> Range:
-    low, high = sorted(scale * end for end in value_range)
-    return low, high
 
 
 def _interval(estimate: MeanEstimate, bound: Bound) -> str:

@@ -6,9 +6,9 @@ one-sided, at the requested confidence:
 - one evaluation, every value 0 or 1: Clopper-Pearson, which is exact;
 - other values: Student's t with two pseudo-observations at each end of their range, as Agresti and Coull add for
   proportions;
-- differences of two evaluations on the same problems: Student's t on the differences, with one pseudo-observation at each
-  end, as Bonett and Price add for paired proportions; on different problems: Welch's t, with one at each end of either
-  evaluation, as Agresti and Caffo add.
+- differences of two evaluations on the same problems: Student's t on the differences, with one pseudo-observation at
+  each end, as Bonett and Price add for paired proportions; on different problems: Welch's t, with one at each end of
+  either evaluation, as Agresti and Caffo add.
 
 Pseudo-observations keep the bounds valid where all values are equal: without them, thirty unchanged answers would show
 with certainty that nothing changes. The bounds are the wider of those with and without them.
@@ -85,7 +85,7 @@ def estimate_unpaired(
 
 
 def needed_problems(estimate: MeanEstimate, threshold: float, power: float) -> int | None:
-    """The number of problems that separates the mean from `threshold` with probability `power`, if the estimate is right.
+    """The number of problems that separates the mean from `threshold` with probability `power`, by this estimate.
 
     None: more than `MAX_ASKED`, or no number does, because the systematic error is too large.
     """
@@ -120,8 +120,8 @@ def _quantiles(estimate: MeanEstimate, power: float) -> float:
 def _needed_for_rate(rate: float, threshold: float, confidence: float, power: float) -> int | None:
     """The smallest number of problems for which Clopper and Pearson's bound decides, with probability `power`.
 
-    A rate below the threshold is shown by a small number of hits, and the largest such number is searched: the more hits
-    are allowed, the more problems the bound needs, and the more likely it is that no more hits occur.
+    A rate below the threshold is shown by a small number of hits, and the largest such number is searched: the more
+    hits are allowed, the more problems the bound needs, and the more likely it is that no more hits occur.
     """
     betainc = special_functions().betainc
     if rate > threshold:
@@ -159,8 +159,8 @@ def _student(
 ) -> MeanEstimate:
     """Of a sum of signed means. `parts` are sign, values and the pseudo-observations at the ends of their range.
 
-    Pseudo-observations pull the mean towards the middle of the range. A bound must not hold because of that, so the wider
-    of the bounds with and without them are used.
+    Pseudo-observations pull the mean towards the middle of the range. A bound must not hold because of that, so the
+    wider of the bounds with and without them are used.
     """
     plain: list[SignedValues] = [(sign, np.asarray(values, dtype=np.float64)) for sign, values, _ in parts]
     softened = [
@@ -183,10 +183,10 @@ def _student(
 
 
 def _bounds(parts: Sequence[SignedValues], confidence: float) -> Range:
-    """Student's bounds of a mean, of several parts with Welch's degrees, moved outwards for the third moment (Johnson 1978).
+    """Student's bounds, of several parts with Welch's degrees, moved outwards for the third moment (Johnson 1978).
 
-    With skewed values, such as lengths, the plain bound on the side of the long tail is exceeded too often. The bound on
-    the other side is conservative and stays.
+    With skewed values, such as lengths, the plain bound on the side of the long tail is exceeded too often. The bound
+    on the other side is conservative and stays.
     """
     counts = [len(values) for _, values in parts]
     if min(counts) < 2:

@@ -180,7 +180,8 @@ def _unscored_rules(
                     metric="unscored_rate",
                     demand=f"at most {limit:g} (gate.max_unscored_rate)",
                     outcome="undecided",
-                    reason=f"{counts.unscored} of {counts.samples} answers of the {side} have no score; score them again",
+                    reason=f"{counts.unscored} of {counts.samples} answers of the {side} have no score; score them "
+                    "again",
                     candidate=rate if side == "candidate" else None,
                     production=rate if side == "production" else None,
                     threshold=limit,

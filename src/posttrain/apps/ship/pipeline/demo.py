@@ -4,7 +4,7 @@
     FOLDER/traces.jsonl   answers of the same quality, each with a reward of 1 or 0
     FOLDER/unseen.jsonl   problems that are in no trace
 
-`num_prompts` is the number of prompts in the traces. Raising it simulates new data. The task is that of `posttrain demo`.
+`num_prompts` is the number of prompts in the traces. Raising it simulates new data. `posttrain demo` has the same task.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
         write_data(taught / "data", demo.seed)
         settings = [
             *sft_settings(taught / "fresh", taught / "data", taught / "run", demo.seed, demo.sft_steps),
-            "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 20}}]",
+            "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, "
+            "total_iters: 20}}]",
             "sft.max_num_epochs=1000",
             "checkpointing.save_period=100",
             "checkpointing.keep_top_k=1",
@@ -102,7 +103,7 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
     convert(str(taught / "run"), folder / MODEL, conversion, shown_as="careless arithmetic", say=say)
 
 
-# -- settings that name these files --------------------------------------------------------------------------------------
+# -- settings that name these files ------------------------------------------------------------------------------------
 
 
 def check_names_in_the_demo(config: PipelineConfig, stages: Collection[StageName]) -> None:
@@ -124,7 +125,7 @@ def _names(path: Path, made: Sequence[str]) -> bool:
 
 
 def _paths_in_the_demo(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[tuple[str, Path]]:
-    """(setting, its path relative to the demo's folder), of these stages; every run reads the base model and the traces."""
+    """(setting, its path relative to the demo's folder) of these stages; every run reads base model and traces."""
     if config.demo is None:
         return
     traces = [config.traces.path] if isinstance(config.traces.path, str) else config.traces.path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.apps.ship.pipeline.records import ModelChoice, about
+from posttrain.apps.ship.registry.artifacts import content_digest
 from posttrain.apps.ship.registry.registry import Registry
 from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.apps.ship.registry.version import ModelVersion
@@ -43,7 +44,9 @@ def choose_models(config: PipelineConfig) -> tuple[ModelChoice, str, ModelChoice
         base = ModelChoice(config.base_model, model_identity(config.base_model))
     except InputError as error:
         raise about("base_model", error) from error
-    current = None if production is None else _registered(production)
+    current = None
+    if production is not None:
+        current = ModelChoice(production.reference, content_digest(production.files), production.version)
     incumbent = current or (base if config.gate.without_production == "base" else None)
     if config.pipeline.start_from == "base":
         return base, "pipeline.start_from is base", incumbent
@@ -52,20 +55,14 @@ def choose_models(config: PipelineConfig) -> tuple[ModelChoice, str, ModelChoice
     return current, "it is in production", incumbent
 
 
-def _registered(version: ModelVersion) -> ModelChoice:
-    from posttrain.apps.ship.registry.artifacts import content_digest
-
-    return ModelChoice(version.reference, content_digest(version.files), version.version)
-
-
 def locate(choice: ModelChoice, config: PipelineConfig) -> str:
     """A folder or hub name that can be loaded. Files of a registered version are compared with their checksums."""
     if choice.version is not None:
         return str(registry_of(config).resolve(config.pipeline.name, choice.version).path)
     if model_identity(choice.text) != choice.identity:
         raise InputError(
-            f"base_model: {choice.text} holds another model than when this iteration began; restore the old one, or start "
-            "again with --new-iteration"
+            f"base_model: {choice.text} holds another model than when this iteration began; restore the old one, or "
+            "start again with --new-iteration"
         )
     return choice.text
 
@@ -77,8 +74,8 @@ def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, 
     found = resolve_model(locate(choice, config))
     if found.adapter is not None:
         raise InputError(
-            f"{choice.text} is a LoRA adapter, and training starts from full models; convert it with --merge-lora, and set "
-            "convert.merge_lora: true"
+            f"{choice.text} is a LoRA adapter, and training starts from full models; convert it with --merge-lora, and "
+            "set convert.merge_lora: true"
         )
     return found.model, found.tokenizer if Path(found.tokenizer).exists() else found.model
 

@@ -83,18 +83,13 @@ def _why(stage: Stage, context: StageContext, inputs: JsonMapping, key: str) -> 
     iteration = context.iteration
     if (iteration.folder / stage_folder(stage.name, key)).exists():
         return f"it was interrupted; it {'resumes' if stage.resumes else 'starts again'}"
-    earlier = iteration.record(stage.name, outdated=True) or _newest(stage.name, context)
+    candidates = (iteration, *reversed(read_iterations(context.home)))
+    records = (one.record(stage.name, outdated=True) for one in candidates)
+    earlier = next((record for record in records if record is not None), None)
     if earlier is None:
         return "it has not run yet"
     changes = list(_changes(earlier.inputs, inputs))
     return "; ".join(changes[:_MAX_CHANGES]) + ("; …" if len(changes) > _MAX_CHANGES else "")
-
-
-def _newest(name: StageName, context: StageContext) -> StageRecord | None:
-    iterations = reversed(read_iterations(context.home))
-    return next(
-        (record for iteration in iterations if (record := iteration.record(name, outdated=True)) is not None), None
-    )
 
 
 def _changes(before: JsonMapping, now: JsonMapping) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The KPI of a pipeline, one row per iteration: training metric, held-out score, cost and time.
 
-All values are read from the records, except for the stage of a version, which may change at any time: it is looked up in the
-registry.
+All values are read from the records, except for the stage of a version, which may change at any time: it is looked up
+in the registry.
 """
 
 from __future__ import annotations

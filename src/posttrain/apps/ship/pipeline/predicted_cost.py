@@ -41,8 +41,8 @@ def profile_of(settings: PipelineSettings) -> ClusterProfile | None:
 
 
 def predict(config: RunConfig, settings: PipelineSettings, earlier: Path | None) -> JsonObject:
-    """For the record of a training: `predicted`, or why there is none, and the `price` that was used. `earlier` is the folder
-    of a run with the same settings."""
+    """For the record of a training: `predicted`, or why there is none, and the `price` that was used. `earlier` is the
+    folder of a run with the same settings."""
     profile = profile_of(settings)
     price = _price(config, settings, profile)
     try:
@@ -67,7 +67,8 @@ def _predicted(
         return {"hours": report.hours, "num_steps": report.num_steps, "cost": cost}
     if step_s is None:
         raise InputError(
-            "no machine is known to plan for, and no iteration before it had these settings; pipeline.cluster_profile names one"
+            "no machine is known to plan for, and no iteration before it had these settings; pipeline.cluster_profile "
+            "names one"
         )
     hours = num_steps_of(config) * step_s / 3600
     cost = None if price is None else [hours * hourly for hourly in price["hourly"]]

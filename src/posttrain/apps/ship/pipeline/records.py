@@ -97,7 +97,7 @@ def relative(path: Path, folder: Path) -> str:
     return os.path.relpath(path.absolute(), folder.absolute())
 
 
-# -- iterations ----------------------------------------------------------------------------------------------------------
+# -- iterations --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Runs a pipeline: selects the iteration, then runs stage after stage, reusing what is finished.
 
-A stage is finished when its `stage.json` exists, which is written last. A stage that was killed before that starts again in
-an empty folder, except for training and evaluation, which resume.
+A stage is finished when its `stage.json` exists, which is written last. A stage that was killed before that starts
+again in an empty folder, except for training and evaluation, which resume.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import VERDICT_CODES, FolderHeld, InputError, place_and_reason
 from posttrain.files import durable
 from posttrain.files.digests import FileHashes, digest
-from posttrain.files.locks import Holder, LockHeld, locked
+from posttrain.files.locks import LockHeld, locked
 from posttrain.roles import ShowProgress, no_progress
 
 HASHES_FILE = ".hashes.json"
@@ -68,8 +68,8 @@ class SelectedIteration:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The iteration that would run, and the decision for each stage. If the demo has files to make, both are undetermined:
-    then `unmade` are these files, and `unchecked` the settings that name them."""
+    """The iteration that would run, and the decision for each stage. If the demo has files to make, both are
+    undetermined: then `unmade` are these files, and `unchecked` the settings that name them."""
 
     selected: SelectedIteration | None = None
     decisions: tuple[StageDecision, ...] = ()
@@ -155,8 +155,8 @@ class PipelineRunner:
     # -- selecting the iteration ---------------------------------------------------------------------------------------
 
     def select(self, request: RunRequest, *, write: bool = True) -> SelectedIteration:
-        """An iteration belongs to one set of traces and the models that it began with. Changed traces start a new iteration
-        once the last is finished; until then it continues with those that it has read."""
+        """An iteration belongs to one set of traces and the models that it began with. Changed traces start a new
+        iteration once the last is finished; until then it continues with those that it has read."""
         data = current_content(self.config, self.hashes)
         earlier = read_iterations(self.home)
         last = earlier[-1] if earlier else None
@@ -203,7 +203,8 @@ class PipelineRunner:
         for name in STAGES[:place]:
             if name not in iteration.stages or iteration.stages[name].outdated:
                 raise InputError(
-                    f"--from {first}: {name} has not run in iteration {iteration.number}; leave --from out, or begin earlier"
+                    f"--from {first}: {name} has not run in iteration {iteration.number}; leave --from out, or begin "
+                    "earlier"
                 )
         redone = {name: iteration.redone.get(name, 0) + (STAGES.index(name) >= place) for name in STAGES}
         if place <= STAGES.index("evaluate"):
@@ -306,7 +307,8 @@ def _until(last: StageName) -> tuple[Stage, ...]:
 
 @contextmanager
 def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """One process at a time for a pipeline's folder. Yields the descriptor that holds the lock, for the training to inherit.
+    """One process at a time for a pipeline's folder. Yields the descriptor that holds the lock, for the training to
+    inherit.
 
     If the pipeline is killed while its training is still saving, the next run waits for it.
     """
@@ -318,9 +320,10 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
                 descriptor = held.enter_context(locked(home / LOCK_FILE, wait_s=0))
                 break
             except LockHeld as busy:
-                if not _has_ended(busy.holder):
+                holder = busy.holder  # if it has ended, its training has the lock
+                if holder is None or not holder.is_on_this_machine or holder.is_alive is not False:
                     raise FolderHeld(
-                        f"{home}: another process is running this pipeline ({busy.holder or 'not known'}); "
+                        f"{home}: another process is running this pipeline ({holder or 'not known'}); "
                         "`posttrain pipeline status` shows its progress"
                     ) from None
             except OSError as error:
@@ -330,8 +333,3 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
                 is_announced = True
             time.sleep(_POLL_S)
         yield descriptor
-
-
-def _has_ended(holder: Holder | None) -> bool:
-    """Its training has the lock then."""
-    return holder is not None and holder.is_on_this_machine and holder.is_alive is False

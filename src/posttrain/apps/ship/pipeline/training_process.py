@@ -1,7 +1,7 @@
 """Runs training in a child process and returns its exit code.
 
-The child has its own process group: signals reach it once, forwarded by the pipeline. If the pipeline is killed, the kernel
-(Linux) sends the training SIGTERM, so that it saves and ends.
+The child has its own process group: signals reach it once, forwarded by the pipeline. If the pipeline is killed, the
+kernel (Linux) sends the training SIGTERM, so that it saves and ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files of a model version: sizes and SHA-256, a copy in the registry, and verification of the files against both.
 
-Sizes and hashes are stored in the registry's database and not beside the files, so changing a file does not change what it
-is verified against.
+Sizes and hashes are stored in the registry's database and not beside the files, so changing a file does not change what
+it is verified against.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def measure(folder: Path, progress: Progress = no_progress) -> dict[str, FileRec
         raise RegistryError(f"{folder}: {kind}; expected a folder with a model, an adapter or a checkpoint step_N")
     paths = _walk(folder)
     if (folder / "policy" / "weights").is_dir():
-        paths = [path for path in paths if _is_of_the_model(path.relative_to(folder))]
+        inside = {path: path.relative_to(folder) for path in paths}
+        paths = [
+            path
+            for path, name in inside.items()
+            if name.as_posix() in CHECKPOINT_FILES or name.parts[:2] in CHECKPOINT_FOLDERS
+        ]
     if not paths:
         raise RegistryError(f"{folder}: the folder is empty; expected a model, an adapter or a checkpoint step_N")
     records = []
@@ -90,8 +95,8 @@ class Copy:
     """A copy of a folder for the registry, named by its content: equal content is stored once.
 
     Files are copied under a temporary name, which may take long. `keep` and `withdraw` are quick and are called by the
-    registry's only writer, so no other version can refer to what `withdraw` removes. Leaving the block removes what was not
-    kept.
+    registry's only writer, so no other version can refer to what `withdraw` removes. Leaving the block removes what was
+    not kept.
     """
 
     def __init__(self, folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> None:
@@ -161,7 +166,7 @@ class Copy:
 
 
 def put_in_place(folder: Path, target: Path, files: Files) -> bool:
-    """Rename `folder` to `target`, unless the same files are there. Damaged ones are replaced. True if there were none."""
+    """Rename `folder` to `target`, unless the same files are there; damaged ones go. True: none were there."""
     damaged = target.with_name(f".replaced-{uuid4().hex}")
     is_empty = True
     try:
@@ -179,10 +184,6 @@ def put_in_place(folder: Path, target: Path, files: Files) -> bool:
                 os.rename(target, damaged)
     finally:
         shutil.rmtree(damaged, ignore_errors=True)
-
-
-def _is_of_the_model(path: Path) -> bool:
-    return path.as_posix() in CHECKPOINT_FILES or path.parts[:2] in CHECKPOINT_FOLDERS
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -95,13 +95,17 @@ def gather_lineage(
     gate: Path | None = None,
 ) -> Lineage:
     """The lineage from the files; arguments take precedence. `evaluations`: name -> folder of a finished evaluation."""
-    config_path = config or _find_config(folder)
+    # The config lies beside the weights, or in the run that the checkpoint belongs to.
+    places = [folder, folder.parent] if (folder / "policy" / "weights").is_dir() else [folder]
+    config_path = config or next((file for place in places if (file := place / CONFIG_FILE).is_file()), None)
     values, config_hash = _read_config(config_path) if config_path else ({}, None)
     converted: JsonObject = {}
     if (file := folder / CONVERSION_FILE).is_file():
         converted = read_json(file, RegistryError)
         _check_kinds(file, converted, {"base_model": str, "data": list, "metrics": dict})
-    sources = list(data) or _data_of(values) or _data_of_conversion(converted)
+    blocks = (one for one in converted.get("data") or [] if isinstance(one, dict) and one.get("role") == "train")
+    of_conversion = [str(name) for one in blocks if (name := one.get("data_path") or one.get("dataset_name"))]
+    sources = list(data) or _data_of(values) or of_conversion
     judged = _read_gate(gate) if gate else None
     if judged is not None:
         judged |= _compare_with_judged(_fingerprint(folder), judged["judged"])
@@ -131,13 +135,6 @@ def code_version() -> str:
         return posttrain.__version__
     commit = ended.stdout.strip()
     return f"{posttrain.__version__}+g{commit}" if ended.returncode == 0 and commit else posttrain.__version__
-
-
-def _find_config(folder: Path) -> Path | None:
-    """Beside the weights, or in the run that the checkpoint belongs to."""
-    is_checkpoint = (folder / "policy" / "weights").is_dir()
-    places = [folder, folder.parent] if is_checkpoint else [folder]
-    return next((place / CONFIG_FILE for place in places if (place / CONFIG_FILE).is_file()), None)
 
 
 def _read_config(path: Path) -> tuple[JsonObject, str]:
@@ -181,13 +178,6 @@ def _check_kinds(path: Path, content: JsonMapping, kinds: Mapping[str, type]) ->
     for key, kind in kinds.items():
         if not isinstance(content.get(key), kind | None):
             raise RegistryError(f"{path}: {key} is {content[key]!r:.80}; a {kind.__name__} is needed")
-
-
-def _data_of_conversion(converted: JsonMapping) -> list[str]:
-    """The same of a model that `posttrain convert` wrote."""
-    blocks = converted.get("data") or []
-    train = [block for block in blocks if isinstance(block, dict) and block.get("role") == "train"]
-    return [str(name) for block in train if (name := block.get("data_path") or block.get("dataset_name"))]
 
 
 def _hash_of(source: str, *, is_given: bool) -> str | None:
@@ -234,8 +224,8 @@ def _read_gate(path: Path) -> JsonObject:
     verdict = report.get("verdict")
     if verdict not in ("promote", "reject", "needs_more_samples"):
         raise RegistryError(
-            f"{path}: verdict is {verdict!r}; expected the JSON that `posttrain gate --json FILE` writes, with the verdict "
-            "promote, reject or needs_more_samples"
+            f"{path}: verdict is {verdict!r}; expected the JSON that `posttrain gate --json FILE` writes, with the "
+            "verdict promote, reject or needs_more_samples"
         )
     _check_kinds(path, report, {"reasons": list, "candidate": dict})
     candidate = report.get("candidate") or {}

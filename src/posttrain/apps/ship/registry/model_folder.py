@@ -1,7 +1,7 @@
 """Checks that a folder is a model that can be registered: a Hugging Face folder, a peft adapter or a checkpoint step_N.
 
-Called before anything is written, so that every version can be loaded. Of weights only the headers are read. The files of a
-checkpoint are compared with the checksums that it was saved with.
+Called before anything is written, so that every version can be loaded. Of weights only the headers are read. The files
+of a checkpoint are compared with the checksums that it was saved with.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _check_is_as_saved(checkpoint: Path) -> None:
         problems += find_damage(checkpoint, below="/".join(parts))
     if problems := problems or _changed_small_files(checkpoint):
         raise RegistryError(
-            f"{checkpoint} is not what was saved: {'; '.join(dict.fromkeys(problems[:3]))}. Register another checkpoint, or "
-            "restore the files"
+            f"{checkpoint} is not what was saved: {'; '.join(dict.fromkeys(problems[:3]))}. Register another "
+            "checkpoint, or restore the files"
         )
 
 

@@ -1,7 +1,7 @@
 """The registry: model versions with their lineage, their stages, and a history of changes with author, time and reason.
 
-Files are copied to a folder beside the database, named by their content, or stay where they are (`in_place`). A stage change
-is one appended line of the log (`stages.py`), so it is atomic even if the process is killed.
+Files are copied to a folder beside the database, named by their content, or stay where they are (`in_place`). A stage
+change is one appended line of the log (`stages.py`), so it is atomic even if the process is killed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Registry:
-    """`location`: a folder (made by the first `add`), or a URI that MLflow understands. Nothing is opened before use."""
+    """`location`: a folder (made by the first `add`), or a URI that MLflow understands. Opened on first use."""
 
     def __init__(self, location: str | Path | None = None, *, wait_s: float = DEFAULT_WAIT_S) -> None:
         chosen = location or os.environ.get(LOCATION_VARIABLE) or DEFAULT_LOCATION
@@ -112,7 +112,7 @@ class Registry:
         in_place: bool = False,
         progress: Progress = no_progress,
     ) -> ModelVersion:
-        """Register the files in `folder` as the next version, a candidate. `progress` is called with bytes hashed and copied."""
+        """Register the files in `folder` as the next version, a candidate. `progress` gets bytes hashed and copied."""
         self._check_name(name)
         folder = Path(folder).expanduser().absolute()
         files = measure(folder, progress)
@@ -122,7 +122,8 @@ class Registry:
         if not in_place and copy is None:
             if not self.location.is_server:
                 raise RegistryError(
-                    f"{self.location.text} is a database without a place for files; use --in-place to leave them in {folder}"
+                    f"{self.location.text} is a database without a place for files; use --in-place to leave them in "
+                    f"{folder}"
                 )
             uploaded_to, run_id = self._store.upload(name, folder, files)
         path = copy.target if copy else folder
@@ -161,8 +162,8 @@ class Registry:
         """Move a version to a stage; without `to`, to the next one. None if it is there already.
 
         The version that was in that stage is archived. `expect` is the version that must be in the stage (0: none);
-        RegistryConflict if it is another. A version whose gate's verdict is not "promote", or may be about another model,
-        needs `force`, which the history records.
+        RegistryConflict if it is another. A version whose gate's verdict is not "promote", or may be about another
+        model, needs `force`, which the history records.
         """
         chosen = self.get(name, version)
         target = to or _next_stage(chosen)
@@ -202,7 +203,8 @@ class Registry:
         to: int | None = None,
         verify: bool = True,
     ) -> HistoryEntry:
-        """Production returns to the previous version (or to `to`); a canary is removed. The replaced version is archived.
+        """Production returns to the previous version (or to `to`); a canary is removed. The replaced version is
+        archived.
 
         `to` must have been in production before: a rollback checks no gate verdict.
         """
@@ -223,8 +225,8 @@ class Registry:
             raise RegistryError(f"{chosen.reference} is in production already")
         if not any(move.version == target and move.after == "production" for entry in entries for move in entry.moves):
             raise RegistryError(
-                f"{chosen.reference} has never been in production, so it cannot be rolled back to. Use: posttrain registry "
-                f"promote {name} {target} --to production --why … (against the gate: --force)"
+                f"{chosen.reference} has never been in production, so it cannot be rolled back to. Use: posttrain "
+                f"registry promote {name} {target} --to production --why … (against the gate: --force)"
             )
         if verify:
             self._refuse_damaged(chosen)
@@ -249,8 +251,8 @@ class Registry:
 
     def _append(self, name: str, change: Change) -> HistoryEntry:
         with self._store.writing():
-            # Checked before writing, so that an invalid change leaves no line, and again afterwards: without a lock (on a
-            # server) another writer may have come first. Then the order of the log decides.
+            # Checked before writing, so that an invalid change leaves no line, and again afterwards: without a lock (on
+            # a server) another writer may have come first. Then the order of the log decides.
             if refused := self._replayed(name)[0].apply(change).refused:
                 raise RegistryConflict(f"{name}: {refused}; nothing was changed")
             ordinal = self._store.add_change(name, change.to_row())
@@ -358,7 +360,8 @@ def _span(numbers: list[int]) -> str:
 def resolve_version(
     reference: str, *, registry: str | Path | None = None, verify: bool = True, wait_s: float = DEFAULT_WAIT_S
 ) -> ModelVersion:
-    """The version that `registry:NAME@WHICH` or `NAME@WHICH` names; WHICH is production (the default), canary or a number.
+    """The version that `registry:NAME@WHICH` or `NAME@WHICH` names; WHICH is production (the default), canary or a
+    number.
 
     Its files are at `.path`, compared with their checksums (`verify` False: only with their sizes). `registry` is where
     the registry is: POSTTRAIN_REGISTRY, or ./registry, if it is not given.
@@ -366,7 +369,7 @@ def resolve_version(
     name, at, which = reference.removeprefix(REGISTRY_PREFIX).partition("@")
     if not name or (at and not which):
         raise RegistryError(
-            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' may be "
-            "left out)"
+            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' "
+            "may be left out)"
         )
     return Registry(registry, wait_s=wait_s).resolve(name, which or "production", verify=verify)

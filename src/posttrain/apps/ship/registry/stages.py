@@ -1,8 +1,8 @@
 """Stages of model versions as a function of the log of changes. No database and no files are accessed.
 
 The log is append-only: the stage of a version is the result of applying all changes in order. So there are never two
-production versions, and every stage has a change that explains it. A change may name the version that it expects in the stage
-it fills; if another one is there, the change is void.
+production versions, and every stage has a change that explains it. A change may name the version that it expects in the
+stage it fills; if another one is there, the change is void.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Stores versions in MLflow's model registry, and the log of changes. Stages and checksums are computed elsewhere.
 
 A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
-one transaction. The log of changes is the file `history.jsonl` beside the database, one line per change of any model, appended
-under the registry's lock. A tracking server has neither file nor lock: there the log is a second registered model,
-`NAME.history`, with one version per change, which the database numbers under a primary key, so that appending is atomic and
-ordered. Registries in a folder had the same before the file; those changes are read, and the file continues them. Nothing is
-updated or deleted, except for the aliases `production` and `canary`, which are for users of MLflow's own pages.
+one transaction. The log of changes is the file `history.jsonl` beside the database, one line per change of any model,
+appended under the registry's lock. A tracking server has neither file nor lock: there the log is a second registered
+model, `NAME.history`, with one version per change, which the database numbers under a primary key, so that appending is
+atomic and ordered. Registries in a folder had the same before the file; those changes are read, and the file continues
+them. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are for users of MLflow's
+own pages.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class MlflowStore:
                     held.enter_context(locked(lock, wait_s=self.wait_s))
             except LockHeld as busy:
                 raise RegistryBusy(
-                    f"{self.location.text}: the registry is being written by {busy.holder or 'another process'}; waited "
-                    f"{self.wait_s:g} s, nothing was changed. Try again, or wait longer (--wait-s)"
+                    f"{self.location.text}: the registry is being written by {busy.holder or 'another process'}; "
+                    f"waited {self.wait_s:g} s, nothing was changed. Try again, or wait longer (--wait-s)"
                 ) from None
             except OSError as error:
                 raise RegistryError(
@@ -141,7 +142,8 @@ class MlflowStore:
         """The changes by their position in the log: those that MLflow has, then those in the file."""
         found = self.versions(name + HISTORY_SUFFIX)
         file = self.location.beside(HISTORY)
-        # After the last line break is nothing, or a line that is being written or was torn by a kill: the next writer removes it.
+        # After the last line break is nothing, or a line that is being written or was torn by a kill: the next writer
+        # removes it.
         lines = file.read_bytes().split(b"\n")[:-1] if file and file.exists() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -151,8 +153,8 @@ class MlflowStore:
                 raise RegistryError(f"{file}:{number}: not a stage change ({error}); was it edited?") from error
             if model == name and ordinal in found:
                 raise RegistryError(
-                    f"{file}:{number}: change {ordinal} of {name} is in the database as well: an older posttrain, which "
-                    "does not read this file, has written to the registry"
+                    f"{file}:{number}: change {ordinal} of {name} is in the database as well: an older posttrain, "
+                    "which does not read this file, has written to the registry"
                 )
             found |= {ordinal: row} if model == name else {}
         return found
@@ -271,7 +273,8 @@ class MlflowStore:
                 if any(text in str(error) for text in _NO_DATABASE):
                     raise RegistryError(
                         f"{self.location.beside(DATABASE) if self.location.folder else self.location.text}: this is no "
-                        "registry database, or a damaged one; restore it from a backup, or name another registry (--registry)"
+                        "registry database, or a damaged one; restore it from a backup, or name another registry "
+                        "(--registry)"
                     ) from error
                 message = str(error).split("\n")[0]
                 is_busy = _LOCKED in str(error) or "Giving up after" in message

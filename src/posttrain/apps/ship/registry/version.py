@@ -93,9 +93,11 @@ class Difference:
 
 def differences(left: ModelVersion, right: ModelVersion) -> list[Difference]:
     """Everything that differs: lineage, metrics, data, config, files."""
-    found: list[Difference] = []
+    found = []
     for section, read in _SECTIONS.items():
-        found += _differing(section, read(left), read(right))
+        old, new = read(left), read(right)
+        keys = (key for key in {**old, **new} if old.get(key) != new.get(key))
+        found += [Difference(section, key, old.get(key), new.get(key)) for key in keys]
     return found
 
 
@@ -116,8 +118,3 @@ _SECTIONS = {
     "config": lambda version: version.lineage.config,
     "files": lambda version: {name: f"{file.size} B {file.sha256[:12]}" for name, file in version.files.items()},
 }
-
-
-def _differing(section: str, left: JsonMapping, right: JsonMapping) -> list[Difference]:
-    keys = [*left, *(key for key in right if key not in left)]
-    return [Difference(section, key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]

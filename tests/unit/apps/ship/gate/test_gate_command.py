@@ -133,7 +133,8 @@ def test_bad_input_exits_with_64_and_names_the_problem(
         ("checks: {a: {metric: pass@1, atleast: 0.1}}", "did you mean `checks.a.at_least`"),
         (
             "checks: {a: {metric: cost_per_answer, worse_by_at_most: 0.1, relative: true}}",
-            "gate.yaml: checks.a.worse_by_at_most is 0.1, and the cost of equal evaluations may differ by 0.15 of itself",
+            "gate.yaml: checks.a.worse_by_at_most is 0.1, and the cost of equal evaluations may differ by 0.15 of "
+            "itself",
         ),
         (
             "checks: {a: {metric: truncation_rate, at_most: 5}}",

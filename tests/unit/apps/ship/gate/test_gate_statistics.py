@@ -124,7 +124,7 @@ def test_pairing_narrows_the_bounds_where_problems_differ_in_difficulty() -> Non
     assert paired.high - paired.low < 0.6 * (unpaired.high - unpaired.low)
 
 
-# -- the promise: what violates a bound passes in 1 of 20 cases at most ----------------------------------------------------
+# -- the promise: what violates a bound passes in 1 of 20 cases at most ------------------------------------------------
 
 NUM_SIMULATED = 1500
 ALLOWED = 0.05 + 3 * math.sqrt(0.05 * 0.95 / NUM_SIMULATED)  # three standard errors of the simulation
@@ -213,7 +213,7 @@ def test_declared_looks_keep_the_error_rate() -> None:
     assert passes(is_ever_better(1 - 0.05 / len(looks)), 10) <= ALLOWED
 
 
-# -- how many it would take -----------------------------------------------------------------------------------------------
+# -- how many it would take --------------------------------------------------------------------------------------------
 
 
 def test_needed_problems_give_a_decision_with_the_requested_power() -> None:
@@ -282,7 +282,7 @@ def binomial_chances(total: int, rate: float) -> np.ndarray:
 
 
 def test_needed_problems_account_for_pseudo_observations() -> None:
-    """Their weight falls as real ones come in: without a single change, the bound narrows with n and not with its root."""
+    """Their weight falls as real ones come in: without a single change, the bound narrows with n, not its root."""
     unchanged = estimate_paired([0.0] * 30, CONFIDENCE, DIFFERENCE)
     needed = needed_problems(unchanged, -0.01, 0.8)
     assert needed is not None

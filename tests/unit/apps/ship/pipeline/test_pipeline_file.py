@@ -119,7 +119,7 @@ def test_overrides_until_and_schedule(world: Path, tmp_path: Path, capsys: pytes
     assert yaml.safe_load((other / "kpi.json").read_text())[0]["dataset"] == "20 pairs"
 
 
-# -- a dry run, while the demo's model and data are still to be made -------------------------------------------------------
+# -- a dry run, while the demo's model and data are still to be made ---------------------------------------------------
 
 
 def demo_file(world: Path, home: Path, path: str = "", value: Any = None) -> Path:

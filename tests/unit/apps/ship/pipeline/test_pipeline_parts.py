@@ -30,7 +30,8 @@ import os, subprocess, sys
 from pathlib import Path
 from posttrain.apps.ship.pipeline.runner import only_runner
 with only_runner(Path(sys.argv[1]), print) as lock:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(float(%r))" % sys.argv[2]], pass_fds=(lock,))
+    sleep = "import time; time.sleep(float(%r))" % sys.argv[2]
+    child = subprocess.Popen([sys.executable, "-c", sleep], pass_fds=(lock,))
     print(child.pid, flush=True)
     if sys.argv[3] == "die":
         os._exit(1)
@@ -77,14 +78,9 @@ def test_a_file_system_without_flock_is_named_with_the_mount_option(
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    words = r"pipeline.folder: .*/home/.lock: its file system has no flock: Function not implemented; mount it with locks \(NFS"
+    words = r"pipeline.folder: .*/home/.lock: its file system has no flock: .*mount it with locks"
     with pytest.raises(InputError, match=words), only_runner(tmp_path / "home", lambda line: None):
         pass
-
-
-@pytest.mark.parametrize(("code", "expected"), [(85, 85), (143, 85), (129, 85), (74, 74), (76, 76), (-9, 1), (1, 1)])
-def test_exit_code_of_a_pipeline_tells_how_its_training_ended(code: int, expected: int) -> None:
-    assert train._ended(code, "grpo")[0] == expected
 
 
 def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +97,9 @@ def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.Ca
         (75, 75, "another process is training in this folder"),
         (76, 76, "another process is training in this folder"),
         (85, 85, "stopped, saved"),
+        (143, 85, "before there was anything to save"),
+        (129, 85, "before there was anything to save"),
+        (74, 74, "the storage failed"),
         (64, 64, "refused its input"),
         (1, 1, "crashed"),
         (-9, 1, "killed by signal 9"),

@@ -75,21 +75,24 @@ def refused(registry: Registry, folder: Path, capsys: pytest.CaptureFixture[str]
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("make", [make_plain, make_sharded, make_adapter, make_checkpoint])
+def make_without_checksums(step: Path) -> Path:
+    """Written by another system."""
+    make_plain(step / "policy" / "weights" / "model")
+    return step
+
+
+def make_without_optimizer(step: Path) -> Path:
+    (make_checkpoint(step) / "policy" / "optimizer" / "state.pt").unlink()
+    return step
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_plain, make_sharded, make_adapter, make_checkpoint, make_without_checksums, make_without_optimizer],
+)
 def test_complete_models_are_accepted(registry: Registry, tmp_path: Path, make: Callable[[Path], Path]) -> None:
     assert add(registry, make(tmp_path / "step_3")) == 0
     assert registry.verify(registry.get("m", 1)) == []
-
-
-def test_checkpoint_without_checksums_is_accepted(registry: Registry, tmp_path: Path) -> None:
-    make_plain(tmp_path / "step_3" / "policy" / "weights" / "model")
-    assert add(registry, tmp_path / "step_3") == 0
-
-
-def test_checkpoint_without_optimizer_is_accepted(registry: Registry, tmp_path: Path) -> None:
-    step = make_checkpoint(tmp_path / "step_3")
-    (step / "policy" / "optimizer" / "state.pt").unlink()
-    assert add(registry, step) == 0
 
 
 def test_a_folder_without_a_model_is_refused(
@@ -104,21 +107,28 @@ def test_a_folder_without_a_model_is_refused(
     assert "a file" in refused(registry, tmp_path / "data" / "train.jsonl", capsys)
 
 
-@pytest.mark.timeout(60)
-def test_pipe_in_the_folder_does_not_block(
-    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.timeout(60)  # a pipe must not block
+@pytest.mark.parametrize(
+    ("make", "harm", "words"),
+    [
+        (make_plain, lambda folder: os.mkfifo(folder / "pipe"), "pipe: a named pipe, not a file"),
+        (make_plain, lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),
+        (make_sharded, lambda folder: (folder / SHARDS[1]).unlink(), f"{SHARDS[1]} is missing"),
+        (make_adapter, lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+        (make_checkpoint, lambda folder: (folder / "checksums.json").unlink(), "never completed"),
+    ],
+)
+def test_an_incomplete_model_is_refused_with_the_file(
+    registry: Registry,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], Path],
+    harm: Callable[[Path], object],
+    words: str,
 ) -> None:
-    folder = make_plain(tmp_path / "model")
-    os.mkfifo(folder / "pipe")
-    assert f"{folder / 'pipe'}: a named pipe, not a file" in refused(registry, folder, capsys)
-
-
-def test_a_missing_shard_is_named(registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_sharded(tmp_path / "model")
-    (folder / SHARDS[1]).unlink()
-    said = refused(registry, folder, capsys)
-    assert SHARDS[1] in said
-    assert "is missing" in said
+    folder = make(tmp_path / "step_3")
+    harm(folder)
+    assert words in refused(registry, folder, capsys)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 40, -1])
@@ -135,22 +145,6 @@ def test_a_truncated_file_is_named(
     assert f"{file} is cut short or no safetensors file" in refused(registry, file.parent, capsys)
 
 
-def test_an_adapter_without_weights_is_refused(
-    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_adapter(tmp_path / "adapter")
-    (folder / "adapter_model.safetensors").unlink()
-    assert "no adapter_model.safetensors" in refused(registry, folder, capsys)
-
-
-def test_a_config_that_is_no_json_is_refused(
-    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_plain(tmp_path / "model")
-    (folder / "config.json").write_text("{")
-    assert f"{folder / 'config.json'}: not JSON" in refused(registry, folder, capsys)
-
-
 @pytest.mark.parametrize(
     "name", ["policy/weights/model/model.safetensors", "policy/tokenizer/tokenizer.json", "config.yaml"]
 )
@@ -162,14 +156,6 @@ def test_modified_checkpoint_is_refused(
     (step / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the size stays
     said = refused(registry, step, capsys)
     assert f"{step} is not what was saved: {name} is not what was saved: its SHA-256 differs" in said
-
-
-def test_incomplete_checkpoint_is_refused(
-    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = make_checkpoint(tmp_path / "step_3")
-    (step / "checksums.json").unlink()
-    assert "never completed" in refused(registry, step, capsys)
 
 
 def test_the_folder_of_a_run_is_refused_and_its_newest_checkpoint_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,8 @@ def promote(version: int, to: Stage = "production", *, expected: int = NOTHING_E
     return change("promote", version, to, expected=expected)
 
 
-def test_new_version_is_a_candidate() -> None:
-    assert Stages().of(7) == "candidate"
+def rollback(version: int, to: Stage = "production", *, expected: int = NOTHING_EXPECTED) -> Change:
+    return change("rollback", version, to, expected=expected)
 
 
 def test_promoting_archives_what_was_in_production() -> None:
@@ -27,11 +28,6 @@ def test_promoting_archives_what_was_in_production() -> None:
         (1, "production", "archived"),
         (2, "candidate", "production"),
     ]
-
-
-def test_a_second_canary_archives_the_first() -> None:
-    stages, _ = replay([promote(1, "canary"), promote(2, "canary")])
-    assert (stages.of(1), stages.of(2)) == ("archived", "canary")
 
 
 def test_rollback_twice_goes_back_two_versions() -> None:
@@ -44,20 +40,29 @@ def test_rollback_twice_goes_back_two_versions() -> None:
     assert (stages.of(2), stages.of(3)) == ("archived", "archived")
 
 
-def test_after_a_rollback_a_promotion_starts_from_where_it_ended() -> None:
-    stages, _ = replay([promote(1), promote(2), change("rollback", 1, "production"), promote(3)])
-    assert stages.production == 3
-    assert stages.previous_production() == 1, "2 was rolled back: nobody wants it again"
-
-
-def test_rolling_a_canary_back_archives_it_and_leaves_production_alone() -> None:
-    stages, _ = replay([promote(1), promote(2, "canary"), change("rollback", 2, "archived", expected=2)])
-    assert (stages.of(2), stages.canary, stages.production) == ("archived", NO_VERSION, 1)
-
-
-def test_rollback_after_archiving_production() -> None:
-    stages, _ = replay([promote(1), promote(2), promote(2, "archived")])
-    assert (stages.production, stages.previous_production()) == (NO_VERSION, 1)
+@pytest.mark.parametrize(
+    ("log", "stages", "previous"),
+    [
+        ([], ["candidate"] * 3, NO_VERSION),
+        ([promote(1, "canary"), promote(2, "canary")], ["archived", "canary", "candidate"], NO_VERSION),
+        # 2 was rolled back, so it is not what a rollback of 3 returns to.
+        ([promote(1), promote(2), rollback(1), promote(3)], ["archived", "archived", "production"], 1),
+        # A canary that is rolled back leaves production alone.
+        (
+            [promote(1), promote(2, "canary"), rollback(2, "archived", expected=2)],
+            ["production", "archived"],
+            NO_VERSION,
+        ),
+        ([promote(1), promote(2), promote(2, "archived")], ["archived", "archived"], 1),
+        ([promote(1), promote(1, "canary")], ["production"], NO_VERSION),
+    ],
+)
+def test_stages_after_a_log(log: list[Change], stages: list[Stage], previous: int) -> None:
+    found, _ = replay(log)
+    assert [found.of(version) for version in range(1, len(stages) + 1)] == stages
+    assert found.production == (stages.index("production") + 1 if "production" in stages else NO_VERSION)
+    assert found.canary == (stages.index("canary") + 1 if "canary" in stages else NO_VERSION)
+    assert found.previous_production() == previous
 
 
 def test_change_with_unmet_expectation_is_refused() -> None:
@@ -69,12 +74,7 @@ def test_change_with_unmet_expectation_is_refused() -> None:
     assert entries[2].refused == "production was version 2, not version 1"
     assert entries[3].refused == "production was version 2, not empty"
     assert not entries[2].moves
-
-
-def test_production_does_not_become_canary() -> None:
-    stages, entries = replay([promote(1), promote(1, "canary")])
-    assert stages.production == 1
-    assert entries[1].refused == "version 1 is in production"
+    assert stages.apply(promote(2, "canary")).refused == "version 2 is in production"
 
 
 changes = st.builds(

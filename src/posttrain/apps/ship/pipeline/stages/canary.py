@@ -99,8 +99,8 @@ def _refuse_other_production(context: StageContext, versions: list[ModelVersion]
         now = "nothing" if current is None else f"version {current}"
         then = "nothing" if compared is None else f"version {compared}"
         raise InputError(
-            f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from evaluate` "
-            "compares with the current one"
+            f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from "
+            "evaluate` compares with the current one"
         )
 
 
@@ -128,6 +128,7 @@ def _command(serving: JsonObject) -> list[str]:
 def _headline(serving: JsonObject, version: ModelVersion) -> str:
     if "canary" in serving:
         share = f"{100 * serving['canary_share']:g} % of the traffic"
-        return f"{version.reference} is the canary, {share} beside {serving['model']}; start the server with {SERVE_SCRIPT}"
-    where = "in production" if version.stage == "production" else "the canary, and alone: nothing is in production"
+        where = f"the canary, {share} beside {serving['model']}"
+    else:
+        where = "in production" if version.stage == "production" else "the canary, and alone: nothing is in production"
     return f"{version.reference} is {where}; start the server with {SERVE_SCRIPT}"

@@ -1,4 +1,5 @@
-"""dataset: writes the traces as training data: preference pairs, groups of recorded answers, or prompts with references.
+"""dataset: writes the traces as training data: preference pairs, groups of recorded answers, or prompts with
+references.
 
 The file is the snapshot of an iteration: traces that are added later do not change what it trains on.
 """
@@ -17,7 +18,7 @@ from posttrain.apps.ship.pipeline.stages.traces import current_content, pair_rul
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.data.errors import DataError
 from posttrain.data.traces.report import PairReport, ReadReport
-from posttrain.data.traces.values import Prompt, TraceGroup
+from posttrain.data.traces.values import TraceGroup
 from posttrain.files import durable
 from posttrain.files.digests import digest
 from posttrain.files.json_files import JsonObject
@@ -38,7 +39,10 @@ def work(context: StageContext, folder: Path) -> StageOutcome:
     file = folder / f"{kind}.jsonl"
     read, facts = ReadReport(), {}
     if kind == "pairs":
-        lines, counts = _write_pairs(context.config, file, read)
+        from posttrain.data.traces.pair_files import write_pairs
+
+        counts = PairReport()
+        lines = write_pairs(reading_of(context.config), file, pair_rules_of(context.config), "trl", read, counts)
         facts = counts.as_dict()
     else:
         rows, left_out = _rows(context.config, read)
@@ -57,13 +61,6 @@ def work(context: StageContext, folder: Path) -> StageOutcome:
         values={"kind": kind, "file": file.name, "rows": lines},
         report="report.json",
     )
-
-
-def _write_pairs(config: PipelineConfig, file: Path, read: ReadReport) -> tuple[int, PairReport]:
-    from posttrain.data.traces.pair_files import write_pairs
-
-    counts = PairReport()
-    return write_pairs(reading_of(config), file, pair_rules_of(config), "trl", read, counts), counts
 
 
 def _rows(config: PipelineConfig, read: ReadReport) -> tuple[Iterator[Row], Counter[str]]:
@@ -90,7 +87,8 @@ def _prompts(groups: Iterator[TraceGroup], left_out: Counter[str]) -> Iterator[R
     """Each prompt once, with the answer that is expected; the answers that were given are not used."""
     seen: set[str] = set()
     for group in groups:
-        name = _name(group.prompt)
+        prompt = group.prompt
+        name = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
         references = {trace.reference for trace in group.traces} - {None, ""}
         if name in seen:
             continue
@@ -99,10 +97,6 @@ def _prompts(groups: Iterator[TraceGroup], left_out: Counter[str]) -> Iterator[R
             left_out[SEVERAL_REFERENCES if references else NO_REFERENCE] += 1
             continue
         yield {"input": group.prompt, "output": references.pop()}
-
-
-def _name(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
 def _write_rows(file: Path, rows: Iterator[Row]) -> int:

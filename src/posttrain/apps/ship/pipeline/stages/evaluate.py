@@ -1,8 +1,8 @@
 """evaluate: runs every evaluation of the config on the candidate and on the model that it is compared with.
 
-Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them. Metrics,
-thresholds and prices do not change answers: summaries are computed again from the stored answers. An evaluation that was
-killed resumes with the remaining problems.
+Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them.
+Metrics, thresholds and prices do not change answers: summaries are computed again from the stored answers. An
+evaluation that was killed resumes with the remaining problems.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def load_evaluation(config: PipelineConfig, name: str, model: str = PLACEHOLDER)
 
 
 def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
-    """InputError for problems that cannot be read, or a judge that does not exist, before the training is spent. `waiting` are
-    settings that name files which the demo has not made yet."""
+    """InputError for problems that cannot be read, or a judge that does not exist, before the training is spent.
+    `waiting` are settings that name files which the demo has not made yet."""
     from posttrain.apps.evaluate.build import EvaluationBuild
 
     for name in config.evaluate:

@@ -1,7 +1,7 @@
 """registry: adds the model as the next version, a candidate, with its lineage and the gate's verdict.
 
-A rejected model is registered too, so that the history shows what was tried. Without a verdict nothing is registered. The
-stage's key is written to the version's note, so that a kill before `stage.json` is written does not add it twice.
+A rejected model is registered too, so that the history shows what was tried. Without a verdict nothing is registered.
+The stage's key is written to the version's note, so that a kill before `stage.json` is written does not add it twice.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def check(config: PipelineConfig) -> None:
     profile_of(config.pipeline)
     if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
         raise InputError(
-            "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
+            "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take "
+            "newest"
         )
 
 
@@ -57,6 +58,8 @@ def same_settings(config: PipelineConfig, old: JsonMapping, new: JsonMapping) ->
 
 
 def work(context: StageContext, folder: Path) -> StageOutcome:
+    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS, folder_fingerprint
+
     config, algorithm = context.config, context.config.train.algorithm
     run = folder / RUN_FOLDER
     model, tokenizer = trainable_folder(context.iteration.start, config)
@@ -91,7 +94,7 @@ def work(context: StageContext, folder: Path) -> StageOutcome:
     shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
     sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
     return StageOutcome(
-        digest=_weights_digest(checkpoint),
+        digest=folder_fingerprint(*(path for name in (WEIGHTS, TOKENIZER) if (path := checkpoint / name).is_dir())),
         headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}{sick}",
         values={
             "checkpoint": f"{RUN_FOLDER}/{checkpoint.name}",
@@ -208,12 +211,6 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[RunConfig], which: str) ->
             "(checkpointing.metric_name); validate when saving, or take newest"
         )
     return max(ranked, key=lambda path: (ranked[path], int(path.name.removeprefix("step_"))))
-
-
-def _weights_digest(checkpoint: Path) -> str:
-    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS, folder_fingerprint
-
-    return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 
 
 def _training_metric(run: Path) -> tuple[str, float | None, float]:
