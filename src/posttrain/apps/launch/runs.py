@@ -207,7 +207,11 @@ def find_run(clusters: Sequence[Cluster], name: str) -> tuple[Cluster, Object]:
             unreachable = unreachable or error
             continue
         if len(found) > 1:
-            places = ", ".join(_place(one) for one in found)
+            placed = [(one["kind"], one["metadata"]) for one in found]
+            places = ", ".join(
+                f"{kind} {metadata['name']}" + (f" in {metadata['namespace']}" if metadata["namespace"] else "")
+                for kind, metadata in placed
+            )
             raise InputError(
                 f"{name}: {len(found)} runs have this name ({places}); give --namespace, or the name of the job"
             )
@@ -218,11 +222,6 @@ def find_run(clusters: Sequence[Cluster], name: str) -> tuple[Cluster, Object]:
     where = ", ".join(cluster.title for cluster in clusters)
     hint = f"; there are {', '.join(sorted(known))}" if known else ""
     raise InputError(f"no run {name!r} in {where}{hint}. Runs of another cluster: --on PROFILE, or --context")
-
-
-def _place(workload: Object) -> str:
-    metadata = workload["metadata"]
-    return f"{workload['kind']} {metadata['name']}" + (f" in {metadata['namespace']}" if metadata["namespace"] else "")
 
 
 def choose_pod(pods: Sequence[RunPod], rank: int, attempt: int | None) -> RunPod:

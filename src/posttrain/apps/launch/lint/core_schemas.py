@@ -34,16 +34,8 @@ def is_of_kubernetes(manifest: Manifest) -> bool:
 def check_core_schema(manifest: Manifest) -> Findings:
     validator = _validator(manifest.kind.lower(), str(manifest.body.get("apiVersion", "")))
     if validator is None:
-        yield (
-            ManifestPlace(manifest)
-            .at("kind")
-            .error(
-                RULE,
-                f"{manifest.body.get('apiVersion')} {manifest.kind}",
-                f"Kubernetes {VERSION} has no such kind",
-                "correct apiVersion and kind",
-            )
-        )
+        kind, message = f"{manifest.body.get('apiVersion')} {manifest.kind}", f"Kubernetes {VERSION} has no such kind"
+        yield ManifestPlace(manifest, "kind").error(RULE, kind, message, "correct apiVersion and kind")
         return
     yield from findings_of(manifest, validator.iter_errors(manifest.body))
 
@@ -84,7 +76,7 @@ def findings_of(manifest: Manifest, errors: Iterable[ValidationError], rule: str
 
 
 def _finding_of(manifest: Manifest, error: ValidationError, rule: str) -> LintFinding:
-    place = ManifestPlace(manifest).at(*_keys(error.absolute_path))
+    place = ManifestPlace(manifest).at(*(key if isinstance(key, int) else str(key) for key in error.absolute_path))
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         known = error.schema.get("properties", {})
         unknown = [key for key in error.instance if key not in known]
@@ -102,10 +94,6 @@ def _finding_of(manifest: Manifest, error: ValidationError, rule: str) -> LintFi
     if error.validator == "enum":
         return place.error(rule, error.instance, f"must be one of {', '.join(map(str, error.validator_value))}")
     return place.error(rule, None, error.message[:200])
-
-
-def _keys(path: Sequence[object]) -> list[str | int]:
-    return [key if isinstance(key, int) else str(key) for key in path]
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

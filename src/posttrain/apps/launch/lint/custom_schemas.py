@@ -54,28 +54,17 @@ class CustomSchemas:
         self.skipped: list[str] = []  # rules that were not evaluated, and why
         self._validators: dict[tuple[str, str, str], Any] = {}
 
-    def _key(self, manifest: Manifest) -> tuple[str, str, str]:
-        return manifest.group, str(manifest.body.get("apiVersion", "")).rpartition("/")[2], manifest.kind
-
     def has(self, manifest: Manifest) -> bool:
         return any(group == manifest.group for group, _, _ in self.schemas)
 
     def check(self, manifest: Manifest) -> Findings:
         from jsonschema import Draft202012Validator
 
-        key = self._key(manifest)
+        key = manifest.group, str(manifest.body.get("apiVersion", "")).rpartition("/")[2], manifest.kind
         if key not in self.schemas:
             versions = sorted({f"{group}/{version} {kind}" for group, version, kind in self.schemas if group == key[0]})
-            yield (
-                ManifestPlace(manifest)
-                .at("apiVersion")
-                .error(
-                    RULE,
-                    manifest.body.get("apiVersion"),
-                    f"no {key[2]} of this version",
-                    f"served: {', '.join(versions)}",
-                )
-            )
+            message, remedy = f"no {key[2]} of this version", f"served: {', '.join(versions)}"
+            yield ManifestPlace(manifest, "apiVersion").error(RULE, manifest.body.get("apiVersion"), message, remedy)
             return
         if key not in self._validators:
             self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
