@@ -28,6 +28,9 @@ DEFAULTS_DIR = FilePath(__file__).parent / "defaults"
 EXEMPLARS = {"grpo_math_1B.yaml": "grpo", **{file.name: file.stem for file in DEFAULTS_DIR.glob("*.yaml")}}
 
 
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
+
+
 def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
@@ -105,6 +108,8 @@ def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
 
 def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
     """The line of each value; an alias stands for values of its own."""
+    if node.tag not in _TAGS:
+        raise _error(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not read", node)
     if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
         raise _error("a text holds the character NUL, which no path can", node)
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
