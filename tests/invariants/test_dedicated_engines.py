@@ -16,7 +16,7 @@ import pytest
 from test_local_equals_ray import assert_same_curves, copy_until
 from tiny_runs import LORA, grpo, results_of, run, save_model, trained_draws, weights_of
 
-from posttrain.orchestration import sharded, workers
+from posttrain.orchestration import sharded
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
@@ -224,7 +224,7 @@ def test_an_engine_that_hangs_is_named_within_the_deadline(
     def prepare(actor: ActorHandle) -> None:
         """For the next round, which has not begun: earlier ones may take longer."""
         pids.append(pid_of(actor))
-        monkeypatch.setitem(workers._DEADLINES_S, "sample_round", 3.0)
+        monkeypatch.setitem(deadlines._DEADLINES_S, "sample_round", 3.0)
 
     pids: list[int] = []
     fault_at("receive_weights", 2, prepare)

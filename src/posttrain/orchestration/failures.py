@@ -13,8 +13,7 @@ import torch
 from torch import distributed as dist
 
 from posttrain.errors import HardwareError, InputError, OutOfGpuMemoryError, RankLostError
-
-NCCL_TIMEOUT_VARIABLE = "NCCL_TIMEOUT"  # timeout of collectives in seconds; read when the process group is created
+from posttrain.orchestration.deadlines import NCCL_TIMEOUT_VARIABLE
 
 
 class WorkerDiedError(RankLostError):

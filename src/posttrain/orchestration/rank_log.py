@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from posttrain.files.redaction import redact
-from posttrain.orchestration.workers import deadline_s
+from posttrain.orchestration.deadlines import deadline_s
 
 FOLDER = "logs"
 _SHARE_OF_DEADLINE = 0.9

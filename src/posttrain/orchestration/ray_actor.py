@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -17,7 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.utils import logging
 
 from posttrain.errors import InputError
-from posttrain.orchestration.failures import NCCL_TIMEOUT_VARIABLE, WorkerDiedError
+from posttrain.orchestration.deadlines import collective_timeout
+from posttrain.orchestration.failures import WorkerDiedError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.rank_log import RankLog
@@ -64,7 +64,7 @@ class RankActor:
                 init_method=f"tcp://{address[0]}:{address[1]}",
                 rank=rank,
                 world_size=size,
-                timeout=_collective_timeout(),
+                timeout=collective_timeout(),
             )
         self.rank = build()
 
@@ -115,16 +115,6 @@ def end_actors(workers: Sequence[RayWorker]) -> None:
     wait([future_of(worker.actor.close.remote()) for worker in workers], timeout=_CLOSING_S)
     for worker in workers:
         ray.kill(worker.actor)
-
-
-def _collective_timeout() -> timedelta | None:
-    """None: torch's default, 10 minutes with NCCL and 30 with gloo."""
-    chosen = os.environ.get(NCCL_TIMEOUT_VARIABLE)
-    if not chosen:
-        return None
-    if not chosen.isdigit() or int(chosen) == 0:
-        raise InputError(f"{NCCL_TIMEOUT_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
-    return timedelta(seconds=int(chosen))
 
 
 def future_of(reference: ray.ObjectRef[T]) -> Future[T]:

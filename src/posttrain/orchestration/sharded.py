@@ -20,8 +20,9 @@ from posttrain.checkpointing.background import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.engines.weights import Handover, SentWeights
 from posttrain.errors import InputError
+from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.rank import MicroBatches, Rank
-from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
+from posttrain.orchestration.workers import WorkerGroup, call_all, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress

@@ -6,7 +6,6 @@ its result, wherever the rank runs.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -14,6 +13,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from posttrain.errors import InputError
+from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, deadline_s
 from posttrain.orchestration.failures import Where, WorkerTimeoutError, explain, first_cause
 from posttrain.orchestration.rank import Rank
 from posttrain.policy.parallel.mesh import Mesh
@@ -21,27 +21,6 @@ from posttrain.policy.parallel.mesh import Mesh
 P = ParamSpec("P")
 T = TypeVar("T")
 
-DEADLINE_VARIABLE = "POSTTRAIN_WORKER_DEADLINE_S"
-_SHORT_S, _FILES_S, _COMPUTE_S = 900.0, 3600.0, 4 * 3600.0
-# Far above normal operation times: a deadline ends a hang, not a slow step.
-_DEADLINES_S = {
-    "reserve": 600.0,  # nodes that are being started join within minutes
-    "build": _FILES_S,
-    "save": _FILES_S,
-    "begin_save": _FILES_S,
-    "prepare_save": _FILES_S,
-    "load": _FILES_S,
-    "send_weights": _FILES_S,
-    "receive_weights": _FILES_S,
-    "reference_fingerprint": _FILES_S,
-    "update": _COMPUTE_S,
-    "evaluate": _COMPUTE_S,
-    "logprobs": _COMPUTE_S,
-    "reference_logprobs": _COMPUTE_S,
-    "publish": _FILES_S,
-    "generate": _COMPUTE_S,
-    "sample_round": _COMPUTE_S,
-}
 _HANGS = {
     "rank": "A rank may hang in a collective that another one has left",
     "engine": "Its device or its machine may hang",
@@ -160,19 +139,6 @@ def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> 
             "to more seconds"
         )
     return [future.result(timeout=0) for future in pending]
-
-
-def deadline_s(operation: str) -> float:
-    chosen = os.environ.get(DEADLINE_VARIABLE)
-    if not chosen:
-        return _DEADLINES_S.get(operation, _SHORT_S)
-    try:
-        seconds = float(chosen)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise InputError(f"{DEADLINE_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
-    return seconds
 
 
 def _errors(pending: Sequence[Future[T]]) -> dict[int, BaseException]:

@@ -22,8 +22,8 @@ from posttrain.data.entries import Entries
 from posttrain.data.row_dataset import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.environments.router import ScoringRouter
+from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.orchestration.workers import deadline_s
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation

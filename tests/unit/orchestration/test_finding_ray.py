@@ -20,8 +20,8 @@ pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 from posttrain.checkpointing import StopAtOnce
 from posttrain.errors import InputError, Terminated
 from posttrain.orchestration import ray_cluster
+from posttrain.orchestration.deadlines import collective_timeout
 from posttrain.orchestration.launch import RankLayout, start_workers
-from posttrain.orchestration.ray_actor import _collective_timeout
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
 
 GONE = "127.0.0.1:9"  # the discard port: no process listens
@@ -174,10 +174,10 @@ def test_a_private_ray_has_a_token_of_its_own_and_writes_none_to_the_home_folder
 @pytest.mark.parametrize(("value", "seconds"), [("7200", 7200), ("", None)])
 def test_nccl_timeout_bounds_collectives(monkeypatch: pytest.MonkeyPatch, value: str, seconds: int | None) -> None:
     monkeypatch.setenv("NCCL_TIMEOUT", value)
-    assert _collective_timeout() == (None if seconds is None else timedelta(seconds=seconds))
+    assert collective_timeout() == (None if seconds is None else timedelta(seconds=seconds))
     monkeypatch.setenv("NCCL_TIMEOUT", "two hours")
     with pytest.raises(InputError, match=r"NCCL_TIMEOUT is 'two hours'; accepted: a number of seconds above 0"):
-        _collective_timeout()
+        collective_timeout()
 
 
 def test_the_token_is_looked_for_where_ray_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

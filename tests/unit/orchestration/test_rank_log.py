@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.orchestration.deadlines import DEADLINE_VARIABLE
 from posttrain.orchestration.rank_log import RankLog
-from posttrain.orchestration.workers import DEADLINE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

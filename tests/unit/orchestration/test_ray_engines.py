@@ -12,10 +12,10 @@ ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason=
 
 from posttrain.engines.vllm.process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
+from posttrain.orchestration.deadlines import DEADLINE_VARIABLE  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
 from posttrain.orchestration.launch import RankLayout  # noqa: E402
 from posttrain.orchestration.rank import Rank  # noqa: E402
-from posttrain.orchestration.workers import DEADLINE_VARIABLE  # noqa: E402
 
 
 class Method:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.orchestration import workers
+from posttrain.orchestration import deadlines, workers
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.workers import (
@@ -93,8 +93,8 @@ def test_every_operation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None
     operations = [name for name in vars(Rank) if not name.startswith("_")]
     assert len(operations) > 10
     for operation in operations:
-        assert 60 <= workers.deadline_s(operation) <= 24 * 3600
-    assert set(workers._DEADLINES_S) <= {*operations, "build", "reserve"}
+        assert 60 <= deadlines.deadline_s(operation) <= 24 * 3600
+    assert set(deadlines._DEADLINES_S) <= {*operations, "build", "reserve"}
 
 
 def test_a_deadline_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
