@@ -16,7 +16,7 @@ import pytest
 from test_local_equals_ray import assert_same_curves, copy_until
 from tiny_runs import LORA, grpo, results_of, run, save_model, trained_draws, weights_of
 
-from posttrain.orchestration import sharded
+from posttrain.orchestration import deadlines, sharded
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
