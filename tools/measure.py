@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import re
 import sys
 import tokenize
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), Path(__file__).parents[1]))
+ROOT = Path(os.environ.get("ROOT") or Path(__file__).parents[1])
 SOURCE = ROOT / "src" / "posttrain"
 SMALL_FILE_LINES = 60
 TYPED_PACKAGES = ("build", "recipes", "roles", "rollouts")  # no `Any` in their signatures
