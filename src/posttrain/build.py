@@ -38,7 +38,7 @@ from posttrain.recipes.recipe import RunParts, header_lines
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.machines import GpuMonitor
-from posttrain.reporting.presentation import Presentation, RunSettings
+from posttrain.reporting.presentation import Presentation, RecorderSettings
 from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
@@ -284,7 +284,7 @@ class TrainingRun:
             refit = "the trainer's weights go to vLLM"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
-            RunSettings(
+            RecorderSettings(
                 presentation=presentation,
                 max_steps=max_steps,
                 hardware=Hardware(

@@ -12,7 +12,7 @@ from posttrain.checkpointing import SaveDeadline
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.rows import Hardware
 from posttrain.roles import Recorder
 from posttrain.types import StepReport
@@ -21,7 +21,9 @@ from posttrain.types import StepReport
 def run_folder(folder: Path) -> Recorder:
     return RunRecorder(
         folder / "run",
-        RunSettings(GrpoRecipe.presentation, max_steps=3, hardware=Hardware(1), config_yaml="grpo: {}\n", quiet=True),
+        RecorderSettings(
+            GrpoRecipe.presentation, max_steps=3, hardware=Hardware(1), config_yaml="grpo: {}\n", quiet=True
+        ),
     )
 
 

@@ -73,7 +73,7 @@ def results(home: Path) -> dict[str, Any]:
     registry = Registry(home / "registry")
     return {
         "dataset": records["dataset"].path("file").read_bytes(),  # type: ignore[union-attr]
-        "training": [records["train"].outcome.digest, values["train"]["step"], values["train"]["value"]],  # type: ignore[union-attr]
+        "training": [records["train"].outcome.digest, values["train"]["step"], values["train"]["value"]],
         "weights": (records["convert"].path("model") / "model.safetensors").read_bytes(),  # type: ignore[union-attr]
         "problems": problems,
         "gate": [values["gate"]["verdict"], values["gate"]["reasons"]],

@@ -1,1 +1,3 @@
-"""What uses the core: nothing in the core imports it. Each folder is one thing that a user does with a run or a model."""
+"""What uses the core: nothing in the core imports it. Each folder is one thing that a user does with a run
+or a model.
+"""

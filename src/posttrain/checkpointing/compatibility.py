@@ -121,8 +121,8 @@ def _differences(saved: object, current: object, name: str) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         for key in [*saved, *(key for key in current if key not in saved)]:
             yield from _differences(saved.get(key), current.get(key), f"{name}.{key}" if name else str(key))
-    # A value that is missing on one side: for LoRA that means none, and is a difference; elsewhere (a field that another
-    # version of `transformers` did not write) there is nothing to compare.
+    # A value that is missing on one side: for LoRA that means none, and is a difference; elsewhere (a field that
+    # another version of `transformers` did not write) there is nothing to compare.
     elif saved != current and (name.startswith("lora") or (saved is not None and current is not None)):
         yield f"{name}: saved {_shown(saved)} != this run's {_shown(current)}"
 

@@ -36,7 +36,8 @@ class ConsoleStream:
     """Wraps a text stream; `write` and `flush` never raise. `problem` is the first failure."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115 - some libraries ask for a descriptor
+        # A real file even where there is none: some libraries ask for a descriptor.
+        self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
         self.problem: Exception | None = None
         self._is_gone = stream is None
 

@@ -58,7 +58,8 @@ _STARTS = (
 )
 _SHAPES = re.compile(
     r"(?P<kept>\b(?:Bearer|Basic)\s+)(?P<secret>(?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*)"
-    r"|\b(?:hf_[A-Za-z0-9]{30,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abeoprs]-[A-Za-z0-9-]{10,}"
+    r"|\b(?:hf_[A-Za-z0-9]{30,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+    r"|xox[abeoprs]-[A-Za-z0-9-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|sk-(?=[\w-]*\d)[\w-]{20,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})(?![A-Za-z0-9])"
     r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{1,10000}?-----END [A-Z ]{0,20}PRIVATE KEY-----",

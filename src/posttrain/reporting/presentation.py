@@ -77,7 +77,7 @@ class Presentation:
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RecorderSettings:
     """What is recorded of a run beside its steps, and how it is shown."""
 
     presentation: Presentation

@@ -28,7 +28,7 @@ from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
 from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
 from posttrain.reporting.machines import AskRanks, GpuMonitor, WorkerRows
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
     num_all_unscored,
@@ -78,7 +78,7 @@ class RunRecorder:
     def __init__(
         self,
         folder: Path,
-        run: RunSettings,
+        run: RecorderSettings,
         *,
         loggers: Loggers | None = None,
         gpus: GpuMonitor | None = None,

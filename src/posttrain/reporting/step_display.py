@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_files import UNSCORED_FILE, Row
 from posttrain.reporting.wording import Line
@@ -28,7 +28,7 @@ TREND_STEPS = 20
 
 
 class StepDisplay:
-    def __init__(self, console: Console, run: RunSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, run: RecorderSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._run, self._clock = console, run, clock
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps ended
         self._headed = 0  # the step whose header was shown last

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.reporting.presentation import RunSettings, ShownMetric
+from posttrain.reporting.presentation import RecorderSettings, ShownMetric
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, is_accuracy
 from posttrain.reporting.run_files import Row
 
@@ -157,7 +157,7 @@ def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
     return Counter(score.error or "no reason given" for score in scores if not score.scored)
 
 
-def step_block(run: RunSettings, row: Row, groups: Sequence[Group], eta_s: float | None) -> list[Line]:
+def step_block(run: RecorderSettings, row: Row, groups: Sequence[Group], eta_s: float | None) -> list[Line]:
     lines = [Line("Training Results:", "title")]
     for metric in run.presentation.results:
         if f"train/{metric.key}" in row:

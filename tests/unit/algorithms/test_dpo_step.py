@@ -128,7 +128,7 @@ def test_validation_looks_up_its_own_step_and_is_timed() -> None:
     assert policy.calls == ["evaluate"]
     assert reference.asked[0][0] == 4
     assert "policy_and_reference_logprobs" in report.timings_s
-    assert Dpo(2, PreferenceLoss(DpoConfig()), policy, Rows([]), (), reference).validate(4) is None  # type: ignore[arg-type]
+    assert Dpo(2, PreferenceLoss(DpoConfig()), policy, Rows([]), (), reference).validate(4) is None
 
 
 def test_kto_measures_its_baseline_before_the_update_on_answers_to_other_prompts() -> None:

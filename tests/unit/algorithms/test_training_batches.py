@@ -43,7 +43,7 @@ def run(
     )
     objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=kl))
     credit = Credit(GroupAdvantages(normalize_rewards=False))
-    grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
+    grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())
     return policy, dict(grpo.step(step).metrics)
 
 

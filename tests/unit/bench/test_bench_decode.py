@@ -133,7 +133,8 @@ def test_wrong_workload_is_an_error_before_anything_runs() -> None:
         decode.main(["--workload", "512x128+256", "many"])
 
 
-# -- vLLM, with a stand-in that keeps what it was asked ------------------------------------------------------------------
+# -- vLLM, with a stand-in that keeps what it was asked
+# ------------------------------------------------------------------
 
 
 @pytest.fixture

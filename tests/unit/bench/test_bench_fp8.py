@@ -1,5 +1,6 @@
-"""bench/sampler_gap.py on a CPU, where the sampler is the trainer, and its measures; bench/fp8_products.py without a GPU;
-bench/fp8_curves.py with FP8 in plain torch."""
+"""bench/sampler_gap.py on a CPU, where the sampler is the trainer, and its measures; bench/fp8_products.py without a
+GPU; bench/fp8_curves.py with FP8 in plain torch.
+"""
 
 from __future__ import annotations
 

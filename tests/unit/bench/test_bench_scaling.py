@@ -43,7 +43,8 @@ def test_every_part_of_the_driver_is_measured(tmp_path: Path, capsys: pytest.Cap
     assert "seconds per 1,000 samples" in capsys.readouterr().out
 
 
-# -- shared parts --------------------------------------------------------------------------------------------------------
+# -- shared parts
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_profile_finds_the_largest_cost() -> None:
@@ -105,7 +106,8 @@ def test_a_side_hands_back_its_result_or_why_there_is_none(tmp_path: Path, kind:
         assert "Traceback" in result["output"]
 
 
-# -- long prompts of the comparison with TRL -----------------------------------------------------------------------------
+# -- long prompts of the comparison with TRL
+# -----------------------------------------------------------------------------
 
 
 def test_long_prompts_have_exactly_the_length_asked_for() -> None:

@@ -22,7 +22,8 @@ TRAIN = TrainJob("posttrain", "tiny", "cpu", "float32", 5, 14, 6, micro_batch_to
 GRPO = GrpoJob("tiny", "cpu", "float32", 3, 4, 10, 6, 64, 64, 8, warm_up_prompts=1, steps=1, kl_penalty=0.1)
 
 
-# -- training ------------------------------------------------------------------------------------------------------------
+# -- training
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,8 @@ def test_fp8_that_cannot_be_had_is_a_failure_with_its_reason() -> None:
         train.do_job(replace(TRAIN, side="posttrain-fp8", overrides=("policy.fp8=true",)).as_json())
 
 
-# -- GRPO ----------------------------------------------------------------------------------------------------------------
+# -- GRPO
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,8 @@ def test_long_prompts_are_run_with_and_without_sharing(
     assert f"{times[1] / times[0]:.2f} times as fast" in capsys.readouterr().out
 
 
-# -- DPO -----------------------------------------------------------------------------------------------------------------
+# -- DPO
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_dpo_is_the_same_job_on_both_sides(

@@ -86,7 +86,8 @@ def test_a_tiny_job_has_no_goals(both: tuple[str, dict[str, Any]]) -> None:
     assert "goal" not in both[0]
 
 
-# -- the comparison itself, with invented numbers -----------------------------------------------------------------------
+# -- the comparison itself, with invented numbers
+# -----------------------------------------------------------------------
 
 
 @pytest.fixture

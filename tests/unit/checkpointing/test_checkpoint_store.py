@@ -326,7 +326,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_reported_skipped_and_left_in_place(tmp_path: Path, said: Said, damage) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_checkpoint_is_reported_skipped_and_left_in_place(tmp_path: Path, said: Said, damage) -> None:
     store = make_store(tmp_path, said)
     save(store, 10)
     save(store, 20)

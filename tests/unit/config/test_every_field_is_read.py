@@ -26,6 +26,10 @@ RESOLVED_BY_CONFIG = {
     "LossFnConfig.force_on_policy_ratio": "refused with several updates per step; with one it holds",
     "EvalConfig.k_value": "read through metric_name",
     "JsonSchemaRewardConfig.schema_": "read by its alias, schema",
+    **{
+        f"LoggerConfig.{tool}_enabled": "read by the name of the logger"
+        for tool in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+    },
 }
 
 

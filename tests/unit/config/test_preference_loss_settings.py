@@ -54,7 +54,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=lambda value: " ".join(value)[:60])
-def test_what_fits_is_accepted_and_so_is_the_config_that_a_run_writes(overrides: list[str], tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_what_fits_is_accepted_and_so_is_the_config_that_a_run_writes(overrides: list[str], tmp_path) -> None:
     loaded = load_config("dpo", None, overrides)
     written = tmp_path / "config.yaml"
     written.write_text(loaded.to_yaml())

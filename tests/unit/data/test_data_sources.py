@@ -235,7 +235,8 @@ def test_damage_anywhere_in_a_parquet_file_is_refused_with_its_name(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "path",
-    ["http://127.0.0.1:1/x.jsonl", "ftp://user:password@127.0.0.1:1/x.jsonl", "data:text/plain,abc", "zip://x.jsonl::/etc/hostname",
+    ["http://127.0.0.1:1/x.jsonl", "ftp://user:password@127.0.0.1:1/x.jsonl", "data:text/plain,abc",
+        "zip://x.jsonl::/etc/hostname",
      "zip://x.jsonl::/no/such/file", "nonsense://x.jsonl"],
 )  # fmt: skip
 def test_an_address_that_cannot_be_read_is_named_with_the_reason(path: str) -> None:

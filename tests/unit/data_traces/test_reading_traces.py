@@ -323,7 +323,7 @@ def test_a_number_of_thousands_of_digits_is_a_broken_line(tmp_path: Path) -> Non
 
 
 def test_content_in_parts_is_its_text(tmp_path: Path) -> None:
-    rows = [chat_trace([{"type": "text", "text": "q"}], [{"type": "text", "text": "a"}, {"text": "b"}], 1.0)]  # type: ignore[arg-type]
+    rows = [chat_trace([{"type": "text", "text": "q"}], [{"type": "text", "text": "a"}, {"text": "b"}], 1.0)]
     [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", rows))
     assert group.prompt == [{"role": "user", "content": "q"}]
     assert group.traces[0].response == "ab"

@@ -123,7 +123,7 @@ def test_model_logprobs_arrive_with_their_tokens(model: nn.Module, monkeypatch: 
     simulate_graphs(monkeypatch)
     answers = run(session_of(model), wanted)
     assert_same(answers, expected)
-    assert [len(answers[f"r{index}", 0][0].model_logprobs.top) for index in (1, 2, 3)] == [0, 3, 20]  # type: ignore[union-attr]
+    assert [len(answers[f"r{index}", 0][0].model_logprobs.top) for index in (1, 2, 3)] == [0, 3, 20]
 
 
 def adapted_model() -> tuple[nn.Module, Callable[[str], None]]:

@@ -38,7 +38,7 @@ def same_bits(model: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("on_one_machine", [True, False])
 @pytest.mark.parametrize("make", [tiny_model, lambda: tiny_model().bfloat16(), lambda: adapted(0)])
-def test_engines_have_the_trainers_bits_after_every_handover(make, on_one_machine: bool, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_engines_have_the_trainers_bits_after_every_handover(make, on_one_machine: bool, tmp_path: Path) -> None:
     trained, sampled = make(), make()
     before = [parameter.data_ptr() for parameter in sampled.parameters()]
     sender, receiver = WeightSender(trained), WeightReceiver(sampled)
@@ -142,7 +142,7 @@ def hand_over(sender: WeightSender, receiver: WeightReceiver, to: Handover) -> S
 
 
 @pytest.mark.parametrize("make", [tiny_model, lambda: tiny_model().bfloat16(), lambda: adapted(0)])
-def test_a_bucket_carries_the_same_bits_lot_by_lot(make, shared: dict[str, torch.Tensor], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_bucket_carries_the_same_bits_lot_by_lot(make, shared: dict[str, torch.Tensor], tmp_path: Path) -> None:
     trained, sampled, anew = make(), make(), make()
     sender, receiver = WeightSender(trained), WeightReceiver(sampled)
     for _ in range(2):

@@ -356,7 +356,7 @@ def test_unreachable_judge_is_unscored_with_the_reason(endpoint: Endpoint, folde
 
 
 def test_pauses_grow_and_depend_on_the_question_alone(endpoint: Endpoint, folder: Path) -> None:
-    pause = judge_scorer(setup_for(endpoint, folder, retry_base_s=1.0, retry_max_s=5.0)).__self__._pause_s  # type: ignore[attr-defined]
+    pause = judge_scorer(setup_for(endpoint, folder, retry_base_s=1.0, retry_max_s=5.0)).__self__._pause_s
     for attempt, full in enumerate([1.0, 2.0, 4.0, 5.0, 5.0]):
         assert full / 2 <= pause(attempt, None, "a") <= full
         assert pause(attempt, None, "a") == pause(attempt, None, "a") != pause(attempt, None, "b")
@@ -460,7 +460,7 @@ def test_wrong_settings_are_named(keys: dict[str, Any], reason: str) -> None:
 
 def test_the_address_may_be_given_with_or_without_the_last_part() -> None:
     for url in ("http://x/v1", "http://x/v1/", "http://x/v1/chat/completions"):
-        assert parse_reward({"type": "judge", "base_url": url, "model": "m"}).base_url == "http://x/v1"  # type: ignore[attr-defined]
+        assert parse_reward({"type": "judge", "base_url": url, "model": "m"}).base_url == "http://x/v1"
 
 
 def test_a_missing_key_or_prompt_ends_the_run_before_it_starts(

@@ -352,7 +352,7 @@ def test_the_config_chooses_the_optimizer() -> None:
     assert isinstance(small.optimizer, CompactAdam)
     assert small.optimizer.form == StateFormat("int8", masters=False, offload=True)
     assert small.optimizer.seed == 3
-    assert OptimizerConfig(state_dtype="bf16", master_weights="fp32").state_dtype == "bfloat16"  # type: ignore[arg-type]
+    assert OptimizerConfig(state_dtype="bf16", master_weights="fp32").state_dtype == "bfloat16"
 
 
 def test_schedules_and_learning_rates_are_those_of_the_plain_optimizer() -> None:

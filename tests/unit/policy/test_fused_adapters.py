@@ -166,7 +166,7 @@ def test_fp32_to_its_rounding() -> None:
     grads = []
     for y in (out, expected):
         y.backward(noise(*y.shape, seed=1))
-        grads.append([part.grad.clone() for part in product.low_rank.downs + product.low_rank.ups])  # type: ignore[union-attr]
+        grads.append([part.grad.clone() for part in product.low_rank.downs + product.low_rank.ups])
         for part in product.parts:
             part.grad = None
     assert_near("gradient of x", ours.grad, theirs.grad, 1e-6)  # type: ignore[arg-type]

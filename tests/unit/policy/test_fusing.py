@@ -351,7 +351,7 @@ def test_hooks_see_the_complete_output_of_a_layer(monkeypatch: pytest.MonkeyPatc
     model, own = fused_and_own("llama")
     decoder, plain = decoder_of(model), decoder_of(own)
     seen: list[Tensor] = []
-    hook = decoder.layers[0].register_forward_hook(lambda *called: seen.append(called[2]))  # type: ignore[index, union-attr]
+    hook = decoder.layers[0].register_forward_hook(lambda *called: seen.append(called[2]))
     expected = normed(plain, output_hidden_states=True).hidden_states
     assert_near("with a hook", normed(decoder).last_hidden_state, expected[-1], EXACT)
     assert_near("what the hook saw", seen[0], expected[1], EXACT)

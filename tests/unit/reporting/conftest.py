@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.rows import Hardware
 from posttrain.types import Completion, Group, Rollout, Score, StepReport, Task
 
@@ -46,11 +46,11 @@ class Bench:
             "hardware": Hardware(2),
             "config_yaml": "grpo:\n  max_num_steps: 10\n",
         }
-        names = {field.name for field in fields(RunSettings)}
+        names = {field.name for field in fields(RecorderSettings)}
         settings |= {name: value for name, value in changes.items() if name in names}
         others = {name: value for name, value in changes.items() if name not in names}
         return RunRecorder(
-            self.folder, RunSettings(**settings), **({"stream": self.stream, "clock": self.clock} | others)
+            self.folder, RecorderSettings(**settings), **({"stream": self.stream, "clock": self.clock} | others)
         )
 
     def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:

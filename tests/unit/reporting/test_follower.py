@@ -177,7 +177,7 @@ def test_many_rows_are_sent_in_parts(tmp_path: Path, tracker: Tracker) -> None:
 
 def test_findings_become_alerts_once_also_after_a_resume(tmp_path: Path, tracker: Tracker) -> None:
     def find(step: int, rule: str, severity: str) -> None:
-        finding = Finding(step, rule, severity, "train/kl", 1.0, "it runs away", ("lr=1e-6",), "seed")  # type: ignore[arg-type]
+        finding = Finding(step, rule, severity, "train/kl", 1.0, "it runs away", ("lr=1e-6",), "seed")
         append_rows(tmp_path / "findings.jsonl", [finding.to_json()])
 
     add_rows(tmp_path, 1)

@@ -21,7 +21,7 @@ from posttrain.recipes.rm import RewardModelRecipe
 from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import RunRecorder
 from posttrain.reporting import recorder as recorder_module
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.rows import Hardware
 from posttrain.types import Score, StepReport
 
@@ -378,7 +378,7 @@ def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report:
         for resumed_step, last in parts:
             recorder = RunRecorder(
                 tmp_path / name,
-                RunSettings(GrpoRecipe.presentation, max_steps=6, hardware=Hardware(1), config_yaml=""),
+                RecorderSettings(GrpoRecipe.presentation, max_steps=6, hardware=Hardware(1), config_yaml=""),
                 stream=io.StringIO(),
             )
             recorder.start(resumed_step)

@@ -88,7 +88,7 @@ def test_total_is_the_sum_of_top_level_stages() -> None:
 
 
 def test_keys_have_nemo_rl_prefixes_and_values_are_python_numbers() -> None:
-    report = StepReport({"loss": torch.tensor(0.25), "unscored": 3, "reward": 0.1 + 0.2}, {"generation": 1.5})  # type: ignore[dict-item]
+    report = StepReport({"loss": torch.tensor(0.25), "unscored": 3, "reward": 0.1 + 0.2}, {"generation": 1.5})
     row = training_row(5, report, Hardware(1))
     assert row == {
         "step": 5,

@@ -69,7 +69,7 @@ def test_each_round_is_begun_before_the_step_trains_and_ends_before_weights_chan
     inner = source.rounds.engine
 
     class Logged(TokenByToken):
-        def sample_round(self, groups, sampling, seed, quota=None, progress=None) -> list[OpenGroup]:  # type: ignore[no-untyped-def]
+        def sample_round(self, groups, sampling, seed, quota=None, progress=None) -> list[OpenGroup]:
             sampled = inner.sample_round(groups, sampling, seed, quota, progress)
             log.append(f"round {quota.step}")
             return sampled

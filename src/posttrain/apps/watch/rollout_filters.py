@@ -16,7 +16,8 @@ from posttrain.files.json_files import JsonObject
 SNIPPET_BEFORE, SNIPPET_AFTER = 60, 140  # characters around a hit
 PREVIEW = 240  # characters of a prompt
 _TEMPLATE_MARK = re.compile(
-    r"<\|[^|<>]{1,40}\|>(?:(?:system|user|assistant|tool)\n)?|</?s>|\[/?INST\]|<(?:start|end)_of_turn>(?:(?:user|model)\n)?"
+    r"<\|[^|<>]{1,40}\|>(?:(?:system|user|assistant|tool)\n)?|</?s>|\[/?INST\]"
+    r"|<(?:start|end)_of_turn>(?:(?:user|model)\n)?"
 )
 _ROLES = ("system", "user", "assistant", "model", "tool", "<think>", "</think>")
 

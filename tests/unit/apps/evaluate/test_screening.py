@@ -196,7 +196,7 @@ def test_rewards_of_another_scale_are_saved_and_ask_for_a_range(tmp_path: Path) 
 
 def screening(tmp_path: Path, *words: str, num_samples: int = 4, **options: float) -> Screening:
     config = load_config("grpo", None, ["data.train.data_path=rows.jsonl", *words]).config
-    return Screening(config, tmp_path / "s.jsonl", num_samples, RewardRange(), say=print, **options)  # type: ignore[arg-type]
+    return Screening(config, tmp_path / "s.jsonl", num_samples, RewardRange(), say=print, **options)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def put_pods(server: ApiServer, *pods: dict[str, Any]) -> None:
         server.put(f"{SPACE}/pods/{one['metadata']['name']}", one)
 
 
-# -- submitting ----------------------------------------------------------------------------------------------------------
+# -- submitting
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_shown_with_its_price_and_created(
@@ -218,7 +219,8 @@ def test_without_the_client_only_talking_to_a_cluster_fails(
     assert main(["launch", "list", "--on", "local"]) == 0
 
 
-# -- following -----------------------------------------------------------------------------------------------------------
+# -- following
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_following_prints_rank_0_and_ends_with_the_run(
@@ -281,7 +283,8 @@ def test_an_image_that_cannot_start_ends_the_command_and_leaves_nothing(
     assert server.named("jobsets") == server.named("configmaps") == []
 
 
-# -- runs that exist -----------------------------------------------------------------------------------------------------
+# -- runs that exist
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Parts of `posttrain node`: its environment, checks of the machine, notices of the clouds, attempts without progress."""
+"""Parts of `posttrain node`: its environment, checks of the machine, notices of the clouds, attempts
+without progress.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-# -- the environment -----------------------------------------------------------------------------------------------------
+# -- the environment
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,8 @@ def test_a_wrong_variable_is_named(environment: dict[str, str], name: str, value
         read_settings({**environment, name: value})
 
 
-# -- the machine ---------------------------------------------------------------------------------------------------------
+# -- the machine
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -143,7 +147,8 @@ def test_a_run_on_cpus_needs_no_gpu(machine: tuple[NodeSettings, Path], environm
     check_machine(read_settings(environment), root, lambda: None)
 
 
-# -- notices -------------------------------------------------------------------------------------------------------------
+# -- notices
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -200,7 +205,8 @@ def test_a_notice_and_an_unreachable_service_are_each_reported_once() -> None:
     assert ["no route to host" in line for line in said] == [True]
 
 
-# -- progress ------------------------------------------------------------------------------------------------------------
+# -- progress
+# ------------------------------------------------------------------------------------------------------------
 
 
 def make_attempt(folder: Path, checkpoint: int | None = None) -> None:

@@ -22,8 +22,9 @@ TOKEN = "token-of-the-cluster"
 
 
 class JobsApi:
-    """Jobs run until a test ends them; small ones end at once. `refused` maps "METHOD /path" to status and text; a status of 0
-    breaks the connection."""
+    """Jobs run until a test ends them; small ones end at once. `refused` maps "METHOD /path" to status and text; a
+    status of 0 breaks the connection.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -125,7 +126,8 @@ def launch(profile: str, *words: str) -> int:
     return main(["launch", "--on", profile, *RUN, "--yes", *words])
 
 
-# -- submitting ----------------------------------------------------------------------------------------------------------
+# -- submitting
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_config_and_files_travel_as_the_working_directory(
@@ -241,7 +243,8 @@ def test_the_token_is_read_from_the_file_that_ray_reads(
     assert launch(profile, "--detach") == 0
 
 
-# -- jobs that exist -----------------------------------------------------------------------------------------------------
+# -- jobs that exist
+# -----------------------------------------------------------------------------------------------------
 
 
 def end_at_once(ray: JobsApi, monkeypatch: pytest.MonkeyPatch, code: int) -> None:

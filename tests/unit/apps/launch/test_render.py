@@ -145,7 +145,8 @@ def test_setup_uses_its_settings(tmp_path: Path) -> None:
     assert "shutdownGracePeriodSeconds: 120" in raised
 
 
-# -- the chart -----------------------------------------------------------------------------------------------------------
+# -- the chart
+# -----------------------------------------------------------------------------------------------------------
 
 
 def helm_template(folder: Path, values: Any, release: str = "release") -> list[dict[str, Any]]:
@@ -261,7 +262,8 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
         chart_values(make_request(tmp_path, EKS))
 
 
-# -- what goes in --------------------------------------------------------------------------------------------------------
+# -- what goes in
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,8 @@ def test_environment_that_the_config_reads_must_be_in_the_profile(
     assert "${oc.env:PROXY_PASSWORD}" in written
 
 
-# -- commands ------------------------------------------------------------------------------------------------------------
+# -- commands
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(
@@ -409,8 +412,16 @@ def test_check_survives_documents_of_any_shape(tmp_path: Path) -> None:
         {"kind": 1, "apiVersion": []},
         {"kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": "x"}},
     ]
-    for kind in ("batch/v1 Job", "jobset.x-k8s.io/v1alpha2 JobSet", "batch.volcano.sh/v1alpha1 Job", "ray.io/v1 RayJob",
-                 "karpenter.sh/v1 NodePool", "kueue.x-k8s.io/v1beta2 ClusterQueue", "v1 PersistentVolume", "v1 Pod"):  # fmt: skip
+    for kind in (
+        "batch/v1 Job",
+        "jobset.x-k8s.io/v1alpha2 JobSet",
+        "batch.volcano.sh/v1alpha1 Job",
+        "ray.io/v1 RayJob",
+        "karpenter.sh/v1 NodePool",
+        "kueue.x-k8s.io/v1beta2 ClusterQueue",
+        "v1 PersistentVolume",
+        "v1 Pod",
+    ):
         version, name = kind.split()
         for spec in (
             None,

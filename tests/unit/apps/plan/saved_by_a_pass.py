@@ -1,6 +1,8 @@
-"""Run with TRITON_INTERPRET=1: bytes that a forward pass of a tiny model keeps for its backward pass, beside the planner's count.
+"""Run with TRITON_INTERPRET=1: bytes that a forward pass of a tiny model keeps for its backward pass, beside the
+planner's count.
 
-Prints one JSON object per case. Tensors that only the CPU's attention needs (its mask, a second copy of its output) are named.
+Prints one JSON object per case. Tensors that only the CPU's attention needs (its mask, a second copy of its output) are
+named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A pass of Llama 8B and 70B and Qwen 32B on 8 x 8 GPUs, without the GPUs (tests/large_models.py); a few layers of each."""
+"""A pass of Llama 8B and 70B and Qwen 32B on 8 x 8 GPUs, without the GPUs (tests/large_models.py); a few layers of
+each.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> RunEstimate:
     return estimate_run(load_config(kind, None, list(words)).config, GPUS[gpu])
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_planning_needs_neither_torch_nor_weights() -> None:
@@ -175,7 +176,8 @@ def test_a_reward_model_has_no_output_table() -> None:
     assert phase.items["weights"] == 2 * (shape.num_weights - shape.vocab * shape.hidden)
 
 
-# -- proposals and remedies ----------------------------------------------------------------------------------------------
+# -- proposals and remedies
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_proposal_fits_and_is_no_slower() -> None:
@@ -249,7 +251,8 @@ def test_auto_decides_by_what_fits(tokens: int, recomputes: bool) -> None:
     assert found.settings.checkpointing is recomputes
 
 
-# -- beside a run --------------------------------------------------------------------------------------------------------
+# -- beside a run
+# --------------------------------------------------------------------------------------------------------
 
 
 def run_folder(folder: Path, rows: list[dict[str, Any]], *words: str) -> Path:
@@ -320,7 +323,8 @@ def test_run_on_a_cpu_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "was made on a CPU" in capsys.readouterr().err
 
 
-# -- cost ----------------------------------------------------------------------------------------------------------------
+# -- cost
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_price_of_a_gpu_gives_the_cost_of_step_and_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,8 @@ def model_of(settings: RunSettings = PLAIN) -> RankMemory:
     return RankMemory(LLAMA, settings)
 
 
-# -- optimizer state -----------------------------------------------------------------------------------------------------
+# -- optimizer state
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -107,7 +108,9 @@ def test_blocks_of_8_bit_state_are_those_of_the_optimizer(columns: int) -> None:
 
 
 def test_state_of_an_8b_model_by_hand() -> None:
-    """fp32: masters and two moments, 12 bytes a weight. bf16 without masters: 4. 8 bits without masters: 2 and scales."""
+    """fp32: masters and two moments, 12 bytes a weight. bf16 without masters: 4. 8 bits without masters: 2
+    and scales.
+    """
     n = 8_030_261_248
     assert LLAMA.num_weights == n
     assert model_of().state_bytes() == 12 * n
@@ -124,7 +127,8 @@ def test_state_of_an_8b_model_by_hand() -> None:
     assert all("optimizer state" not in phase.items for phase in plan.phases)
 
 
-# -- activations ---------------------------------------------------------------------------------------------------------
+# -- activations
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_of_an_8b_model_keeps_what_its_operations_keep() -> None:
@@ -197,7 +201,8 @@ def test_the_peak_of_a_measured_training_pass_is_predicted_within_15_percent(tok
     assert predicted == pytest.approx(measured_gib, rel=0.15)
 
 
-# -- phases --------------------------------------------------------------------------------------------------------------
+# -- phases
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_gradients_are_there_from_the_second_micro_batch_on() -> None:

@@ -11,8 +11,8 @@ from posttrain.policy.memory.rank import GIB, SAMPLING, SCORING, TRAINING
 
 SHORT_STATE = ("policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none")
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8")
-# Settings; seconds; GiB while sampling, computing log-probabilities, training. The last step was measured after the planner's
-# constants had been chosen.
+# Settings; seconds; GiB while sampling, computing log-probabilities, training. The last step was measured after the
+# planner's constants had been chosen.
 STEPS = {
     "8B, all weights": (
         ("llama-8b", 32, 32, 128, 772, 8192, 16384, *SHORT_STATE),

@@ -32,7 +32,8 @@ def rows_of_900(tokens: int) -> Pass:
     return SharedPrompt(1, 899, 1).in_one_pass(tokens / 900, None)
 
 
-# -- against measurements (calibration.py) -------------------------------------------------------------------------------
+# -- against measurements (calibration.py)
+# -------------------------------------------------------------------------------
 
 
 def test_log_probabilities_are_predicted_within_5_percent() -> None:
@@ -114,7 +115,8 @@ def test_layers_left_in_bf16_cost_as_much_as_before() -> None:
     assert half_memory.cache_bytes_per_token() == (per_token + plain.cache_bytes_per_token()) / 2
 
 
-# -- decoding ------------------------------------------------------------------------------------------------------------
+# -- decoding
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -205,7 +207,8 @@ def test_the_tail_of_long_answers_costs_time() -> None:
     assert seconds[1].decoding_s > 1.3 * seconds[0].decoding_s
 
 
-# -- directions ----------------------------------------------------------------------------------------------------------
+# -- directions
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_recomputing_activations_adds_a_forward_pass() -> None:

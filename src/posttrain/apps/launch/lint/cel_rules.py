@@ -62,7 +62,7 @@ EXPRESSION = re.compile(r"\$\{([^}]+)\}")
 
 
 @dataclass(frozen=True)
-class Check:
+class LintCheck:
     rule: str
     level: Level
     of: tuple[str, ...]
@@ -81,10 +81,10 @@ def _texts(value: str | list[str]) -> tuple[str, ...]:
 
 
 @cache
-def load_rules() -> tuple[dict[str, str], tuple[Check, ...]]:
+def load_rules() -> tuple[dict[str, str], tuple[LintCheck, ...]]:
     """Sentences by rule, and all checks."""
     about: dict[str, str] = {}
-    checks: list[Check] = []
+    checks: list[LintCheck] = []
     for path in sorted((Path(__file__).parent / "rules").glob("*.yaml")):
         for rule, fields in yaml.load(path.read_text(encoding="utf-8"), _LOADER).items():
             about[rule] = fields.pop("about")
@@ -93,7 +93,7 @@ def load_rules() -> tuple[dict[str, str], tuple[Check, ...]]:
                 level: Level = "warning" if "warning" in row else "error"
                 row["wrong"] = row.pop(level, "true")
                 row |= {key: _texts(row[key]) for key in ("of", "each", "at") if key in row}
-                checks.append(Check(rule, level, **row))
+                checks.append(LintCheck(rule, level, **row))
     return about, tuple(checks)
 
 
@@ -230,10 +230,10 @@ def _readers(scope: Scope, item: Item) -> dict[str, Callable[..., Any]]:
     }
 
 
-class Evaluation:
+class Expressions:
     """Expressions of a check at one item."""
 
-    def __init__(self, check: Check, scope: Scope, item: Item, value: object) -> None:
+    def __init__(self, check: LintCheck, scope: Scope, item: Item, value: object) -> None:
         key = item.keys[-1] if item.keys else None
         earlier = item.siblings[:key] if isinstance(key, int) and isinstance(item.siblings, list) else []
         self.names: dict[str, object] = {
@@ -280,7 +280,7 @@ def compile_expression(expression: str) -> tuple[Any, list[str], list[str]]:
 
 
 def check_rules(manifests: Sequence[Manifest]) -> Findings:
-    by_scope: dict[str, list[Check]] = {}
+    by_scope: dict[str, list[LintCheck]] = {}
     for check in load_rules()[1]:
         for name in check.of:
             by_scope.setdefault(name, []).append(check)
@@ -290,7 +290,7 @@ def check_rules(manifests: Sequence[Manifest]) -> Findings:
                 yield from _check(check, scope, manifests)
 
 
-def _check(check: Check, scope: Scope, manifests: Sequence[Manifest]) -> Findings:
+def _check(check: LintCheck, scope: Scope, manifests: Sequence[Manifest]) -> Findings:
     for each in check.each:
         for item in every(scope.item, each) if each else [scope.item]:
             for at in check.at:
@@ -298,14 +298,14 @@ def _check(check: Check, scope: Scope, manifests: Sequence[Manifest]) -> Finding
                 if check.refers:
                     yield from _check_name(check, field, scope.manifest, manifests)
                     continue
-                evaluation = Evaluation(check, scope, item, field.value)
+                evaluation = Expressions(check, scope, item, field.value)
                 if evaluation.result(check.wrong) is True:
                     report = field.place.error if check.level == "error" else field.place.warning
                     shown = evaluation.result(check.show) if check.show else field.value
                     yield report(check.rule, shown, evaluation.text(check.message), evaluation.text(check.remedy))
 
 
-def _check_name(check: Check, field: Item, manifest: Manifest, manifests: Sequence[Manifest]) -> Findings:
+def _check_name(check: LintCheck, field: Item, manifest: Manifest, manifests: Sequence[Manifest]) -> Findings:
     """An error if objects of this kind are in the files, and none has this name."""
     target, _, namespaced = check.refers.partition("@")
     group, _, kind = target.rpartition("/")

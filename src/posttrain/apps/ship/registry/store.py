@@ -52,7 +52,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Location:
-    """Where a registry is: a folder, or anything that MLflow understands (`sqlite:///…`, `postgresql://…`, `http://…`)."""
+    """Where a registry is: a folder, or anything that MLflow understands (`sqlite:///…`, `postgresql://…`,
+    `http://…`).
+    """
 
     text: str
 
