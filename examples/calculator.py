@@ -2,8 +2,8 @@
 
     python examples/calculator.py
 
-Makes a model and its data, teaches it to guess and to ask (configs/sft_calculator.yaml), lets GRPO find out which of the two
-is rewarded (configs/grpo_calculator.yaml), and shows a conversation before and after.
+Makes a model and its data, teaches it to guess and to ask (configs/sft_calculator.yaml), lets GRPO find out which of
+the two is rewarded (configs/grpo_calculator.yaml), and shows a conversation before and after.
 """
 
 import argparse

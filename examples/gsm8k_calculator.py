@@ -1,10 +1,11 @@
-"""GSM8K's worked answers as conversations with a calculator, for supervised tuning before configs/grpo_calculator_gsm8k.yaml.
+"""GSM8K's worked answers as conversations with a calculator, for supervised tuning before
+configs/grpo_calculator_gsm8k.yaml.
 
     python examples/gsm8k_calculator.py data/gsm8k/train.jsonl.gz data/gsm8k/calculator.jsonl
 
-The answers mark every calculation: "48/2 = <<48/2=24>>24 clips". Each mark becomes a tool call that ends the assistant's turn,
-the calculator's result is the next message, and the answer goes on from there. Rows whose marks the calculator cannot work
-out, or works out to another number, are left out and counted.
+The answers mark every calculation: "48/2 = <<48/2=24>>24 clips". Each mark becomes a tool call that ends the
+assistant's turn, the calculator's result is the next message, and the answer goes on from there. Rows whose marks the
+calculator cannot work out, or works out to another number, are left out and counted.
 """
 
 import gzip

@@ -2,8 +2,9 @@
 
 posttrain grpo --config configs/grpo.yaml reward=examples/rewards.py:right_and_brief
 
-The file is imported once in each worker process, so what is expensive to make (a client, a word list, a model) belongs at
-the top. docs/rewards.md says which arguments a function may ask for, what it may return, and what happens when it fails.
+The file is imported once in each worker process, so what is expensive to make (a client, a word list, a model) belongs
+at the top. docs/rewards.md says which arguments a function may ask for, what it may return, and what happens when it
+fails.
 """
 
 import re
@@ -33,6 +34,6 @@ def last_number(text: str) -> float | None:
 
 
 def as_number(text: str) -> float:
-    # A reference that is no number raises ValueError here. That is as it should be: the answer is then *unscored*, counted
-    # and shown, which is not the same as wrong.
+    # A reference that is no number raises ValueError here. That is as it should be: the answer is then *unscored*,
+    # counted and shown, which is not the same as wrong.
     return float(text.replace(",", ""))

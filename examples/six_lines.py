@@ -1,4 +1,6 @@
-"""GRPO with a reward of your own. `posttrain models fetch smollm2` fetches the model; six_lines_trl.py is the same with TRL."""
+"""GRPO with a reward of your own. `posttrain models fetch smollm2` fetches the model; six_lines_trl.py is the same with
+TRL.
+"""
 
 import posttrain as pt
 
