@@ -24,7 +24,7 @@ import pytest
 
 FILE = Path(__file__).with_name("durations.json")
 LAST_RUN = FILE.parents[1] / "results" / "make_test.json"
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 ROTATION_DAYS = 3
 MEASURED_FROM_S = 0.2  # shorter ones are not recorded
 Durations = dict[str, dict[str, float]]  # by file, then by test or @fixture

@@ -33,7 +33,7 @@ def test_of_a_run(trained): pass
 @pytest.mark.full
 def test_cross_product(): pass
 """
-TIMES = {"test_cases[1]": 1.0, "test_cases[2]": 1.5, "test_cases[3]": 1.0, "test_long": 4.0, "test_promise[1]": 9.0,
+TIMES = {"test_cases[1]": 0.9, "test_cases[2]": 1.0, "test_cases[3]": 1.0, "test_long": 4.0, "test_promise[1]": 9.0,
          "test_promise[2]": 9.0, "@trained": 5.0}  # fmt: skip
 FAST = {"test_cases[1]", "test_cases[2]", "test_quick", "test_promise[1]"}
 REST = {"test_cases[3]", "test_long", "test_promise[2]", "test_of_a_run", "test_cross_product"}

@@ -39,14 +39,15 @@ def product_of(modules: Sequence[nn.Module]) -> Product | None:
     weights = tuple(linear.weight for linear, _ in resolved)
     biases = tuple(linear.bias for linear, _ in resolved)
     has_bias = biases[0] is not None
+    if any((bias is not None) is not has_bias for bias in biases):
+        return None
     adapters = [adapter for _, adapter in resolved]
     everything = [*weights, *(biases if has_bias else ())]
     for adapter in adapters:
         everything += () if adapter is None else (adapter.down, adapter.up)
     dtype, device = everything[0].dtype, everything[0].device
     alike = all(tensor.dtype is dtype and tensor.device == device for tensor in everything)
-    has_duplicates = len(set(map(id, everything))) < len(everything)
-    if any((bias is not None) is not has_bias for bias in biases) or not alike or has_duplicates:
+    if not alike or len(set(map(id, everything))) < len(everything):
         return None
     return Product(
         weights,
