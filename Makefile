@@ -13,7 +13,7 @@ help:
 	@echo "make test    set up, then run the tests that hold every promise once (8 minutes on 2 cores)"
 	@echo "make test-full  all tests: every family, kernel, Ray layout, browser (an hour on 2 cores)"
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
-	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
+	@echo "make check   lint, types, make test, and the invariants with the kernels of lesser CPUs: what CI begins with"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
 	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -39,19 +39,21 @@ demo: setup
 # Two workers with one thread each are faster on small models than one with two. In the order of the folders slow files are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
+WITH_VLLM = $(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python)
+
 # Every promise at least once, chosen by measured times (tests/tiers.py): at most 8 minutes on two quiet cores.
 test: setup
 	$(PYTEST) --tier fast
 
 # Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM if `make vllm-env` has made its environment.
 test-full: setup
-	$(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(PYTEST)
+	$(WITH_VLLM) $(PYTEST)
 
 # What `make test` leaves out, until UNTIL (seconds since 1970): tests of recently changed files first, the others from a place
 # that moves every day.
 UNTIL ?= 9999999999
 test-rest: setup
-	$(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
+	$(WITH_VLLM) $(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
 
 # Measure every test anew, on a quiet machine: the tier of a test follows from its time.
 durations: setup

@@ -65,5 +65,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    if local_ray.is_running() and (nextitem is None or not nextitem.get_closest_marker("ray")):
-        local_ray.stop()  # the other tests must not find it
+    local_ray.stop_unless_needed(nextitem)

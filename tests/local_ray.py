@@ -35,6 +35,12 @@ def stop() -> None:
     sys.modules["ray"].shutdown()
 
 
+def stop_unless_needed(next_test: pytest.Item | None) -> None:
+    """Tests that are not marked `ray` must not find it."""
+    if is_running() and (next_test is None or not next_test.get_closest_marker("ray")):
+        stop()
+
+
 @contextmanager
 def local_ray(num_gpus: int = 0) -> Iterator[None]:
     start(num_gpus)

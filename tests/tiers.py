@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import local_ray
 import pytest
 
 FILE = Path(__file__).with_name("durations.json")
@@ -111,19 +112,23 @@ class Tiers:
             files[file_of(item)].append(item)
         first = [name for name in files if name in self.config.getoption("--first")]
         others = [name for name in files if name not in first]
-        start = int(time.time() // 86400) % ROTATION_DAYS * len(others) // ROTATION_DAYS
+        day = os.environ.setdefault("POSTTRAIN_TEST_DAY", str(int(time.time() // 86400)))  # one for all workers
+        start = int(day) % ROTATION_DAYS * len(others) // ROTATION_DAYS
         order = [*first, *others[start:], *others[:start]]
         return [item for name in order for item in files[name]]
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         until = self.config.getoption("--until")
         seconds = self.durations.get(file_of(item), {}).get(name_of(item.nodeid), 0.0)
         if until is None or time.time() + seconds < until:
             return None
         self.left_out[file_of(item)] += 1
+        # The test before kept the fixtures that it shares with this one.
+        item.session._setupstate.teardown_exact(nextitem)
+        local_ray.stop_unless_needed(nextitem)
         return True
 
     # -- measuring -----------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 - the navigation is what docs/README.md lists, by its headings; a page that it does not list is an error of the strict
   build,
 - links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`.
-  Markdown
-  files become pages, other files are copied. A folder has no page: its link becomes plain text.
+  Markdown files become pages, other files are copied. A folder has no page: its link becomes plain text.
 """
 
 from __future__ import annotations

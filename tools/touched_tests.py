@@ -6,7 +6,7 @@ python tools/touched_tests.py [HOURS]    commits of the last HOURS (24)
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -20,17 +20,25 @@ def changed_files(hours: int) -> set[str]:
 
 
 def touched_tests(changed: set[str]) -> list[str]:
-    modules = {
-        name.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in changed
-        if name.startswith("src/posttrain/") and name.endswith(".py")
-    }
+    ours = [Path(name.removeprefix("src/")) for name in changed if name.startswith("src/posttrain/")]
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in ours if path.suffix == ".py"}
+    packages = tuple(".".join(path.parent.parts) + "." for path in ours if path.suffix != ".py")  # rules, pages, assets
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(ROOT).as_posix()
-        imported = re.findall(r"^\s*(?:from|import) (posttrain[\w.]*)", path.read_text("utf-8"), re.MULTILINE)
-        if name in changed or modules.intersection(imported):
+        imported = imports_of(path.read_text("utf-8"))
+        if name in changed or modules & imported or any(f"{module}.".startswith(packages) for module in imported):
             found.append(name)
+    return found
+
+
+def imports_of(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
     return found
 
 

@@ -84,9 +84,11 @@ class Child(subprocess.Popen[bytes]):
     def __init__(
         self, command: Sequence[str], inherited: Sequence[int], output: int | IO[bytes], environment: Mapping[str, str]
     ) -> None:
-        lifeline, self._lifeline = os.pipe()
-        theirs = (*inherited, lifeline)
+        theirs = tuple(inherited)
+        self._lifeline = -1
         try:
+            lifeline, self._lifeline = os.pipe()
+            theirs = (*inherited, lifeline)
             super().__init__(
                 [*command, *map(str, theirs)],
                 stdin=subprocess.DEVNULL,

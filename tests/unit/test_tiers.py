@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,6 @@ def test_a_tier_is_chosen_by_times(suite: pytest.Pytester, tier: str, expected: 
 
 
 def test_no_test_is_started_that_would_end_too_late(suite: pytest.Pytester) -> None:
-    import time
-
     ran = names(suite.inline_run("-p", "no:xdist", "--until", str(time.time() + 3.0)))
     assert ran == {
         "test_cases[1]",
@@ -83,7 +82,7 @@ def test_touched_files_are_first_and_every_file_is_reached_within_the_rotation(
         suite.makepyfile(**{f"test_{name}": "def test_it(): pass"})
     starts = set()
     for day in range(tiers.ROTATION_DAYS):
-        monkeypatch.setattr("tiers.time.time", lambda day=day: day * 86400.0)
+        monkeypatch.setenv("POSTTRAIN_TEST_DAY", str(day))
         record = suite.inline_run("-p", "no:xdist", "--rotate", "--first", "test_c.py")
         order = list(
             dict.fromkeys(report.nodeid.partition("::")[0] for report in record.getreports("pytest_runtest_logreport"))
@@ -106,3 +105,13 @@ def test_times_are_recorded(suite: pytest.Pytester) -> None:
     assert times.keys() == {"@slow", "test_a"}
     assert times["@slow"] >= 0.5
     assert 0.3 <= times["test_a"] < 0.5
+
+
+def test_fixtures_of_a_file_end_before_another_file_begins(suite: pytest.Pytester) -> None:
+    """Also where the last test of the first file is left out for lack of time."""
+    shared = "import pytest\n@pytest.fixture(scope='module')\ndef shared(): yield\ndef test_a(shared): pass\n"
+    suite.makepyfile(test_it=shared + "def test_b(shared): pass\n", test_next=shared)
+    tiers.FILE.write_text(json.dumps({"test_it.py": {"test_b": 60.0}}))
+    record = suite.inline_run("-p", "no:xdist", "--until", str(time.time() + 30.0))
+    assert names(record) == {"test_a"}
+    assert len(record.getreports("pytest_runtest_logreport")) == 6

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     from posttrain.run import quieten_libraries, refuse_missing_model
 
-    refuse_missing_model(str(loaded.config.generation.model_name))
+    if loaded.config.server_url is None:  # else the name is one that the server knows
+        refuse_missing_model(str(loaded.config.generation.model_name))
     quieten_libraries()
     from posttrain.apps.evaluate.build import EvaluationBuild
     from posttrain.apps.evaluate.results import SUMMARY_FILE

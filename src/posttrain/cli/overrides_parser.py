@@ -140,7 +140,7 @@ def add_fields(group: argparse._ActionsContainer, kind: type[DataclassInstance],
         if type_ is bool:
             flag = flag.replace("--", "--no-") if default else flag
             group.add_argument(
-                flag, dest=name, action="store_false" if default else "store_true", default=None, help=help
+                flag, dest=f"{prefix}{name}", action="store_false" if default else "store_true", default=None, help=help
             )
             continue
         if default is not None and help:

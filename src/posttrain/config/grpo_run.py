@@ -196,7 +196,10 @@ class GrpoRunConfig(RunConfig):
         if any(recorded) and not all(recorded):
             yield f"data.train: {TRACE_GROUPS} and datasets without recorded answers cannot be mixed in one run"
         if wanted is not None and not any(recorded):
-            yield f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: dataset_name={TRACE_GROUPS}"
+            yield (
+                f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: "
+                f"data.train.dataset_name={TRACE_GROUPS}"
+            )
         if wanted is not None and wanted > grpo.num_generations_per_prompt:
             yield (
                 f"grpo.num_recorded_per_prompt = {wanted} is more than all answers of a prompt, "

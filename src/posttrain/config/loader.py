@@ -294,7 +294,7 @@ def _fit_defaults(kind: Kind, tree: Tree, is_set: Callable[[str], bool]) -> None
         return
     # A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its
     # samples are weighted, those of vLLM with truncated weights, unless the user says no.
-    generation = tree.get(("policy", "generation"))
+    generation = tree.get(("policy", "generation")) or {}
     truncation = {
         "loss_fn.truncated_importance_sampling_type": "tis",
         "loss_fn.truncated_importance_sampling_ratio": 2.0,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -96,9 +97,9 @@ def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
         node = loader.get_single_node()
         if node is None:
             return {}, None
-        _collect_lines(node, (), {})  # refuses too many values before they are built
+        _collect_lines(node, (), {}, count())  # refuses too many values before they are built
         values = _with_text_keys(loader.construct_document(node))  # puts what `<<` names into the nodes
-        _collect_lines(node, (), lines)
+        _collect_lines(node, (), lines, count())
         return lines, values
     except yaml.YAMLError as error:
         raise ValueError(re.sub(r"\s+", " ", str(error)).strip().replace('in "<unicode string>", ', "at ")) from error
@@ -106,7 +107,7 @@ def _parse(text: str | bytes) -> tuple[dict[Path, int], Any]:
         raise ValueError(f"{error} does not fit its tag") from error
 
 
-def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
+def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int], visits: Iterator[int]) -> None:
     """The line of each value; an alias stands for values of its own."""
     if node.tag not in _TAGS:
         raise _error(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not read", node)
@@ -119,11 +120,13 @@ def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
         children = [(str(index), value, value) for index, value in enumerate(node.value)]
     for key, marked, value in children:
         here = (*path, key)
+        if isinstance(node, yaml.MappingNode) and not isinstance(marked, yaml.ScalarNode):
+            raise _error("a key is a list or a map; keys are names", marked)
         if not isinstance(value, yaml.MappingNode) or not value.value:
             lines[here] = marked.start_mark.line + 1
-        if len(lines) > MAX_VALUES or len(here) > MAX_DEPTH:
+        if next(visits) > MAX_VALUES or len(here) > MAX_DEPTH:
             raise _error(f"more than {MAX_VALUES} values or {MAX_DEPTH} levels, with its aliases written out", marked)
-        _collect_lines(value, here, lines)
+        _collect_lines(value, here, lines, visits)
 
 
 def _with_text_keys(value: object) -> Any:

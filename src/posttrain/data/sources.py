@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.hub_requests import ask_hub
-from posttrain.errors import reason_of
+from posttrain.errors import STORAGE_FAULTS, reason_of
 from posttrain.files.json_files import JsonMapping, parse_json
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
@@ -220,8 +220,8 @@ def explained(path: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        if not is_elsewhere and not isinstance(error, OSError):
-            raise
+        if not is_elsewhere and (not isinstance(error, OSError) or error.errno in STORAGE_FAULTS):
+            raise  # a disk that fails is no bad input
         hint = (
             "; credentials and endpoint come from the environment"
             " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"

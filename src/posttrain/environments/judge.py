@@ -379,7 +379,8 @@ class UsageFile:
                 total = self._read()
                 for name, value in (*asdict(usage).items(), ("cost", cost)):
                     total[name] = total.get(name, 0) + value
-                durable.write_text(self.path, json.dumps(total, indent=2) + "\n")
+                with durable.replacing(self.path, sync=False) as partial:  # once for every answer
+                    partial.write_text(json.dumps(total, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             if not self._is_reported:
                 print(f"warning: usage is not being counted in {self.path}: {error}", file=sys.stderr)

@@ -179,7 +179,7 @@ class WorkerProcess:
             for text in take_frames(self._incoming, _MAX_REPLY_BYTES):
                 number, reply = json.loads(text)
                 replies.append((int(number), dict(reply)))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.gone = True  # something else wrote to our pipe
         return replies
 

@@ -60,18 +60,20 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """A file to write that becomes `path` on leaving, and is removed on an error. Readers, also after a crash, find
-    either the complete old or the complete new content."""
+    either the complete old or the complete new content; with `sync` also after a power failure."""
     partial = path.with_name(f".{path.name}{PARTIAL}")
     try:
         yield partial
-        sync_file(partial)
+        if sync:
+            sync_file(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:

@@ -14,14 +14,14 @@ what merely looks like a token is part of it.
 from __future__ import annotations
 
 import base64
-import html
-import json
+import html.entities
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 CREDENTIAL_REMEDY = (
@@ -53,8 +53,23 @@ _IN_URLS = [
 ]
 # A search for these is far faster than the patterns, and most text, such as megabytes of a report, has none.
 _STARTS = (
-    *("Bearer", "Basic", "hf_", "ghp_", "gho_", "ghr_", "ghs_", "ghu_", "github_pat_", "xox", "glpat-", "AKIA", "ASIA"),
-    *("AIza", "sk-", "eyJ", "-----BEGIN "),
+    "Bearer",
+    "Basic",
+    "hf_",
+    "ghp_",
+    "gho_",
+    "ghr_",
+    "ghs_",
+    "ghu_",
+    "github_pat_",
+    "xox",
+    "glpat-",
+    "AKIA",
+    "ASIA",
+    "AIza",
+    "sk-",
+    "eyJ",
+    "-----BEGIN ",
 )
 _SHAPES = re.compile(
     r"(?P<kept>\b(?:Bearer|Basic)\s+)(?P<secret>(?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*)"
@@ -70,33 +85,9 @@ _ASSIGNMENT = re.compile(
 )
 
 _FRAME = re.compile(r"-----(?:BEGIN|END) .*-----")  # the first and last line of a key, the same in all
-
-
-def _as_bytes(text: str) -> str:
-    return repr(text.encode("utf-8", "surrogatepass"))[2:-1]
-
-
-def _in_url(text: str, safe: str = "") -> str:
-    return quote(text, safe=safe, errors="surrogatepass")
-
-
-_SPELLINGS: tuple[Callable[[str], str], ...] = (
-    lambda text: json.dumps(text)[1:-1],
-    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-    lambda text: repr(text)[1:-1],
-    lambda text: repr(f"\"'{text}")[4:-1],  # Python escapes an apostrophe where the whole text has both kinds of quotes
-    lambda text: ascii(text)[1:-1],
-    lambda text: ascii(f"\"'{text}")[4:-1],
-    _as_bytes,
-    lambda text: _as_bytes(f"\"'{text}")[3:],
-    html.escape,
-    lambda text: html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),  # as Jinja writes them
-    lambda text: text.encode("ascii", "xmlcharrefreplace").decode(),
-    _in_url,
-    lambda text: _in_url(text, safe="/"),
-    lambda text: _in_url(text, safe=" ").replace(" ", "+"),  # in forms
-    lambda text: re.sub("%..", lambda octet: octet[0].lower(), _in_url(text)),
-)
+_AMPERSAND, _HASH, _SEMICOLON = "(?:&|%(?:25)*26)", "(?:#|%(?:25)*23)", "(?:;|%(?:25)*3[Bb])"
+_MAX_BACKSLASHES = 32  # for one character: JSON in JSON, five deep
+_HTML_NAMES = {code: [name] for code, name in html.entities.codepoint2name.items()} | {0x27: ["apos"]}
 
 _named_variables: set[str] = set()
 _named_values: set[str] = set()
@@ -108,7 +99,8 @@ def hide(secret: str) -> str:
     return HIDDEN
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- text
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def redact(text: str, replace: Replace = hide) -> str:
@@ -127,10 +119,13 @@ def redact(text: str, replace: Replace = hide) -> str:
 
 def redact_values(text: str, replace: Replace = hide) -> str:
     """The text without values of named secrets, as they are and as JSON, Python, HTML and URLs spell them."""
-    for core, spellings in _spellings_of(_secret_values()):
-        if core in text:
-            for spelling in spellings:
-                text = text.replace(spelling, replace(spelling)) if spelling in text else text
+    for search in _searches_for(_secret_values()):
+        if search.core not in text:
+            continue
+        if search.pattern is None:
+            text = text.replace(search.core, replace(search.core))
+        else:
+            text = search.pattern.sub(lambda match: replace(match[0]), text)
     return text
 
 
@@ -156,13 +151,21 @@ def _is_path(value: str) -> bool:
     return value.startswith(("/", "~", "./")) and os.path.exists(os.path.expanduser(value))
 
 
+@dataclass(frozen=True)
+class _Search:
+    """`core`: letters and digits of the secret, which every spelling keeps. `pattern` None: the secret has nothing
+    else.
+    """
+
+    core: str
+    pattern: re.Pattern[str] | None
+
+
 @lru_cache(maxsize=16)
-def _spellings_of(values: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-    """For each secret: its longest run of letters and digits, which every spelling keeps, and the spellings. The
-    longest first: one secret may be a part of another."""
-    wanted = {part for value in values for part in (value, " ".join(value.split()), *_lines_of(value))}
-    ordered = sorted(wanted, key=lambda value: (-len(value), value))
-    return [(max(re.findall(r"[A-Za-z0-9]*", value), key=len), _spelled(value)) for value in ordered]
+def _searches_for(values: tuple[str, ...]) -> list[_Search]:
+    """The longest first: one secret may be a part of another."""
+    wanted = {part for value in values for part in (value, *_lines_of(value))}
+    return [_search_for(value) for value in sorted(wanted, key=lambda value: (-len(value), value))]
 
 
 def _lines_of(value: str) -> list[str]:
@@ -179,16 +182,68 @@ def _lines_of(value: str) -> list[str]:
     ]
 
 
-def _spelled(value: str) -> list[str]:
-    """A secret as it is, under each escape of JSON, Python, HTML and URLs, and under each pair of them; the longest
-    first."""
-    found = {value}
-    for _ in range(2):
-        found |= {spell(text) for spell in _SPELLINGS for text in found}
-    return sorted(found, key=lambda text: (-len(text), text))
+def _search_for(value: str) -> _Search:
+    core = max(re.findall(r"[A-Za-z0-9]*", value), key=len)
+    if core == value:
+        return _Search(core, None)
+    parts = re.findall(r"[A-Za-z0-9]+|\\+(?=[A-Za-z0-9]|$)|\\*(?:\s+|[^\\])", value)
+    return _Search(core, re.compile("".join(map(_spelled, parts))))
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+def _spelled(part: str) -> str:
+    """A pattern for a part of a secret under any number of the escapes of JSON, Python, HTML and URLs, also mixed.
+
+    Each escape only adds backslashes, or writes a character as a number or a name, so depths need no patterns of their
+    own.
+    """
+    if part.isascii() and part.isalnum():
+        return part
+    character = part.lstrip("\\")[:1]
+    least = len(part) - len(part.lstrip("\\"))
+    if not character:
+        return _backslashes(least)
+    forms, escaped = [re.escape(character), _numbered(character)], _escaped(character)
+    if character.isspace():  # a message may be put on one line, and spaces in URLs are `+`
+        forms = [r"\s", r"\+", *(_numbered(space) for space in " \t\r\n+")]
+        escaped = ["[nrt]", *(form for space in " \t\r\n" for form in _escaped(space))]
+    plain, numbers = "|".join(forms), "|".join(escaped)
+    if least:  # also those that begin an escape
+        return f"{_backslashes(least)}(?:{plain}|(?i:{numbers}))"
+    either = f"(?:{_backslashes(0)}(?:{plain})|{_backslashes(1)}(?i:{numbers}))"
+    return f"{either}+" if character.isspace() else either
+
+
+def _backslashes(least: int) -> str:
+    return rf"(?:\\|{_in_url(92)}|{_in_html(92)}){{{least},{max(least, 1) * _MAX_BACKSLASHES}}}+"
+
+
+def _escaped(character: str) -> list[str]:
+    """A character as JSON and Python write it after a backslash."""
+    forms = [f"u0*{ord(character):x}", f"x{ord(character):02x}"]
+    utf16 = character.encode("utf-16-be", "surrogatepass").hex()
+    if len(utf16) > 4:
+        forms.append(f"u{utf16[:4]}{_backslashes(1)}u{utf16[4:]}")
+    utf8 = [f"x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass")]
+    return forms if character.isascii() else [*forms, _backslashes(1).join(utf8)]
+
+
+def _numbered(character: str) -> str:
+    """A character as URLs and HTML write it."""
+    in_url = "".join(map(_in_url, character.encode("utf-8", "surrogatepass")))
+    return f"{in_url}|{_in_html(ord(character))}"
+
+
+def _in_url(byte: int) -> str:
+    return f"%(?:25)*(?i:{byte:02x})"
+
+
+def _in_html(code: int) -> str:
+    names = "|".join(f"{_HASH}(?i:{number})" for number in (f"0*{code}", f"x0*{code:x}"))
+    return f"{_AMPERSAND}(?:amp{_SEMICOLON})*(?:{'|'.join([names, *_HTML_NAMES.get(code, [])])}){_SEMICOLON}"
+
+
+# -- settings
+# ------------------------------------------------------------------------------------------------------------
 
 
 def is_secret_key(name: str) -> bool:
@@ -198,7 +253,8 @@ def is_secret_key(name: str) -> bool:
 
 def without_credentials(value: object, key: str = "", replace: Replace = hide) -> Any:
     """Settings, of any depth, without credentials: those in a text, and the whole text under a key such as
-    `password`."""
+    `password`.
+    """
     if isinstance(value, dict):
         return {name: without_credentials(inner, str(name), replace) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -258,7 +314,8 @@ def shown_setting(key: str, value: object) -> str:
     return redact(re.sub(userinfo, f"{HIDDEN}@", repr(without_credentials(value, key))))
 
 
-# -- URLs --------------------------------------------------------------------------------------------------------------
+# -- URLs
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def split_userinfo(url: str) -> tuple[str, str | None]:

@@ -69,6 +69,19 @@ def test_a_variable_that_the_config_names_is_a_secret(monkeypatch: pytest.Monkey
     assert redact("a swordfish!") == "a ***!"
 
 
+def test_a_secret_is_found_as_json_html_and_urls_spell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = 'a"b&c/d<é\\e'
+    monkeypatch.setenv("X_API_KEY", secret)
+    for spelled in (
+        secret,
+        json.dumps(secret)[1:-1],
+        json.dumps(secret, ensure_ascii=False)[1:-1],
+        html.escape(secret),
+        urllib.parse.quote(secret, safe=""),
+    ):
+        assert redact(f"<{spelled}>") == "<***>"
+
+
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "json": json.dumps,
     "json-utf8": lambda text: json.dumps(text, ensure_ascii=False),
@@ -83,11 +96,13 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     "secret", ["pa\"ss\\w\u00f6'r d<PLANT>&+%\U0001f600", '\\\\\\""\'PLANT\\\\', "line PLANT 1\nline PLANT/2\n"]
 )
-def test_a_secret_is_found_under_two_escapes(secret: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_found_under_any_mixture_of_escapes(
+    secret: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("X_TOKEN", secret)
     for names in itertools.product(SPELLINGS, repeat=depth):
         text = f"at {secret.strip()} end"
@@ -111,6 +126,12 @@ def test_a_line_of_a_private_key_is_a_secret_on_its_own(line_end: str, monkeypat
     assert redact("line MIIEaaaa/bbbb+cc, then ddddeeeeffff2222=") == "line ***, then ***"
     assert redact(json.dumps({"pem": key.replace(line_end, "\n")})) == '{"pem": "***"}'
     assert redact_values(f"a file begins with {frame[0]}") == f"a file begins with {frame[0]}"
+
+
+def test_many_backslashes_do_not_make_the_search_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X_TOKEN", '\\\\\\\\""abcd\\\\')
+    text = "\\" * 20_000 + "abcd"  # minutes where the pattern can divide them in several ways
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(

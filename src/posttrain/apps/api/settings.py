@@ -46,11 +46,19 @@ def loaded_config(
 ) -> Callable[[Sequence[str]], LoadedConfig[Any]]:
     """The config from a file or from settings, with overrides; a function of further ones."""
     from posttrain.config import load_config
+    from posttrain.config.base import ConfigError
+    from posttrain.config.tree import COMMAND_LINE
 
     path = Path(config) if isinstance(config, str | Path) else None
     words = [*overrides_of(config), *overrides] if isinstance(config, Mapping) else list(overrides)
 
-    return lambda extra: load_config(kind, path, [*words, *extra])
+    def load(extra: Sequence[str]) -> LoadedConfig[Any]:
+        try:
+            return load_config(kind, path, [*words, *extra])
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{COMMAND_LINE}: ", "")) from error
+
+    return load
 
 
 def _text(value: object, key: str) -> str:

@@ -98,7 +98,13 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
         ]
         durable.write_text(taught / "sft.yaml", load_config("sft", None, settings).to_yaml())
     if code := run_training("sft", taught / "sft.yaml", quiet=quiet, lock=lock):
-        raise Stop(code if code in set(ExitCode) else ExitCode.CRASHED, f"demo: SFT ended with exit code {code}")
+        is_passed_on = code in set(ExitCode) - {
+            ExitCode.ERROR_FOUND,
+            ExitCode.MORE_SAMPLES,
+            ExitCode.NO_PROGRESS,
+            ExitCode.UNREACHABLE,
+        }
+        raise Stop(code if is_passed_on else ExitCode.CRASHED, f"demo: SFT ended with exit code {code}")
     conversion = ConversionSettings(force=True, verify=False)
     convert(str(taught / "run"), folder / MODEL, conversion, shown_as="careless arithmetic", say=say)
 
