@@ -129,3 +129,8 @@ def test_another_optimizer_does_not_inherit_the_arguments_of_the_default(order: 
 
 def test_a_whole_float_is_a_count() -> None:
     assert grpo("grpo.max_num_steps=1e3").config.grpo.max_num_steps == 1000
+
+
+def test_a_section_that_is_removed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.generation"):
+        load_config("grpo", None, ["~policy.generation"])

@@ -3,10 +3,12 @@ line."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -248,3 +250,13 @@ def test_half_of_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text('{"input": "\\ud83d\\ude00"}\n{"input": "x\\ud83dy"}\n')
     with pytest.raises(DataError, match=r"a.jsonl:2: a text is not valid Unicode: half of a surrogate pair in .*x"):
         list(read_local(str(tmp_path / "a.jsonl")))
+
+
+def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> Iterator[Row]:
+        raise OSError(errno.EIO, "Input/output error", "rows.jsonl")
+        yield
+
+    monkeypatch.setattr(sources, "_read_local", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        list(read_local(str(tmp_path / "rows.jsonl")))

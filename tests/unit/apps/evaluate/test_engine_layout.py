@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from posttrain.apps.evaluate import model as engines
+from posttrain.cli.main import main
 from posttrain.config import load_config
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel
 from posttrain.orchestration.launch import RankLayout
 
@@ -43,3 +45,16 @@ def test_engines_fill_the_gpus_of_the_cluster(
     assert (config.num_engines, config.num_devices) == (nodes * per_node, devices)
     several = VLLM in words and layout.num_ranks > 1
     assert (build.args[1].vllm_kwargs.get("distributed_executor_backend") == "mp") == several
+
+
+def test_a_named_model_of_a_server_is_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(loaded: Any, **_: object) -> None:
+        built.append(loaded.config.generation.model_name)
+        raise InputError("far enough")
+
+    monkeypatch.setattr("posttrain.apps.evaluate.build.EvaluationBuild", build)
+    words = ["generation.backend=openai_url", "generation.openai_cfg.url=http://127.0.0.1:1/v1"]
+    assert main(["eval", *words, "generation.model_name=a-model-of-the-server"]) == 64
+    assert built == ["a-model-of-the-server"]
