@@ -47,6 +47,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     durations = pytester.path / "durations.json"
     durations.write_text(json.dumps({"test_it.py": TIMES}))
     monkeypatch.setattr(tiers, "FILE", durations)
+    monkeypatch.setattr(tiers, "LAST_RUN", pytester.path / "results" / "last.json")
     monkeypatch.delenv("POSTTRAIN_TEST_TIER", raising=False)
     return pytester
 

@@ -19,6 +19,12 @@ from posttrain.errors import HardwareError
 from posttrain.models.lora import add_lora
 
 
+@pytest.fixture(autouse=True)
+def _own_memory_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of /dev/shm, where tests in other processes write files of the same name."""
+    monkeypatch.setattr(weights, "MEMORY_FOLDER", tmp_path_factory.mktemp("memory"))
+
+
 @torch.no_grad()
 def changed(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():

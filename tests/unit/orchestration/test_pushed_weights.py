@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 from test_sharded_roles import Ranks
 
+from posttrain.engines import weights
 from posttrain.engines.weights import Handover, PartOffset, SentWeights
 from posttrain.orchestration.sharded import PushedWeights
+
+
+@pytest.fixture(autouse=True)
+def _own_memory_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of /dev/shm, where tests in other processes write files of the same name."""
+    monkeypatch.setattr(weights, "MEMORY_FOLDER", tmp_path_factory.mktemp("memory"))
 
 
 class SendingRank:
