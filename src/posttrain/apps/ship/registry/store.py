@@ -1,12 +1,10 @@
-"""Stores versions in MLflow's model registry, and the log of changes. Stages and checksums are computed elsewhere.
+"""Stores versions and changes in MLflow's model registry. Stages and checksums are computed elsewhere.
 
 A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
-one transaction. The log of changes is the file `history.jsonl` beside the database, one line per change of any model,
-appended under the registry's lock. A tracking server has neither file nor lock: there the log is a second registered
-model, `NAME.history`, with one version per change, which the database numbers under a primary key, so that appending is
-atomic and ordered. Registries in a folder had the same before the file; those changes are read, and the file continues
-them. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are for users of MLflow's
-own pages.
+one transaction. The log of changes is a second registered model, `NAME.history`, with one version per change: the
+database numbers them under a primary key, so that appending is atomic and ordered on every backend, with a local file
+and with a tracking server. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are
+for users of MLflow's own pages.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from posttrain.files.redaction import redact
 DATABASE = "registry.db"
 ARTIFACTS = "artifacts"
 LOCK = "registry.lock"
-HISTORY = "history.jsonl"
 HISTORY_SUFFIX = ".history"
 EXPERIMENT = "posttrain-registry"
 _MARK = "posttrain.kind"
@@ -141,25 +138,8 @@ class MlflowStore:
         return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
 
     def changes(self, name: str) -> dict[int, JsonObject]:
-        """The changes by their position in the log: those that MLflow has, then those in the file."""
-        found = self.versions(name + HISTORY_SUFFIX)
-        file = self.location.beside(HISTORY)
-        # After the last line break is nothing, or a line that is being written or was torn by a kill: the next writer
-        # removes it.
-        lines = file.read_bytes().split(b"\n")[:-1] if file and file.exists() else []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                model, ordinal = row.pop("model"), row.pop("ordinal")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise RegistryError(f"{file}:{number}: not a stage change ({error}); was it edited?") from error
-            if model == name and ordinal in found:
-                raise RegistryError(
-                    f"{file}:{number}: change {ordinal} of {name} is in the database as well: an older posttrain, "
-                    "which does not read this file, has written to the registry"
-                )
-            found |= {ordinal: row} if model == name else {}
-        return found
+        """The changes by their position in the log."""
+        return self.versions(name + HISTORY_SUFFIX)
 
     def versions(self, name: str) -> dict[int, JsonObject]:
         """The record of each version."""
@@ -183,16 +163,6 @@ class MlflowStore:
 
     def add_change(self, name: str, change: JsonMapping) -> int:
         """The position of the change in the log."""
-        if (file := self.location.beside(HISTORY)) is not None:
-            ordinal = max(self.changes(name), default=0) + 1
-            row = {"model": name, "ordinal": ordinal, **change}
-            durable.cut_torn_line(file)
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(redact(json.dumps(row, ensure_ascii=False, allow_nan=False)) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            durable.sync_folder(file.parent)
-            return ordinal
         log = name + HISTORY_SUFFIX
         self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
         return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))

@@ -18,7 +18,7 @@ from posttrain.apps.ship.registry import (
     gather_lineage,
     resolve_version,
 )
-from posttrain.apps.ship.registry.store import HISTORY, Location, MlflowStore
+from posttrain.apps.ship.registry.store import MlflowStore
 from posttrain.apps.ship.registry.version import differences
 from posttrain.cli.main import main
 from posttrain.cli.registry_views import show_version, show_versions
@@ -190,60 +190,6 @@ def test_concurrent_writer_voids_the_later_change(
         registry.promote("m", 2, "production", why="x", expect=0)
     assert registry.get("m").version == 1
     assert [entry.refused is None for entry in registry.history("m")] == [True, False]
-
-
-def test_a_log_that_mlflow_has_is_continued_by_the_file(
-    registry: Registry, registry_folder: Path, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Registries in a folder had their log in MLflow once, as those on a tracking server have."""
-    for content in "abc":
-        registry.add("m", make_model(content), passed)
-    registry.add("other", make_model("d"), passed)
-    beside = Location.beside
-    with monkeypatch.context() as patch:
-        patch.setattr(Location, "beside", lambda self, name: None if name == HISTORY else beside(self, name))
-        registry.promote("m", 1, "production", why="first", by="ann")
-        registry.promote("m", 2, "production", why="second", by="ann", expect=1)
-        assert registry.names() == ["m", "other"], "the log itself is no model of ours"
-    log = registry_folder / HISTORY
-    assert not log.exists()
-    assert [(entry.change.ordinal, entry.change.why) for entry in registry.history("m")] == [
-        (1, "first"),
-        (2, "second"),
-    ]
-    registry.promote("other", 1, "canary", why="another model", by="ann")
-    registry.rollback("m", why="it was better", by="bob")
-    with pytest.raises(RegistryConflict, match="production was version 1, not version 2"):
-        registry.promote("m", 3, "production", why="late", expect=2)
-    entries = registry.history("m")
-    assert [(entry.change.ordinal, entry.change.version) for entry in entries] == [(1, 1), (2, 2), (3, 1)]
-    assert [version.stage for version in registry.versions("m")] == ["production", "archived", "candidate"]
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(row["model"], row["ordinal"], row["by"]) for row in rows] == [("other", 1, "ann"), ("m", 3, "bob")]
-
-    with monkeypatch.context() as patch:  # an older posttrain, which does not know of the file
-        patch.setattr(Location, "beside", lambda self, name: None if name == HISTORY else beside(self, name))
-        registry.promote("m", 3, "production", why="the old way")
-    with pytest.raises(RegistryError, match="change 3 of m is in the database as well"):
-        registry.get("m")
-
-
-def test_a_torn_line_of_the_log_is_no_change_and_an_edited_one_is_refused(
-    registry: Registry, registry_folder: Path, make_model: Make, passed: Lineage
-) -> None:
-    log, why = registry_folder / HISTORY, "line\u2028separator, größer\nand more"
-    for content in "ab":
-        registry.add("m", make_model(content), passed)
-    registry.promote("m", 1, "production", why=why)
-    whole = log.read_bytes()
-    log.write_bytes(whole + whole[:-1].replace(b'"ordinal": 1', b'"ordinal": 2')[: whole.index("ö".encode()) + 1])
-    assert [entry.change.why for entry in registry.history("m")] == [why]
-    registry.promote("m", 2, "production", why="next")
-    assert log.read_bytes().startswith(whole)
-    assert [entry.change.ordinal for entry in registry.history("m")] == [1, 2]
-    log.write_text(log.read_text().replace('"ordinal"', '"place"', 1))
-    with pytest.raises(RegistryError, match=r"history\.jsonl:1: not a stage change"):
-        registry.get("m")
 
 
 def test_missing_aliases_are_restored_by_the_next_change(
