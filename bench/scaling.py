@@ -39,7 +39,7 @@ from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
 from posttrain.recipes.grpo import GrpoRecipe, build_credit, build_objective
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.presentation import RunSettings
+from posttrain.reporting.presentation import RecorderSettings
 from posttrain.reporting.rows import TOTAL_STEP, Hardware, top_level_stages
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
@@ -172,7 +172,7 @@ def recording_s(report: StepReport, folder: Path) -> float:
     """What it takes to write a step to its run folder, samples included."""
     recorder = RunRecorder(
         folder,
-        RunSettings(GrpoRecipe.presentation, max_steps=1, hardware=Hardware(1), config_yaml="", quiet=True),
+        RecorderSettings(GrpoRecipe.presentation, max_steps=1, hardware=Hardware(1), config_yaml="", quiet=True),
         stream=io.StringIO(),
     )
     recorder.start(0)

@@ -401,7 +401,7 @@ def test_expressions_name_what_exists() -> None:
     scopes = [scope for _, scope in cel_rules.scopes_of(manifest)]
     known = {name for scope in scopes for name in scope.facts} | {"is_job", "is_head", "map", "list", "int"}
     for check in cel_rules.load_rules()[1]:
-        at_a_place = cel_rules.Evaluation(check, scopes[0], scopes[0].item, None)
+        at_a_place = cel_rules.Expressions(check, scopes[0], scopes[0].item, None)
         expressions = [check.wrong, check.show or "value", *(check.let or {}).values()]
         for text in [*expressions, *cel_rules.EXPRESSION.findall(check.message + check.remedy)]:
             _, names, functions = cel_rules.compile_expression(text)
