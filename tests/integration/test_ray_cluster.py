@@ -123,7 +123,7 @@ def test_a_third_node_that_never_comes_is_an_error_that_says_how_it_joins(nodes:
     code, shown = output_of(["-c", START.format("num_nodes=3")], nodes, POSTTRAIN_WORKER_DEADLINE_S="1")
     assert code == 1, shown
     assert "InputError: cluster.num_nodes=3 with cluster.gpus_per_node=1 needs 3 nodes" in shown
-    assert "the cluster has 2 (" in shown
+    assert f"the cluster has {nodes.num_nodes} (" in shown
     assert f"ray start --address={nodes.address}" in shown
 
 
