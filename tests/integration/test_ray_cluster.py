@@ -37,13 +37,21 @@ STEPS = 12  # of the run that loses a node
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """A head; the first test adds the second node."""
+    """A head; the test that waits for a second node adds it."""
     cluster = RayNodes(TOKEN)
     try:
         cluster.start_head()
         yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def two_nodes(nodes: RayNodes) -> RayNodes:
+    """For tests that may run without the one that adds the second node."""
+    if nodes.num_nodes == 1:
+        nodes.add_node()
+    return nodes
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path,
 
 
 def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
-    nodes: RayNodes, model: Path, data: Path, tmp_path: Path
+    two_nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:
     def arguments(name: str) -> list[str]:
         return [
@@ -104,7 +112,7 @@ def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
             "eval.gpu_hour_price=3600",
         ]
 
-    code, shown = output_of(["-m", "posttrain.cli.main", *arguments("two"), "cluster.num_nodes=2"], nodes)
+    code, shown = output_of(["-m", "posttrain.cli.main", *arguments("two"), "cluster.num_nodes=2"], two_nodes)
     assert code == 0, shown
     assert "2 engines share the problems" in shown
     assert run(arguments("one")) == 0
@@ -135,14 +143,13 @@ def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) 
 
 
 def test_a_run_goes_on_by_itself_with_the_same_bits_when_a_node_is_lost_and_another_one_joins(
-    nodes: RayNodes, model: Path, data: Path, tmp_path: Path
+    two_nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:
     def arguments(name: str) -> list[str | Path]:
         words = [*grpo(model, data, tmp_path / name, steps=STEPS), "cluster.num_nodes=2", "cluster.max_restarts=1"]
         return ["-m", "posttrain.cli.main", *words, "--quiet"]
 
-    if nodes.num_nodes == 1:
-        nodes.add_node()
+    nodes = two_nodes
     code, shown = output_of(arguments("whole"), nodes)
     assert code == 0, shown
     driver = start(arguments("lost"), nodes)
