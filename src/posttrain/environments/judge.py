@@ -36,6 +36,7 @@ from posttrain.files.locks import locked
 from posttrain.files.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
 
 _SHOWN_CHARACTERS = 160
+_MAX_TOKENS = 10**9  # of one request
 
 
 class NoVerdict(Exception):
@@ -199,7 +200,7 @@ class _Judge:
 def _content(reply: Reply, usage: Usage) -> str:
     """The text of the first choice. Its cost is counted first, independent of the text."""
     try:
-        body = parse_json(reply.body)
+        body = parse_json(reply.body, parse_int=_integer)
     except ValueError:
         raise NoVerdict(f"the reply is not JSON: {_shown(reply.body.decode('utf-8', 'replace'))}") from None
     spent = body.get("usage") if isinstance(body, dict) else None
@@ -215,8 +216,14 @@ def _content(reply: Reply, usage: Usage) -> str:
     return encodable(text)
 
 
+def _integer(digits: str) -> int | float:
+    """Python refuses integers of thousands of digits. One in a reply is not a reason to lose the verdict."""
+    return int(digits) if len(digits) < 100 else float(digits)
+
+
 def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+    """A count of tokens; one that no reply can have is not counted, and does not affect the verdict."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS else 0
 
 
 def filled(template: str, item: ScoringItem) -> str:
@@ -388,6 +395,7 @@ class UsageFile:
 
     def _read(self) -> JsonObject:
         try:
-            return dict(parse_json(self.path.read_text()))
+            total = dict(parse_json(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return {}
+        return {name: value for name, value in total.items() if isinstance(value, int | float) and abs(value) < 1e18}

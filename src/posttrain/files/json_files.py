@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ _PIECE_BYTES = 2**20
 MAX_FILE_BYTES = 256 * 2**20  # of a file that describes a model, a run or a registry; data is read row by row
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, parse_int: Callable[[str], int | float] | None = None) -> Any:
     """The value of a JSON text; ValueError with the reason if it is not one."""
     try:
-        value = json.loads(text, object_pairs_hook=without_repeats)
+        value = json.loads(text, object_pairs_hook=without_repeats, parse_int=parse_int)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError:

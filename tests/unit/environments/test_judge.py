@@ -408,6 +408,20 @@ def test_requests_whose_verdict_was_useless_are_paid_for_too(endpoint: Endpoint,
     assert (total["requests"], total["prompt_tokens"], total["unscored"]) == (3, 200, 0)
 
 
+@pytest.mark.parametrize(
+    "tokens", ["1" + "0" * 300, "1" + "0" * 400, "1" + "0" * 5000, "1e300", "-5", '"many"', "true", "NaN", "[1]", "{}"]
+)
+def test_absurd_usage_costs_no_verdict_and_is_not_counted(tokens: str, endpoint: Endpoint, folder: Path) -> None:
+    usage = f'{{"prompt_tokens": {tokens}, "completion_tokens": {tokens}}}'
+    reply = f'{{"choices": [{{"message": {{"content": "{{\\"score\\": 5}}"}}}}], "usage": {usage}}}'
+    endpoint.replies = [raw(reply.encode())]
+    (folder / "judge_usage.json").write_text(f'{{"cost": 1{"0" * 400}, "requests": "many", "completions": 2}}')
+    found = judge_scorer(setup_for(endpoint, folder, input_price=1.0, output_price=1.0, max_retries=0))(ITEM)
+    assert found == {"reward": 0.5, "judge_score": 5.0, "judge_tokens": 0.0, "judge_cost": 0.0}
+    total = usage_of(folder)
+    assert (total["requests"], total["completions"], total["prompt_tokens"], total["cost"]) == (1, 3, 0, 0.0)
+
+
 def test_of_two_verdicts_at_once_both_take_the_first(folder: Path) -> None:
     one, other = VerdictCache(folder / "c.sqlite"), VerdictCache(folder / "c.sqlite")
     assert one.put("key", "first") == "first"
