@@ -155,8 +155,7 @@ class CheckpointStore:
             self._remove(old)
             return
         # Killed between the two renames: the earlier checkpoint gets its name back.
-        os.rename(old, current)
-        durable.sync_folder(self.folder)
+        durable.move(old, current)
         self._say(f"Restored checkpoint {current}: the save that was to replace it did not finish")
 
     def _remove(self, checkpoint: Path) -> None:
@@ -164,8 +163,7 @@ class CheckpointStore:
         doomed = checkpoint.with_name(f"removing_{checkpoint.name}")
         if doomed.exists():
             shutil.rmtree(doomed)
-        os.rename(checkpoint, doomed)
-        durable.sync_folder(self.folder)
+        durable.move(checkpoint, doomed)
         self._remove_tree(doomed)
 
     def _remove_tree(self, folder: Path) -> None:

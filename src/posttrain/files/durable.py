@@ -21,6 +21,7 @@ from posttrain.files.redaction import redact
 # Errors of filesystems that have no such operation (some network and object-store mounts, for folders mostly). Nothing
 # can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _FOLDER_CANNOT_BE_OPENED = {errno.EACCES, errno.EPERM, errno.EISDIR}
 PARTIAL = ".partial"  # the end of the names of unfinished files
 
@@ -60,10 +61,11 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = True, partial: Path | None = None) -> Iterator[Path]:
     """A file to write that becomes `path` on leaving, and is removed on an error. Readers, also after a crash, find
-    either the complete old or the complete new content; with `sync` also after a power failure."""
-    partial = path.with_name(f".{path.name}{PARTIAL}")
+    either the complete old or the complete new content; with `sync` also after a power failure. `partial`: its name,
+    where several processes may write at once."""
+    partial = partial or path.with_name(f".{path.name}{PARTIAL}")
     try:
         yield partial
         if sync:
@@ -86,6 +88,28 @@ def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -
 def write_bytes(path: Path, content: bytes) -> None:
     with replacing(path) as partial:
         partial.write_bytes(content)
+
+
+def create(path: Path, text: str, partial: Path) -> None:
+    """Write a new file, whole; FileExistsError if another process was faster. It is not on the disk yet."""
+    try:
+        partial.write_text(text, encoding="utf-8")
+        try:
+            os.link(partial, path)  # unlike a rename, it fails where the name is taken
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with path.open("x"):
+                os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Rename a file or a folder. The change is on the disk when this returns."""
+    os.rename(path, target)
+    for folder in {path.parent, target.parent}:
+        sync_folder(folder)
 
 
 def cut_torn_line(file: Path) -> None:

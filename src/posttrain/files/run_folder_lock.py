@@ -36,6 +36,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from posttrain.errors import STORAGE_FAULTS, FolderHeld, InputError, StorageError, Superseded, place_and_reason
+from posttrain.files import durable
 from posttrain.files.json_files import MAX_FILE_BYTES, JsonObject, parse_json, read_at_most
 from posttrain.files.locks import Holder, now_text
 
@@ -53,7 +54,6 @@ _ASIDE = re.compile(r"\.[0-9a-f]{32}")
 _UNFINISHED = re.compile(r"tmp_(?:old_)?step_\d+\.(\d+)")  # a checkpoint that an attempt was writing
 _NAME = re.compile(r"(\d{4,})\.json")
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @dataclass(frozen=True)
@@ -209,22 +209,12 @@ class Attempt:
     def _create(self, record: AttemptRecord) -> bool:
         """Write the file of a new attempt, whole; False if another process was faster."""
         path = _path(self.folder, record.number)
-        aside = path.with_name(f".{record.token}")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write(aside, record)
-            try:
-                os.link(aside, path)  # unlike a rename, it fails where the name is taken
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                with path.open("x"):
-                    os.replace(aside, path)
+            durable.create(path, _text(record), path.with_name(f".{record.token}"))
             return True
         except (FileExistsError, FileNotFoundError):  # FileNotFoundError: the folder was removed by one that withdrew
             return False
-        finally:
-            aside.unlink(missing_ok=True)
 
     def end(self, exit_code: int | None = None, error: str | None = None) -> None:
         """Give the folder back, once. An attempt that has not begun leaves nothing behind if it ended without a
@@ -291,8 +281,8 @@ class Attempt:
             if self._is_mine():
                 path = _path(self.folder, self.number)
                 aside = path.with_name(f".{self.record.token}")
-                _write(aside, self.record)
-                os.replace(aside, path)
+                with durable.replacing(path, sync=False, partial=aside):
+                    aside.write_text(_text(self.record), encoding="utf-8")
 
     def _is_mine(self) -> bool:
         """Whether the record of this number is there, and not that of another run's attempt."""
@@ -372,8 +362,8 @@ def _tried(call: Callable[[], _Result]) -> _Result:
     return call()
 
 
-def _write(path: Path, record: AttemptRecord) -> None:
-    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+def _text(record: AttemptRecord) -> str:
+    return json.dumps(asdict(record), indent=2) + "\n"
 
 
 def _refusal(folder: Path, held: AttemptRecord, now: float, *, is_beating: bool = False) -> str:

@@ -208,7 +208,7 @@ def archive(folder: Path, *, also: Sequence[str] = ()) -> Path:
     target = last if interrupted else folder / f"earlier_{newest + 1:03d}"
     target.mkdir(exist_ok=True)
     for name in names:
-        os.replace(folder / name, target / name)
+        durable.move(folder / name, target / name)
     return target
 
 

@@ -20,7 +20,9 @@ NODE = replace(Holder.this(), host="node-7", pid=4242, machine="another boot", c
 
 def save(folder: Path, status: str, reason: str = "", **attempt: Any) -> None:
     (folder / "attempts").mkdir(parents=True, exist_ok=True)
-    attempts._write(folder / "attempts" / "0001.json", AttemptRecord(1, "t", NODE, heartbeat=1000.0, **attempt))
+    (folder / "attempts" / "0001.json").write_text(
+        attempts._text(AttemptRecord(1, "t", NODE, heartbeat=1000.0, **attempt))
+    )
     info = {"status": status, "reason": reason, "max_steps": 100, "updated_at": "2026-03-01T09:12:44+00:00"}
     (folder / "run.json").write_text(json.dumps(info))
     (folder / "metrics.jsonl").write_text('{"step": 41}\n{"step": 42}\n')

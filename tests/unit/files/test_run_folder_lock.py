@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.errors import FolderHeld, InputError, StorageError, Superseded
+from posttrain.files import durable
 from posttrain.files import run_folder_lock as attempts
 from posttrain.files.locks import Holder
 from posttrain.files.run_folder_lock import STALE_S, Attempt, AttemptRecord, holder_of, read_attempts
@@ -37,12 +38,16 @@ def take(folder: Path, **options: Any) -> Attempt:
     return Attempt(folder, beat_s=NEVER, **options)
 
 
+def write_record(path: Path, record: AttemptRecord) -> None:
+    path.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+
+
 def elsewhere(folder: Path, *, heartbeat: float, number: int = 1, run: str | None = None) -> AttemptRecord:
     """An attempt of a process on another machine."""
     holder = replace(Holder.this(), host="node-7", pid=4242, machine="another boot")
     record = AttemptRecord(number, f"token{number}", holder, heartbeat, run=run)
     (folder / "attempts").mkdir(parents=True, exist_ok=True)
-    attempts._write(folder / "attempts" / f"{number:04d}.json", record)
+    write_record(folder / "attempts" / f"{number:04d}.json", record)
     return record
 
 
@@ -124,7 +129,7 @@ def test_a_killed_holder_on_this_machine_does_not_block_at_all(tmp_path: Path) -
 def test_a_process_with_the_pid_of_a_dead_holder_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "attempts").mkdir()
     holder = replace(Holder.this(), created=1.0)  # this pid, of an earlier process
-    attempts._write(tmp_path / "attempts" / "0001.json", AttemptRecord(1, "token", holder, heartbeat=1e12))
+    write_record(tmp_path / "attempts" / "0001.json", AttemptRecord(1, "token", holder, heartbeat=1e12))
     assert take(tmp_path).number == 2
 
 
@@ -158,14 +163,14 @@ def test_a_holder_that_ends_while_it_is_watched_is_not_waited_for(tmp_path: Path
 
     def end_meanwhile(seconds: float) -> None:
         slept.append(seconds)
-        attempts._write(tmp_path / "attempts" / "0001.json", replace(record, ended="now", exit_code=85))
+        write_record(tmp_path / "attempts" / "0001.json", replace(record, ended="now", exit_code=85))
 
     assert take(tmp_path, clock=lambda: 2000.0, sleep=end_meanwhile).number == 2
     assert len(slept) == 1
 
 
 def test_an_attempt_that_has_ended_is_not_watched(tmp_path: Path) -> None:
-    attempts._write(
+    write_record(
         tmp_path / "attempts" / "0001.json", replace(elsewhere(tmp_path, heartbeat=1000.0), ended="then", exit_code=85)
     )
     assert take(tmp_path, clock=lambda: 1001.0, sleep=pytest.fail).number == 2
@@ -183,7 +188,7 @@ def test_a_process_that_cannot_be_looked_up_is_judged_by_its_heartbeat(
     """/proc of some machines hides the processes of other users."""
     (tmp_path / "attempts").mkdir()
     holder = replace(Holder.this(), pid=4242)
-    attempts._write(tmp_path / "attempts" / "0001.json", AttemptRecord(1, "token", holder, heartbeat=1000.0))
+    write_record(tmp_path / "attempts" / "0001.json", AttemptRecord(1, "token", holder, heartbeat=1000.0))
 
     def forbidden(pid: int, number: int) -> None:
         raise PermissionError
@@ -224,7 +229,7 @@ def test_a_container_on_the_same_machine_is_judged_by_its_heartbeat(tmp_path: Pa
     record = elsewhere(tmp_path, heartbeat=1000.0)
     boot, _, pids = Holder.this().machine.rpartition(" ")
     holder = replace(record.holder, host=os.uname().nodename, machine=f"{boot} {pids}-of-a-container", pid=os.getpid())
-    attempts._write(tmp_path / "attempts" / "0001.json", replace(record, holder=holder))
+    write_record(tmp_path / "attempts" / "0001.json", replace(record, holder=holder))
     assert holder_of(tmp_path, lambda: 1001.0) is not None
     assert holder_of(tmp_path, lambda: 1000.0 + STALE_S) is None
 
@@ -294,10 +299,10 @@ def test_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
 def test_storage_that_fails_at_the_start_is_no_bad_input(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, record: AttemptRecord) -> None:
+    def fail(path: Path, text: str, partial: Path) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(attempts, "_write", fail)
+    monkeypatch.setattr(durable, "create", fail)
     with pytest.raises(StorageError, match="cannot be written"):
         take(tmp_path / "run")
     assert not (tmp_path / "run" / "attempts" / "0001.json").exists()
@@ -312,19 +317,19 @@ def test_a_read_only_folder_is_a_fault_of_the_storage_if_it_was_written_before(
         attempt.has_begun = True
         attempt.end(74)
 
-    def read_only(path: Path, record: AttemptRecord) -> None:
+    def read_only(path: Path, text: str, partial: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr(attempts, "_write", read_only)
+    monkeypatch.setattr(durable, "create", read_only)
     with pytest.raises(kind, match="Read-only file system"):
         take(tmp_path)
 
 
 def test_the_path_that_was_denied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Path, record: AttemptRecord) -> None:
+    def denied(path: Path, text: str, partial: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path.parent))
 
-    monkeypatch.setattr(attempts, "_write", denied)
+    monkeypatch.setattr(durable, "create", denied)
     with pytest.raises(InputError, match=r": .*/run cannot be written \(.*/run/attempts: Permission denied\)"):
         take(tmp_path / "run")
 
@@ -471,7 +476,7 @@ def test_an_attempt_ends_once_with_its_reason(tmp_path: Path) -> None:
 def test_of_many_records_the_first_and_the_newest_are_kept(tmp_path: Path) -> None:
     for number in range(1, 131):
         record = elsewhere(tmp_path, heartbeat=1.0, number=number)
-    attempts._write(tmp_path / "attempts" / "0130.json", replace(record, ended="then", exit_code=1))
+    write_record(tmp_path / "attempts" / "0130.json", replace(record, ended="then", exit_code=1))
     left, current = tmp_path / "attempts" / f".{'a' * 32}", tmp_path / "attempts" / f".{'b' * 32}"
     for path, when in ((left, 1000.0), (current, 2000.0)):
         path.write_text("{}")

@@ -38,6 +38,7 @@ class Inputs:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder  # of the run, as an expression of the config
+        self._names: dict[str, str] = {}  # of files whose name follows from their content
         self._staged = tempfile.TemporaryDirectory(prefix="posttrain-")
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, object]]) -> str:
@@ -51,9 +52,8 @@ class Inputs:
                 file.write(line)
         if not staged.stat().st_size:
             raise InputError(f"{name}: there are no rows")
-        final = f"{name}-{digest.hexdigest()[:DIGEST_LENGTH]}.jsonl"
-        staged.rename(staged.with_name(final))
-        return f"{self._folder}/{INPUTS_FOLDER}/{final}"
+        self._names[name] = f"{name}-{digest.hexdigest()[:DIGEST_LENGTH]}.jsonl"
+        return f"{self._folder}/{INPUTS_FOLDER}/{self._names[name]}"
 
     def add_function(self, function: Callable[..., object]) -> str:
         """What `env.<name>.function` is to be: the name of a function that can be imported, or a file that holds it."""
@@ -68,7 +68,7 @@ class Inputs:
     def write(self, folder: Path) -> None:
         """Copy them to the folder of the run. A file that exists already stays: an equal name means equal content."""
         for staged in Path(self._staged.name).iterdir():
-            path = folder / INPUTS_FOLDER / staged.name
+            path = folder / INPUTS_FOLDER / self._names.get(staged.name, staged.name)
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with durable.replacing(path) as aside:

@@ -127,7 +127,6 @@ class Copy:
         assert self._partial is not None
         try:
             self._is_new = put_in_place(self._partial.path, self.target, self._files)
-            durable.sync_folder(self._root)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -167,23 +166,18 @@ class Copy:
 
 def put_in_place(folder: Path, target: Path, files: Files) -> bool:
     """Rename `folder` to `target`, unless the same files are there; damaged ones go. True: none were there."""
-    damaged = target.with_name(f".replaced-{uuid4().hex}")
-    is_empty = True
-    try:
-        while True:
-            try:
-                os.rename(folder, target)
-                return is_empty
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            is_empty = False
-            if not find_damage(target, files, extra_files=True):
-                return False  # another process has just put the same content there
-            with suppress(FileNotFoundError):  # another process is replacing it as well
-                os.rename(target, damaged)
-    finally:
-        shutil.rmtree(damaged, ignore_errors=True)
+    is_empty = not target.exists()
+    while not target.exists() or find_damage(target, files, extra_files=True):
+        damaged = target.with_name(f".replaced-{uuid4().hex}")
+        try:
+            durable.put_folder(folder, target, damaged)
+            return is_empty
+        except OSError as error:  # another process puts the same content there
+            if not folder.exists() or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+        finally:
+            shutil.rmtree(damaged, ignore_errors=True)
+    return False
 
 
 def _walk(folder: Path) -> list[Path]:
