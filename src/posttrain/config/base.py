@@ -40,6 +40,13 @@ def matching(pattern: str, message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """A field of a section. A default of `...` means that it must be given; a class is called to make one."""
+    if isinstance(default, type):
+        return Field(default_factory=default, description=description, **limits)
+    return Field(default, description=description, **limits)
+
+
 IsSetByUser = Callable[[str], bool]  # of a dotted key: in a file or on the command line, not by a default or preset
 
 

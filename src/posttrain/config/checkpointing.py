@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from posttrain.config.base import PositiveInt, Section, matching
+from posttrain.config.base import PositiveInt, Section, matching, setting
 
 Metric = Annotated[
     str, matching(r"(val|train):\S+", "must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
@@ -17,36 +15,29 @@ Duration = Annotated[
 
 
 class CheckpointingConfig(Section):
-    enabled: bool = Field(
-        default=True, description="Saves checkpoints; resuming from ones that exist does not depend on it."
+    enabled: bool = setting(True, "Saves checkpoints; resuming from ones that exist does not depend on it.")
+    checkpoint_dir: str = setting(
+        ..., "Folder of the checkpoints; also the run folder unless logger.log_dir is set.", min_length=1
     )
-    checkpoint_dir: str = Field(
-        min_length=1, description="Folder of the checkpoints; also the run folder unless logger.log_dir is set."
+    metric_name: Metric | None = setting(
+        None, "Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
     )
-    metric_name: Metric | None = Field(
-        default=None, description="Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
+    higher_is_better: bool = setting(True, "Whether larger values of the metric are better.")
+    keep_top_k: PositiveInt | None = setting(
+        3, "Checkpoints to keep, best first; the latest is always kept; null keeps all."
     )
-    higher_is_better: bool = Field(default=True, description="Whether larger values of the metric are better.")
-    keep_top_k: PositiveInt | None = Field(
-        default=3, description="Checkpoints to keep, best first; the latest is always kept; null keeps all."
+    save_period: PositiveInt = setting(10, "Steps between checkpoints.")
+    checkpoint_must_save_by: Duration | None = setting(
+        None, "Time after which the run saves and ends, as days:hours:minutes:seconds; null is never."
     )
-    save_period: PositiveInt = Field(default=10, description="Steps between checkpoints.")
-    checkpoint_must_save_by: Duration | None = Field(
-        default=None,
-        description="Time after which the run saves and ends, as days:hours:minutes:seconds; null is never.",
+    save_consolidated: bool | Literal["auto"] = setting(
+        "auto",
+        "Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf; auto does where it costs at "
+        "most 2 % of the time.",
     )
-    save_consolidated: bool | Literal["auto"] = Field(
-        default="auto",
-        description="Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf; auto does where "
-        "it costs at most 2 % of the time.",
-    )
-    save_optimizer: bool = Field(
-        default=True, description="Saves the optimizer too; without it a run cannot be continued exactly."
-    )
-    async_save: bool | Literal["auto"] = Field(
-        default="auto",
-        description="Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that "
-        "fits.",
+    save_optimizer: bool = setting(True, "Saves the optimizer too; without it a run cannot be continued exactly.")
+    async_save: bool | Literal["auto"] = setting(
+        "auto", "Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that fits."
     )
 
     @property

@@ -22,6 +22,7 @@ from posttrain.config.base import (
     PositiveInt,
     Section,
     matching,
+    setting,
 )
 from posttrain.files.redaction import is_secret_key, redact
 
@@ -56,46 +57,39 @@ def is_http_address(text: str) -> bool:
 
 
 class ClusterSection(Section):
-    kind: Literal["eks", "gke", "kubernetes", "local"] = Field(
-        description="Who runs the cluster; decides fabric, Spot and storage; local is this machine."
+    kind: Literal["eks", "gke", "kubernetes", "local"] = setting(
+        ..., "Who runs the cluster; decides fabric, Spot and storage; local is this machine."
     )
-    context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
-    namespace: Label = Field(default="default", description="Namespace of everything that a run creates.")
-    name: str | None = Field(
-        default=None,
-        description="Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag.",
+    context: str | None = setting(None, "Context of the kubeconfig; null is the current one.")
+    namespace: Label = setting("default", "Namespace of everything that a run creates.")
+    name: str | None = setting(
+        None, "Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag."
     )
 
 
 class ImageSection(Section):
-    name: ImageName = Field(description="Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
-    pull_secret: Subdomain | None = Field(
-        default=None, description="Secret with the registry's login; null needs none."
-    )
-    ray_version: str = Field(default="2.52.0", description="Version of Ray in the image; KubeRay asks for it.")
+    name: ImageName = setting(..., "Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
+    pull_secret: Subdomain | None = setting(None, "Secret with the registry's login; null needs none.")
+    ray_version: str = setting("2.52.0", "Version of Ray in the image; KubeRay asks for it.")
 
 
 class NodesSection(Section):
-    instance_type: str | None = Field(
-        default=None, description="Type of machine, such as p5en.48xlarge; null needs gpus, cpu and memory_gib."
+    instance_type: str | None = setting(
+        None, "Type of machine, such as p5en.48xlarge; null needs gpus, cpu and memory_gib."
     )
-    capacity: Literal["spot", "on_demand"] = Field(default="on_demand", description="Spot machines, or on-demand ones.")
-    zone: str | None = Field(default=None, description="The one zone of all machines; EFA and RDMA do not cross zones.")
-    gpus: NonNegativeInt | None = Field(
-        default=None, description="GPUs of a machine that is not in the table; 0 trains on CPUs."
-    )
-    cpu: PositiveFloat | None = Field(default=None, description="Its allocatable CPU cores.")
-    memory_gib: PositiveFloat | None = Field(default=None, description="Its allocatable memory, GiB.")
-    selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes, beside those of the type.")
-    max_nodes: PositiveInt = Field(default=8, description="Machines that `setup` lets Karpenter and quotas have.")
-    pool: Subdomain = Field(
-        default="posttrain", description="Name of the node pool, node class, queue and flavor of `setup`."
-    )
-    role: str | None = Field(default=None, description="IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
-    grace_s: PositiveInt | None = Field(
-        default=None,
-        description="Seconds between the signal to end and the kill; null is what the provider leaves, "
-        "on GKE Spot 15 unless the node pool raises it.",
+    capacity: Literal["spot", "on_demand"] = setting("on_demand", "Spot machines, or on-demand ones.")
+    zone: str | None = setting(None, "The one zone of all machines; EFA and RDMA do not cross zones.")
+    gpus: NonNegativeInt | None = setting(None, "GPUs of a machine that is not in the table; 0 trains on CPUs.")
+    cpu: PositiveFloat | None = setting(None, "Its allocatable CPU cores.")
+    memory_gib: PositiveFloat | None = setting(None, "Its allocatable memory, GiB.")
+    selector: dict[str, str] = setting(dict, "Labels of nodes, beside those of the type.")
+    max_nodes: PositiveInt = setting(8, "Machines that `setup` lets Karpenter and quotas have.")
+    pool: Subdomain = setting("posttrain", "Name of the node pool, node class, queue and flavor of `setup`.")
+    role: str | None = setting(None, "IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
+    grace_s: PositiveInt | None = setting(
+        None,
+        "Seconds between the signal to end and the kill; null is what the provider leaves, on GKE Spot 15 unless the "
+        "node pool raises it.",
     )
 
     @model_validator(mode="after")
@@ -109,25 +103,19 @@ class NodesSection(Section):
 
 
 class SchedulerSection(Section):
-    kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster"] = Field(
-        default="jobset", description="What starts the pods, and starts them again together after an interruption."
+    kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster"] = setting(
+        "jobset", "What starts the pods, and starts them again together after an interruption."
     )
-    kueue_queue: Subdomain | None = Field(
-        default=None, description="LocalQueue of Kueue that admits the run; null is none."
-    )
-    queue: Subdomain | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
-    priority_class: Subdomain | None = Field(
-        default=None, description="PriorityClass of the pods; null is the default."
-    )
-    ray_address: str | None = Field(
-        default=None,
-        description="Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
+    kueue_queue: Subdomain | None = setting(None, "LocalQueue of Kueue that admits the run; null is none.")
+    queue: Subdomain | None = setting(None, "Queue of Volcano; null is nodes.pool.")
+    priority_class: Subdomain | None = setting(None, "PriorityClass of the pods; null is the default.")
+    ray_address: str | None = setting(
+        None,
+        "Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
         "http://127.0.0.1:8265, a forwarded port.",
     )
-    topology: list[str] = Field(
-        default_factory=list,
-        description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must "
-        "exist.",
+    topology: list[str] = setting(
+        list, "Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist."
     )
 
     @field_validator("ray_address")
@@ -151,21 +139,17 @@ class SchedulerSection(Section):
 
 
 class StorageSection(Section):
-    claim: Subdomain = Field(description="PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
-    mount: str = Field(default="/shared", description="Folder of the mount; checkpoints and models are below it.")
-    size_gib: PositiveInt = Field(default=1200, description="Size that `setup` asks for, GiB.")
-    file_system: str | None = Field(
-        default=None,
-        description="An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new "
-        "one.",
+    claim: Subdomain = setting(..., "PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
+    mount: str = setting("/shared", "Folder of the mount; checkpoints and models are below it.")
+    size_gib: PositiveInt = setting(1200, "Size that `setup` asks for, GiB.")
+    file_system: str | None = setting(
+        None, "An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new one."
     )
-    address: str | None = Field(default=None, description="DNS name (FSx) or IP (Lustre) of the existing file system.")
-    export_name: str | None = Field(
-        default=None, description="Mount name (FSx) or filesystem (Lustre) of the existing one."
-    )
-    throughput: Literal[125, 250, 500, 1000] = Field(default=250, description="MB/s per TiB of a new file system.")
-    subnet: str | None = Field(default=None, description="Subnet of a new FSx file system, subnet-….")
-    security_group: str | None = Field(default=None, description="Security group of a new FSx file system, sg-….")
+    address: str | None = setting(None, "DNS name (FSx) or IP (Lustre) of the existing file system.")
+    export_name: str | None = setting(None, "Mount name (FSx) or filesystem (Lustre) of the existing one.")
+    throughput: Literal[125, 250, 500, 1000] = setting(250, "MB/s per TiB of a new file system.")
+    subnet: str | None = setting(None, "Subnet of a new FSx file system, subnet-….")
+    security_group: str | None = setting(None, "Security group of a new FSx file system, sg-….")
 
     @field_validator("mount")
     @classmethod
@@ -182,17 +166,17 @@ class StorageSection(Section):
 
 
 class SecretReference(Section):
-    secret: Subdomain = Field(description="Name of the Secret.")
-    key: SecretKey = Field(description="Key in it.")
+    secret: Subdomain = setting(..., "Name of the Secret.")
+    key: SecretKey = setting(..., "Key in it.")
 
 
 class PriceSection(Section):
     """Prices of one machine for one hour, USD. They replace those of the built-in table."""
 
-    on_demand: PositiveFloat | None = Field(default=None, description="On-demand price of a machine, USD an hour.")
-    spot: PositiveFloat | None = Field(default=None, description="Spot price of a machine, USD an hour.")
-    as_of: str = Field(description="Day of the price, YYYY-MM-DD; older than 90 days warns.")
-    source: str = Field(default="cluster profile", description="Where the price is from.")
+    on_demand: PositiveFloat | None = setting(None, "On-demand price of a machine, USD an hour.")
+    spot: PositiveFloat | None = setting(None, "Spot price of a machine, USD an hour.")
+    as_of: str = setting(..., "Day of the price, YYYY-MM-DD; older than 90 days warns.")
+    source: str = setting("cluster profile", "Where the price is from.")
 
     @field_validator("as_of")
     @classmethod
@@ -205,42 +189,32 @@ class PriceSection(Section):
 
 
 class CostSection(Section):
-    price: PriceSection | None = Field(default=None, description="Your prices; null takes the built-in table.")
-    storage_per_gib_month: NonNegativeFloat = Field(
-        default=0.14, description="Price of the file system, USD per GiB-month."
+    price: PriceSection | None = setting(None, "Your prices; null takes the built-in table.")
+    storage_per_gib_month: NonNegativeFloat = setting(0.14, "Price of the file system, USD per GiB-month.")
+    storage_months: NonNegativeFloat = setting(0.5, "Months of the file system that one run pays for.")
+    other: NonNegativeFloat = setting(0.0, "What else a run costs, such as object storage, USD.")
+    runs_per_year: PositiveInt = setting(24, "Runs in a year, for the yearly figure.")
+    boot_s: NonNegativeFloat = setting(600.0, "Seconds from a machine's start to the first step; it is billed.")
+    node_mtbf_hours: PositiveFloat | None = setting(
+        None, "Mean hours between interruptions of one Spot machine; null shows a range."
     )
-    storage_months: NonNegativeFloat = Field(
-        default=0.5, description="Months of the file system that one run pays for."
-    )
-    other: NonNegativeFloat = Field(default=0.0, description="What else a run costs, such as object storage, USD.")
-    runs_per_year: PositiveInt = Field(default=24, description="Runs in a year, for the yearly figure.")
-    boot_s: NonNegativeFloat = Field(
-        default=600.0, description="Seconds from a machine's start to the first step; it is billed."
-    )
-    node_mtbf_hours: PositiveFloat | None = Field(
-        default=None, description="Mean hours between interruptions of one Spot machine; null shows a range."
-    )
-    notice_share: Fraction = Field(
-        default=0.0, description="Share of interruptions that a notice lets the run save before."
-    )
-    restart_s: NonNegativeFloat = Field(default=360.0, description="Seconds from an interruption to the next step.")
-    save_s: PositiveFloat = Field(default=21.5, description="Seconds that training stands still for one save.")
+    notice_share: Fraction = setting(0.0, "Share of interruptions that a notice lets the run save before.")
+    restart_s: NonNegativeFloat = setting(360.0, "Seconds from an interruption to the next step.")
+    save_s: PositiveFloat = setting(21.5, "Seconds that training stands still for one save.")
 
 
 class ClusterProfile(Section):
-    cluster: ClusterSection = Field(description="Which cluster.")
-    image: ImageSection = Field(description="What the pods run.")
-    nodes: NodesSection = Field(description="Which machines.")
-    scheduler: SchedulerSection = Field(default_factory=SchedulerSection, description="What starts the pods.")
-    storage: StorageSection = Field(description="The shared file system.")
-    secrets: dict[str, SecretReference] = Field(
-        default_factory=dict, description="Environment variables whose values are in Secrets of the cluster."
+    cluster: ClusterSection = setting(..., "Which cluster.")
+    image: ImageSection = setting(..., "What the pods run.")
+    nodes: NodesSection = setting(..., "Which machines.")
+    scheduler: SchedulerSection = setting(SchedulerSection, "What starts the pods.")
+    storage: StorageSection = setting(..., "The shared file system.")
+    secrets: dict[str, SecretReference] = setting(
+        dict, "Environment variables whose values are in Secrets of the cluster."
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Other environment variables; no secrets.")
-    log_image: str | None = Field(
-        default=None, description="Fluent Bit image that ships Ray's logs (raycluster only); null ships none."
-    )
-    cost: CostSection = Field(default_factory=CostSection, description="What `plan --on` counts with.")
+    env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
+    log_image: str | None = setting(None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none.")
+    cost: CostSection = setting(CostSection, "What `plan --on` counts with.")
 
     @model_validator(mode="before")
     @classmethod

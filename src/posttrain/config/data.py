@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
 from posttrain.config.base import (
     FreeMap,
@@ -16,6 +16,7 @@ from posttrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    setting,
 )
 from posttrain.config.rewards import (
     REWARD_TYPES,
@@ -44,106 +45,82 @@ _PARTS_ONLY = frozenset({"weight"})  # a single reward has nothing to be weighed
 class TraceColumnsConfig(Section):
     """Which column means what. null: the usual name, where the file has it; "": not used."""
 
-    input: str | None = Field(default=None, description="Column with the prompt, text or messages.")
-    output: str | None = Field(default=None, description="Column with the answer.")
-    messages: str | None = Field(default=None, description="Column with prompt and answer as messages.")
-    prompt_len: str | None = Field(
-        default=None, description="Column with the number of leading messages that are the prompt."
-    )
-    reward: str = Field(default="final_reward", description="Column with the reward.")
-    group_id: str | None = Field(default=None, description="Column with an id of the prompt.")
-    trace_id: str | None = Field(default=None, description="Column with an id of the trace.")
-    model: str | None = Field(default=None, description="Column with the model that answered.")
-    time: str | None = Field(default=None, description="Column with the time of the answer.")
-    reference: str | None = Field(default=None, description="Column with the expected answer.")
+    input: str | None = setting(None, "Column with the prompt, text or messages.")
+    output: str | None = setting(None, "Column with the answer.")
+    messages: str | None = setting(None, "Column with prompt and answer as messages.")
+    prompt_len: str | None = setting(None, "Column with the number of leading messages that are the prompt.")
+    reward: str = setting("final_reward", "Column with the reward.")
+    group_id: str | None = setting(None, "Column with an id of the prompt.")
+    trace_id: str | None = setting(None, "Column with an id of the trace.")
+    model: str | None = setting(None, "Column with the model that answered.")
+    time: str | None = setting(None, "Column with the time of the answer.")
+    reference: str | None = setting(None, "Column with the expected answer.")
 
 
 class TraceFiltersConfig(Section):
     """Which traces are used; the others are counted by reason."""
 
-    min_reward_threshold: float | None = Field(
-        default=None, description="Traces with a lower reward are left out; null keeps all."
+    min_reward_threshold: float | None = setting(None, "Traces with a lower reward are left out; null keeps all.")
+    since: str | None = setting(None, "First moment that counts, such as 2026-03-01; UTC.")
+    until: str | None = setting(None, "First moment that counts no more.")
+    where: FreeMap = setting(dict, "Column: the value, or the values, that it must have.")
+    duplicates: Literal["keep", "exact", "near"] = setting(
+        "keep", "Of equal, or nearly equal, answers to one prompt the first is kept."
     )
-    since: str | None = Field(default=None, description="First moment that counts, such as 2026-03-01; UTC.")
-    until: str | None = Field(default=None, description="First moment that counts no more.")
-    where: FreeMap = Field(default_factory=dict, description="Column: the value, or the values, that it must have.")
-    duplicates: Literal["keep", "exact", "near"] = Field(
-        default="keep", description="Of equal, or nearly equal, answers to one prompt the first is kept."
-    )
-    near_similarity: Annotated[float, Field(ge=0.7, le=1)] = Field(
-        default=0.9, description="Similarity, 0 to 1, from which two texts are nearly equal."
-    )
+    near_similarity: float = setting(0.9, "Similarity, 0 to 1, from which two texts are nearly equal.", ge=0.7, le=1)
 
 
 class PairRulesConfig(Section):
     """How the traces of one prompt become pairs."""
 
-    preferred: float = Field(default=0.7, description="A trace with at least this reward is preferred.")
-    rejected_below: float = Field(default=0.5, description="A trace with a reward below this is rejected.")
-    strategy: Literal["best_worst", "all", "one_per_preferred", "by_margin"] = Field(
-        default="best_worst", description="Which preferred trace meets which rejected one."
+    preferred: float = setting(0.7, "A trace with at least this reward is preferred.")
+    rejected_below: float = setting(0.5, "A trace with a reward below this is rejected.")
+    strategy: Literal["best_worst", "all", "one_per_preferred", "by_margin"] = setting(
+        "best_worst", "Which preferred trace meets which rejected one."
     )
-    min_margin: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Least difference of the two rewards of a pair."
-    )
-    max_pairs_per_prompt: PositiveInt | None = Field(
-        default=None, description="Most pairs of one prompt; null is no limit."
-    )
+    min_margin: float = setting(0.0, "Least difference of the two rewards of a pair.", ge=0)
+    max_pairs_per_prompt: PositiveInt | None = setting(None, "Most pairs of one prompt; null is no limit.")
 
 
 class DatasetConfig(Section):
     """One dataset. A key that is not written is that of `data.default`, then what the dataset is known to need."""
 
-    dataset_name: str | None = Field(
-        default=None,
-        description="Known dataset such as gsm8k, or ResponseDataset / PreferenceDataset for rows of your own.",
+    dataset_name: str | None = setting(
+        None, "Known dataset such as gsm8k, or ResponseDataset / PreferenceDataset for rows of your own."
     )
-    name: str | None = Field(
-        default=None, description="What the dataset is called in metrics; null is `default` or a number."
+    name: str | None = setting(None, "What the dataset is called in metrics; null is `default` or a number.")
+    data_path: str | None = setting(None, "File (jsonl, jsonl.gz, parquet), URL or hub name to read it from.")
+    subset: str | None = setting(None, "Configuration of a hub dataset.")
+    split: str | None = setting(None, "Split of a hub dataset, e.g. train.")
+    input_key: str | None = setting(None, "Column with the prompt.")
+    output_key: str | None = setting(None, "Column with the answer or the expected result.")
+    prompt_key: str | None = setting(None, "Column with the prompt of a pair.")
+    chosen_key: str | None = setting(None, "Column with the better answer of a pair.")
+    rejected_key: str | None = setting(None, "Column with the worse answer of a pair.")
+    chosen_reward_key: str | None = setting(None, "Column with the reward of the better answer.")
+    rejected_reward_key: str | None = setting(None, "Column with the reward of the worse answer.")
+    default_chosen_reward: float | None = setting(None, "Reward of better answers whose row states none; null is 1.0.")
+    default_rejected_reward: float | None = setting(None, "Reward of worse answers whose row states none; null is 0.0.")
+    completion_key: str | None = setting(None, "Column with an answer that is judged on its own.")
+    label_key: str | None = setting(None, "Column with whether that answer is wanted.")
+    prompt_is_templated: bool | None = setting(
+        None, "Prompts that are text hold the chat template already; null: only in NeMo-Aligner's columns."
     )
-    data_path: str | None = Field(
-        default=None, description="File (jsonl, jsonl.gz, parquet), URL or hub name to read it from."
+    trace_columns: TraceColumnsConfig | None = setting(None, "Columns of labelled traces.")
+    trace_filters: TraceFiltersConfig | None = setting(None, "Which labelled traces are used.")
+    pair_rules: PairRulesConfig | None = setting(None, "How labelled traces become pairs.")
+    prompt_file: str | None = setting(None, "Text file with one {} where the prompt goes; null uses it as it is.")
+    system_prompt_file: str | None = setting(None, "Text file with the system message; null sends none.")
+    env_name: str | None = setting(None, "Key under `env` that judges the answers.")
+    download_dir: str | None = setting(None, "Folder for downloaded data.")
+    repeat: PositiveInt | None = setting(None, "How many times each row is used in one pass.")
+    split_validation_size: NonNegativeFloat | None = setting(
+        None, "Held out for validation: below 1 a fraction of the rows, from 1 on a number of rows."
     )
-    subset: str | None = Field(default=None, description="Configuration of a hub dataset.")
-    split: str | None = Field(default=None, description="Split of a hub dataset, e.g. train.")
-    input_key: str | None = Field(default=None, description="Column with the prompt.")
-    output_key: str | None = Field(default=None, description="Column with the answer or the expected result.")
-    prompt_key: str | None = Field(default=None, description="Column with the prompt of a pair.")
-    chosen_key: str | None = Field(default=None, description="Column with the better answer of a pair.")
-    rejected_key: str | None = Field(default=None, description="Column with the worse answer of a pair.")
-    chosen_reward_key: str | None = Field(default=None, description="Column with the reward of the better answer.")
-    rejected_reward_key: str | None = Field(default=None, description="Column with the reward of the worse answer.")
-    default_chosen_reward: float | None = Field(
-        default=None, description="Reward of better answers whose row states none; null is 1.0."
-    )
-    default_rejected_reward: float | None = Field(
-        default=None, description="Reward of worse answers whose row states none; null is 0.0."
-    )
-    completion_key: str | None = Field(default=None, description="Column with an answer that is judged on its own.")
-    label_key: str | None = Field(default=None, description="Column with whether that answer is wanted.")
-    prompt_is_templated: bool | None = Field(
-        default=None,
-        description="Prompts that are text hold the chat template already; null: only in NeMo-Aligner's columns.",
-    )
-    trace_columns: TraceColumnsConfig | None = Field(default=None, description="Columns of labelled traces.")
-    trace_filters: TraceFiltersConfig | None = Field(default=None, description="Which labelled traces are used.")
-    pair_rules: PairRulesConfig | None = Field(default=None, description="How labelled traces become pairs.")
-    prompt_file: str | None = Field(
-        default=None, description="Text file with one {} where the prompt goes; null uses it as it is."
-    )
-    system_prompt_file: str | None = Field(
-        default=None, description="Text file with the system message; null sends none."
-    )
-    env_name: str | None = Field(default=None, description="Key under `env` that judges the answers.")
-    download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
-    repeat: PositiveInt | None = Field(default=None, description="How many times each row is used in one pass.")
-    split_validation_size: NonNegativeFloat | None = Field(
-        default=None, description="Held out for validation: below 1 a fraction of the rows, from 1 on a number of rows."
-    )
-    seed: NonNegativeInt | None = Field(default=None, description="Seed of that split.")
-    chat_key: str | None = Field(default=None, description="Column with the messages of an openai_format row.")
-    system_key: str | None = Field(default=None, description="Column with the system message of an openai_format row.")
-    system_prompt: str | None = Field(default=None, description="System message of openai_format rows that have none.")
+    seed: NonNegativeInt | None = setting(None, "Seed of that split.")
+    chat_key: str | None = setting(None, "Column with the messages of an openai_format row.")
+    system_key: str | None = setting(None, "Column with the system message of an openai_format row.")
+    system_prompt: str | None = setting(None, "System message of openai_format rows that have none.")
 
     @property
     def holds_recorded_groups(self) -> bool:
@@ -168,15 +145,13 @@ Datasets = Annotated[
 
 
 class DataConfig(Section):
-    max_input_seq_length: PositiveInt | None = Field(
-        default=None, description="Longest prompt in tokens; longer ones are dropped and counted; null does not check."
+    max_input_seq_length: PositiveInt | None = setting(
+        None, "Longest prompt in tokens; longer ones are dropped and counted; null does not check."
     )
-    shuffle: bool = Field(default=True, description="Draws training rows in a seeded random order.")
-    train: Datasets | None = Field(default=None, description="The training dataset, or a list of them.")
-    validation: Datasets | None = Field(
-        default=None, description="The validation dataset, or a list of them; null is none."
-    )
-    default: DatasetConfig | None = Field(default=None, description="Keys for datasets that do not set them.")
+    shuffle: bool = setting(True, "Draws training rows in a seeded random order.")
+    train: Datasets | None = setting(None, "The training dataset, or a list of them.")
+    validation: Datasets | None = setting(None, "The validation dataset, or a list of them; null is none.")
+    default: DatasetConfig | None = setting(None, "Keys for datasets that do not set them.")
 
     def sets_by_key(self) -> dict[str, list[DatasetConfig]]:
         return {"data.train": self.train_sets(), "data.validation": self.validation_sets()}
@@ -203,35 +178,28 @@ class EnvironmentConfig(OpenSection):
     type math.
     """
 
-    type: str | None = Field(
-        default=None, description="Type of the only reward, whose own keys stand beside it; `posttrain rewards list`."
+    type: str | None = setting(
+        None, "Type of the only reward, whose own keys stand beside it; `posttrain rewards list`."
     )
-    rewards: dict[str, RewardBlock] | None = Field(
-        default=None, description="Several rewards by name, each with `type`, `weight` and the keys of its type."
+    rewards: dict[str, RewardBlock] | None = setting(
+        None, "Several rewards by name, each with `type`, `weight` and the keys of its type."
     )
-    function: str | None = Field(
-        default=None,
-        description="Python reward function: `file.py:name` or `package.module.name`; null is the built-in judge.",
+    function: str | None = setting(
+        None, "Python reward function: `file.py:name` or `package.module.name`; null is the built-in judge."
     )
-    num_workers: PositiveInt | None = Field(
-        default=None, description="Processes that judge answers side by side; null picks a number."
+    num_workers: PositiveInt | None = setting(None, "Processes that judge answers side by side; null picks a number.")
+    timeout_s: PositiveFloat | None = setting(
+        None, "Seconds after which judging one answer is given up; null is what its type needs."
     )
-    timeout_s: PositiveFloat | None = Field(
-        default=None, description="Seconds after which judging one answer is given up; null is what its type needs."
+    math_verify_impl: MathVerifier | None = setting(
+        None, "How answers are compared: as mathematics, or as normalised text; null is the former."
     )
-    math_verify_impl: MathVerifier | None = Field(
-        default=None, description="How answers are compared: as mathematics, or as normalised text; null is the former."
+    verifier_type: VerifierType | None = setting(None, "What kind of answer is expected; null is math.")
+    stop_strings: list[str] | None = setting(None, "Texts that end an answer in this environment.")
+    turns: str | None = setting(
+        None, "Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single turn."
     )
-    verifier_type: VerifierType | None = Field(
-        default=None, description="What kind of answer is expected; null is math."
-    )
-    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer in this environment.")
-    turns: str | None = Field(
-        default=None,
-        description="Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single "
-        "turn.",
-    )
-    turns_kwargs: FreeMap = Field(default_factory=dict, description="Arguments of that class.")
+    turns_kwargs: FreeMap = setting(dict, "Arguments of that class.")
 
     @model_validator(mode="after")
     def _rewards_can_be_read(self) -> EnvironmentConfig:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from pydantic import Field
-
-from posttrain.config.base import IsSetByUser, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import (
+    IsSetByUser,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    setting,
+)
 from posttrain.config.run_config import StepSizes, SupervisedRunConfig
 
 PreferenceLossName = Literal[
@@ -49,64 +55,51 @@ OPTIONAL = list(dict.fromkeys(setting for traits in LOSSES.values() for setting 
 
 
 class DpoConfig(Section):
-    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
-    max_num_steps: PositiveInt = Field(default=150, description="Optimizer steps after which the run ends.")
-    val_period: int = Field(
-        default=25, description="Steps between validations; 0 or less turns periodic validation off."
+    max_num_epochs: PositiveInt = setting(1, "Passes over the pairs after which the run ends.")
+    max_num_steps: PositiveInt = setting(150, "Optimizer steps after which the run ends.")
+    val_period: int = setting(25, "Steps between validations; 0 or less turns periodic validation off.")
+    val_batches: int = setting(8, "Batches used by a validation; 0 or less uses the whole set.")
+    val_global_batch_size: PositiveInt = setting(8, "Pairs in one validation batch.")
+    val_at_start: bool = setting(True, "Validates a fresh run before its first step.")
+    val_at_end: bool = setting(False, "Validates after the last step.")
+    seed: NonNegativeInt = setting(42, "Seed of data order and initialisation.")
+    preference_loss: PreferenceLossName = setting(
+        "dpo", "The loss on preferences; kto learns from single answers, all others from pairs."
     )
-    val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = Field(default=8, description="Pairs in one validation batch.")
-    val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
-    val_at_end: bool = Field(default=False, description="Validates after the last step.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
-    preference_loss: PreferenceLossName = Field(
-        default="dpo", description="The loss on preferences; kto learns from single answers, all others from pairs."
+    reference_policy_kl_penalty: float = setting(
+        0.05, "Scale of the implicit reward (beta): larger keeps the policy closer to the reference.", gt=0
     )
-    reference_policy_kl_penalty: Annotated[float, Field(gt=0)] = Field(
-        default=0.05,
-        description="Scale of the implicit reward (beta): larger keeps the policy closer to the reference.",
+    preference_average_log_probs: bool = setting(False, "Implicit reward is the mean over tokens instead of the sum.")
+    gt_reward_scale: PositiveFloat = setting(
+        1.0, "rpo_*: factor on chosen_reward - rejected_reward, the margin to be learnt."
     )
-    preference_average_log_probs: bool = Field(
-        default=False, description="Implicit reward is the mean over tokens instead of the sum."
+    label_smoothing: float = setting(
+        0.0, "cdpo, robust, simpo: share of pairs assumed to be labelled the wrong way round.", ge=0, lt=0.5
     )
-    gt_reward_scale: PositiveFloat = Field(
-        default=1.0, description="rpo_*: factor on chosen_reward - rejected_reward, the margin to be learnt."
+    simpo_gamma: NonNegativeFloat = setting(0.5, "simpo: margin by which beta times the chosen reward should lead.")
+    desirable_weight: NonNegativeFloat = setting(1.0, "kto: factor on the loss of desirable answers.")
+    undesirable_weight: NonNegativeFloat = setting(1.0, "kto: factor on the loss of undesirable answers.")
+    sft_average_log_probs: bool = setting(False, "SFT term averages over the tokens of each chosen answer.")
+    sft_token_level_loss: bool = setting(
+        False, "SFT term is a mean over all chosen tokens of the batch instead of over answers."
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="cdpo, robust, simpo: share of pairs assumed to be labelled the wrong way round."
+    preference_loss_weight: NonNegativeFloat = setting(1.0, "Weight of the preference loss.")
+    sft_loss_weight: NonNegativeFloat = setting(
+        0.0, "Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."
     )
-    simpo_gamma: NonNegativeFloat = Field(
-        default=0.5, description="simpo: margin by which beta times the chosen reward should lead."
-    )
-    desirable_weight: NonNegativeFloat = Field(default=1.0, description="kto: factor on the loss of desirable answers.")
-    undesirable_weight: NonNegativeFloat = Field(
-        default=1.0, description="kto: factor on the loss of undesirable answers."
-    )
-    sft_average_log_probs: bool = Field(
-        default=False, description="SFT term averages over the tokens of each chosen answer."
-    )
-    sft_token_level_loss: bool = Field(
-        default=False, description="SFT term is a mean over all chosen tokens of the batch instead of over answers."
-    )
-    preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
-    sft_loss_weight: NonNegativeFloat = Field(
-        default=0.0, description="Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."
-    )
-    reference_cache_gib: NonNegativeFloat = Field(
-        default=4.0,
-        description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every "
-        "time.",
+    reference_cache_gib: NonNegativeFloat = setting(
+        4.0, "GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every time."
     )
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         name, traits = self.preference_loss, LOSSES[self.preference_loss]
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             yield "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is no loss: set one above 0"
-        for setting in OPTIONAL:
-            value, usual = getattr(self, setting), type(self).model_fields[setting].default
-            holds_anyway = setting == _AVERAGE and value == traits.always_averages
-            if setting not in traits.reads and value != usual and not holds_anyway:
-                yield self._set_in_vain(setting, value)
+        for key in OPTIONAL:
+            value, usual = getattr(self, key), type(self).model_fields[key].default
+            holds_anyway = key == _AVERAGE and value == traits.always_averages
+            if key not in traits.reads and value != usual and not holds_anyway:
+                yield self._set_in_vain(key, value)
         if name in ("cdpo", "robust") and self.label_smoothing == 0:
             yield (
                 f"dpo.preference_loss = {name} with dpo.label_smoothing = 0 is plain dpo: set dpo.label_smoothing to "
@@ -126,17 +119,17 @@ class DpoConfig(Section):
                 "within each answer first: set one of them to false"
             )
 
-    def _set_in_vain(self, setting: str, value: float) -> str:
+    def _set_in_vain(self, key: str, value: float) -> str:
         name = self.preference_loss
-        if setting == _AVERAGE:
+        if key == _AVERAGE:
             return f"dpo.{_AVERAGE} = true: the reward of {name} is a sum over tokens by definition; remove the setting"
-        if setting == _BETA and name == "orpo":
+        if key == _BETA and name == "orpo":
             return (
                 f"dpo.{_BETA} = {value:g} is not read by orpo, whose lambda is dpo.preference_loss_weight; "
                 f"remove it (on the command line: '~dpo.{_BETA}')"
             )
-        readers = ", ".join(other for other, traits in LOSSES.items() if setting in traits.reads)
-        return f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one"
+        readers = ", ".join(other for other, traits in LOSSES.items() if key in traits.reads)
+        return f"dpo.{key} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one"
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
         if self.preference_loss == "ipo" and not is_set(f"dpo.{_AVERAGE}"):
@@ -148,7 +141,7 @@ class DpoConfig(Section):
 
 class DpoRunConfig(SupervisedRunConfig):
     kind: ClassVar[str] = "dpo"
-    dpo: DpoConfig = Field(description="The preference loss, and validation.")
+    dpo: DpoConfig = setting(..., "The preference loss, and validation.")
 
     @property
     def loss_traits(self) -> LossTraits:

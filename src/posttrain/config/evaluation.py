@@ -7,9 +7,7 @@ Unlike a training run there is one dataset, whose keys stand directly under `dat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from posttrain.config.base import (
     FreeMap,
@@ -19,6 +17,7 @@ from posttrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    setting,
 )
 from posttrain.config.data import EnvironmentConfig
 from posttrain.config.generation import NativeConfig, Temperature, TopK, TopP, VllmConfig
@@ -27,130 +26,112 @@ from posttrain.config.policy import TokenizerConfig
 
 
 class EvalConfig(Section):
-    metric: Literal["pass@k", "cons@k", "avg@k"] = Field(
-        default="pass@k", description="The score: any of k samples passes, their majority passes, or the mean reward."
+    metric: Literal["pass@k", "cons@k", "avg@k"] = setting(
+        "pass@k", "The score: any of k samples passes, their majority passes, or the mean reward."
     )
-    k_value: PositiveInt = Field(default=1, description="The k of the metric, in samples per problem.")
-    num_tests_per_prompt: PositiveInt = Field(default=1, description="Samples drawn for each problem; at least k.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of sampling, of resampling and of the order of choices.")
-    save_path: str | None = Field(
-        default=None,
-        description="Folder of the results; null is one under results/eval that model, dataset and settings name.",
+    k_value: PositiveInt = setting(1, "The k of the metric, in samples per problem.")
+    num_tests_per_prompt: PositiveInt = setting(1, "Samples drawn for each problem; at least k.")
+    seed: NonNegativeInt = setting(42, "Seed of sampling, of resampling and of the order of choices.")
+    save_path: str | None = setting(
+        None, "Folder of the results; null is one under results/eval that model, dataset and settings name."
     )
-    pass_threshold: float = Field(default=1.0, description="A sample passes if its reward is at least this.")
-    confidence: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.95, description="Confidence of the intervals, as a share."
+    pass_threshold: float = setting(1.0, "A sample passes if its reward is at least this.")
+    confidence: float = setting(0.95, "Confidence of the intervals, as a share.", gt=0, lt=1)
+    bootstrap_resamples: PositiveInt = setting(10_000, "How often the problems are drawn again for the intervals.")
+    max_rollout_turns: PositiveInt = setting(
+        1, "Turns that the model has for one answer, where the environment has `turns`."
     )
-    bootstrap_resamples: PositiveInt = Field(
-        default=10_000, description="How often the problems are drawn again for the intervals."
+    max_problems: PositiveInt | None = setting(
+        None, "Only the first so many problems of the dataset; null is all of them."
     )
-    max_rollout_turns: PositiveInt = Field(
-        default=1, description="Turns that the model has for one answer, where the environment has `turns`."
-    )
-    max_problems: PositiveInt | None = Field(
-        default=None, description="Only the first so many problems of the dataset; null is all of them."
-    )
-    gpu_hour_price: NonNegativeFloat | None = Field(
-        default=None, description="Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
+    gpu_hour_price: NonNegativeFloat | None = setting(
+        None, "Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
     )
 
 
 class OpenAiConfig(Section):
-    url: str | None = Field(
-        default=None, description="Base URL of the API, ending in /v1; null is generation.model_name if that is a URL."
+    url: str | None = setting(
+        None, "Base URL of the API, ending in /v1; null is generation.model_name if that is a URL."
     )
-    model: str | None = Field(default=None, description="Name of the model there; null is the first that it lists.")
-    api: Literal["chat", "completions"] = Field(
-        default="chat", description="Sends messages to /chat/completions, or text to /completions."
+    model: str | None = setting(None, "Name of the model there; null is the first that it lists.")
+    api: Literal["chat", "completions"] = setting(
+        "chat", "Sends messages to /chat/completions, or text to /completions."
     )
-    api_key_env_var: str = Field(
-        default="OPENAI_API_KEY", description="Environment variable that holds the key; none is sent where it is unset."
+    api_key_env_var: str = setting(
+        "OPENAI_API_KEY", "Environment variable that holds the key; none is sent where it is unset."
     )
-    num_concurrent: PositiveInt = Field(default=16, description="Requests under way at the same time.")
-    max_retries: NonNegativeInt = Field(default=5, description="Further attempts after a request that failed.")
-    timeout_s: PositiveFloat = Field(default=600.0, description="Seconds after which one request is given up.")
-    extra_body: FreeMap = Field(default_factory=dict, description="Further fields of each request, sent as they are.")
+    num_concurrent: PositiveInt = setting(16, "Requests under way at the same time.")
+    max_retries: NonNegativeInt = setting(5, "Further attempts after a request that failed.")
+    timeout_s: PositiveFloat = setting(600.0, "Seconds after which one request is given up.")
+    extra_body: FreeMap = setting(dict, "Further fields of each request, sent as they are.")
 
 
 class EvalGenerationConfig(Section):
-    backend: Literal["native", "vllm", "openai_url"] = Field(
-        default="native", description="Engine that samples: native, vllm, or openai_url for a server."
+    backend: Literal["native", "vllm", "openai_url"] = setting(
+        "native", "Engine that samples: native, vllm, or openai_url for a server."
     )
-    model_name: str = Field(
-        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name, "
-        "registry:NAME@STAGE or a server's URL."
+    model_name: str = setting(
+        ...,
+        "Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name, registry:NAME@STAGE or a "
+        "server's URL.",
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto",
-        description="Number format of the weights; auto is vllm_cfg.precision with vLLM, and with the native engine "
-        "float32 on a CPU or where vllm_cfg.precision is float32, else bfloat16.",
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "Number format of the weights; auto is vllm_cfg.precision with vLLM, and with the native engine float32 on a "
+        "CPU or where vllm_cfg.precision is float32, else bfloat16.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the model lives; auto prefers cuda."
-    )
-    num_threads: PositiveInt | None = Field(default=None, description="CPU threads; null lets PyTorch decide.")
-    max_new_tokens: PositiveInt = Field(description="Longest answer in tokens; max_model_len bounds it as well.")
-    temperature: Temperature = Field(default=0.0, description="Divides the logits; 0 is greedy.")
-    top_p: TopP = Field(default=1.0, description="Samples from the smallest set with this much probability; 1 is off.")
-    top_k: TopK | None = Field(default=-1, description="Samples from this many likeliest tokens; null, 0 or -1 is off.")
-    num_prompts_per_step: int = Field(
-        default=-1, description="Problems that are sampled, scored and saved together; -1 picks a number."
-    )
-    stop_token_ids: list[int] | None = Field(
-        default=None, description="Token ids that end an answer; null is the model's own."
-    )
-    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer; they stay in it.")
-    ignore_eos: bool = Field(default=False, description="Samples exactly max_new_tokens, for benchmarks.")
-    native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
-    vllm_cfg: VllmConfig = Field(
-        default_factory=VllmConfig, description="Settings of vLLM; max_model_len holds for every engine."
-    )
-    vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to vLLM as they are.")
-    openai_cfg: OpenAiConfig = Field(default_factory=OpenAiConfig, description="Settings of a server.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model lives; auto prefers cuda.")
+    num_threads: PositiveInt | None = setting(None, "CPU threads; null lets PyTorch decide.")
+    max_new_tokens: PositiveInt = setting(..., "Longest answer in tokens; max_model_len bounds it as well.")
+    temperature: Temperature = setting(0.0, "Divides the logits; 0 is greedy.")
+    top_p: TopP = setting(1.0, "Samples from the smallest set with this much probability; 1 is off.")
+    top_k: TopK | None = setting(-1, "Samples from this many likeliest tokens; null, 0 or -1 is off.")
+    num_prompts_per_step: int = setting(-1, "Problems that are sampled, scored and saved together; -1 picks a number.")
+    stop_token_ids: list[int] | None = setting(None, "Token ids that end an answer; null is the model's own.")
+    stop_strings: list[str] | None = setting(None, "Texts that end an answer; they stay in it.")
+    ignore_eos: bool = setting(False, "Samples exactly max_new_tokens, for benchmarks.")
+    native_cfg: NativeConfig = setting(NativeConfig, "Settings of the native engine.")
+    vllm_cfg: VllmConfig = setting(VllmConfig, "Settings of vLLM; max_model_len holds for every engine.")
+    vllm_kwargs: FreeMap = setting(dict, "Passed to vLLM as they are.")
+    openai_cfg: OpenAiConfig = setting(OpenAiConfig, "Settings of a server.")
 
 
 class EvalDataConfig(Section):
-    dataset_name: str = Field(
-        description="A benchmark such as math500 (`posttrain eval --list` has all), a hub name, a file or a URL."
+    dataset_name: str = setting(
+        ..., "A benchmark such as math500 (`posttrain eval --list` has all), a hub name, a file or a URL."
     )
-    data_path: str | None = Field(
-        default=None, description="File, folder or URL with the benchmark's rows; null fetches them from the hub."
+    data_path: str | None = setting(
+        None, "File, folder or URL with the benchmark's rows; null fetches them from the hub."
     )
-    subset: str | None = Field(default=None, description="Configuration of a hub dataset.")
-    split: str | None = Field(default=None, description="Split of a hub dataset; null is the benchmark's test split.")
-    file_format: Literal["csv", "json", "jsonl", "parquet"] | None = Field(
-        default=None, description="Format of a file; null is what its name ends in."
+    subset: str | None = setting(None, "Configuration of a hub dataset.")
+    split: str | None = setting(None, "Split of a hub dataset; null is the benchmark's test split.")
+    file_format: Literal["csv", "json", "jsonl", "parquet"] | None = setting(
+        None, "Format of a file; null is what its name ends in."
     )
-    problem_key: str | None = Field(default=None, description="Column with the problem; null is the benchmark's own.")
-    solution_key: str | None = Field(
-        default=None, description="Column with the expected answer; null is the benchmark's own."
+    problem_key: str | None = setting(None, "Column with the problem; null is the benchmark's own.")
+    solution_key: str | None = setting(None, "Column with the expected answer; null is the benchmark's own.")
+    choices_key: str | None = setting(
+        None, "Column with the choices of a multiple-choice problem; null is the benchmark's own."
     )
-    choices_key: str | None = Field(
-        default=None, description="Column with the choices of a multiple-choice problem; null is the benchmark's own."
+    id_key: str | None = setting(None, "Column that names a problem; null is `id`, or its number.")
+    max_input_seq_length: PositiveInt | None = setting(
+        None, "Longest prompt in tokens; a longer one is an error, never dropped."
     )
-    id_key: str | None = Field(default=None, description="Column that names a problem; null is `id`, or its number.")
-    max_input_seq_length: PositiveInt | None = Field(
-        default=None, description="Longest prompt in tokens; a longer one is an error, never dropped."
+    prompt_file: str | None = setting(
+        None, "Text file with one {} where the problem goes; null is the benchmark's own wording."
     )
-    prompt_file: str | None = Field(
-        default=None, description="Text file with one {} where the problem goes; null is the benchmark's own wording."
-    )
-    system_prompt_file: str | None = Field(
-        default=None, description="Text file with the system message; null sends none."
-    )
-    env_name: str | None = Field(
-        default=None, description="Key under `env` that judges; null is the one besides `math`, or else `math`."
-    )
-    download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
+    system_prompt_file: str | None = setting(None, "Text file with the system message; null sends none.")
+    env_name: str | None = setting(None, "Key under `env` that judges; null is the one besides `math`, or else `math`.")
+    download_dir: str | None = setting(None, "Folder for downloaded data.")
 
 
 class EvalRunConfig(Section):
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="What is measured.")
-    generation: EvalGenerationConfig = Field(description="Which model answers, and how it is sampled.")
-    tokenizer: TokenizerConfig = Field(description="The tokenizer and its chat template.")
-    data: EvalDataConfig = Field(description="The problems.")
-    env: dict[str, EnvironmentConfig] = Field(default_factory=dict, description="Judges of answers, by name.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+    eval: EvalConfig = setting(EvalConfig, "What is measured.")
+    generation: EvalGenerationConfig = setting(..., "Which model answers, and how it is sampled.")
+    tokenizer: TokenizerConfig = setting(..., "The tokenizer and its chat template.")
+    data: EvalDataConfig = setting(..., "The problems.")
+    env: dict[str, EnvironmentConfig] = setting(dict, "Judges of answers, by name.")
+    cluster: ClusterConfig = setting(ClusterConfig, "Machines.")
 
     @property
     def metric_name(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeFloat, PositiveInt, Section
+from posttrain.config.base import Fraction, NonNegativeFloat, PositiveInt, Section, setting
 
 Direction = Literal["higher", "lower"]
 COST = "cost_per_answer"
@@ -15,35 +15,27 @@ Confidence = Annotated[float, Field(gt=0.5, lt=1)]
 
 
 class GateSettings(Section):
-    confidence: Confidence = Field(
-        default=0.95, description="Confidence of each one-sided bound, as a share: 0.95 errs in 1 of 20 cases at most."
+    confidence: Confidence = setting(
+        0.95, "Confidence of each one-sided bound, as a share: 0.95 errs in 1 of 20 cases at most."
     )
-    power: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.8, description="Chance of a decision, as a share, that the number of problems asked for should give."
+    power: float = setting(
+        0.8, "Chance of a decision, as a share, that the number of problems asked for should give.", gt=0, lt=1
     )
-    looks: PositiveInt = Field(
-        default=1,
-        description="How often one candidate may be looked at as problems are added; the error is shared among the "
-        "looks.",
+    looks: PositiveInt = setting(
+        1, "How often one candidate may be looked at as problems are added; the error is shared among the looks."
     )
-    min_problems: PositiveInt = Field(
-        default=30, description="Problems below which no interval is trusted and nothing is decided."
+    min_problems: PositiveInt = setting(30, "Problems below which no interval is trusted and nothing is decided.")
+    max_problems: PositiveInt | None = setting(
+        None, "A check that is open with so many problems, or would be even at best, has failed; null: no limit."
     )
-    max_problems: PositiveInt | None = Field(
-        default=None,
-        description="A check that is open with so many problems, or would be even at best, has failed; null: no limit.",
+    max_unscored_rate: Fraction = setting(
+        0.05, "Share of the answers of an evaluation that may lack a score; above, nothing is decided."
     )
-    max_unscored_rate: Fraction = Field(
-        default=0.05,
-        description="Share of the answers of an evaluation that may lack a score; above, nothing is decided.",
+    on_doctor_error: Literal["note", "reject"] = setting(
+        "note", "What an error that the doctor found in the candidate's training does: it is noted, or rejects."
     )
-    on_doctor_error: Literal["note", "reject"] = Field(
-        default="note",
-        description="What an error that the doctor found in the candidate's training does: it is noted, or rejects.",
-    )
-    speed_noise: NonNegativeFloat = Field(
-        default=0.15,
-        description="How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share.",
+    speed_noise: NonNegativeFloat = setting(
+        0.15, "How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share."
     )
 
     @model_validator(mode="after")
@@ -59,33 +51,28 @@ class GateSettings(Section):
 class CheckConfig(Section):
     """One requirement on one metric of one evaluation. Every bound that is set has to hold."""
 
-    metric: str = Field(
-        description="pass@k, cons@k, avg@k, reward, part:NAME, mean_length_tokens, truncation_rate, unscored_rate, "
-        "refusal_rate, format_rate, kl_from_base or cost_per_answer."
+    metric: str = setting(
+        ...,
+        "pass@k, cons@k, avg@k, reward, part:NAME, mean_length_tokens, truncation_rate, unscored_rate, refusal_rate, "
+        "format_rate, kl_from_base or cost_per_answer.",
     )
-    evaluation: str = Field(
-        default="main", description="Name under which --candidate and --production give the folder."
+    evaluation: str = setting("main", "Name under which --candidate and --production give the folder.")
+    at_least: float | None = setting(None, "The candidate's mean must be at least this.")
+    at_most: float | None = setting(None, "The candidate's mean must be at most this.")
+    better_by: NonNegativeFloat | None = setting(
+        None, "It must be better than production's by at least this; 0 is better at all."
     )
-    at_least: float | None = Field(default=None, description="The candidate's mean must be at least this.")
-    at_most: float | None = Field(default=None, description="The candidate's mean must be at most this.")
-    better_by: NonNegativeFloat | None = Field(
-        default=None, description="It must be better than production's by at least this; 0 is better at all."
+    worse_by_at_most: NonNegativeFloat | None = setting(
+        None, "It must not be worse than production's by more than this (non-inferiority)."
     )
-    worse_by_at_most: NonNegativeFloat | None = Field(
-        default=None, description="It must not be worse than production's by more than this (non-inferiority)."
+    relative: bool = setting(
+        False, "better_by and worse_by_at_most are shares of production's mean, without its sign: 0.1 is 10 %."
     )
-    relative: bool = Field(
-        default=False,
-        description="better_by and worse_by_at_most are shares of production's mean, without its sign: 0.1 is 10 %.",
-    )
-    better: Direction | None = Field(
-        default=None, description="Which way is better; null is what the metric's name implies."
-    )
-    confidence: Confidence | None = Field(default=None, description="Overrides gate.confidence for this check.")
-    patterns: list[str] | None = Field(
-        default=None,
-        description="Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate "
-        "has its own.",
+    better: Direction | None = setting(None, "Which way is better; null is what the metric's name implies.")
+    confidence: Confidence | None = setting(None, "Overrides gate.confidence for this check.")
+    patterns: list[str] | None = setting(
+        None,
+        "Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate has its own.",
     )
 
     @field_validator("patterns")
@@ -128,8 +115,8 @@ class CheckConfig(Section):
 
 
 class GateConfig(Section):
-    gate: GateSettings = Field(default_factory=GateSettings, description="What holds for all checks.")
-    checks: dict[str, CheckConfig] = Field(description="The requirements, by names of your own.")
+    gate: GateSettings = setting(GateSettings, "What holds for all checks.")
+    checks: dict[str, CheckConfig] = setting(..., "The requirements, by names of your own.")
 
     @field_validator("checks")
     @classmethod

@@ -16,6 +16,7 @@ from posttrain.config.base import (
     PositiveInt,
     Section,
     UsedIf,
+    setting,
 )
 
 _IF_ENABLED = UsedIf("enabled")
@@ -32,19 +33,16 @@ class OverlongZone(NamedTuple):
 
 
 class RewardShapingConfig(Section):
-    enabled: bool = Field(default=False, description="Changes rewards of answers that are long or cut off.")
-    overlong_buffer_length: Annotated[PositiveInt | None, _IF_ENABLED] = Field(
-        default=128, description="Tokens before max_response_length in which the length penalty grows."
+    enabled: bool = setting(False, "Changes rewards of answers that are long or cut off.")
+    overlong_buffer_length: Annotated[PositiveInt | None, _IF_ENABLED] = setting(
+        128, "Tokens before max_response_length in which the length penalty grows."
     )
-    overlong_buffer_penalty: Annotated[NonNegativeFloat | None, _IF_ENABLED] = Field(
-        default=1.0, description="Reward subtracted at the end of the buffer zone."
+    overlong_buffer_penalty: Annotated[NonNegativeFloat | None, _IF_ENABLED] = setting(
+        1.0, "Reward subtracted at the end of the buffer zone."
     )
-    max_response_length: PositiveInt | None = Field(
-        default=None, description="Answer length in tokens at which the zone ends."
-    )
-    stop_properly_penalty_coef: Annotated[Fraction | None, _IF_ENABLED] = Field(
-        default=None,
-        description="Factor on rewards of answers that were cut off; when set, the length penalty is not used.",
+    max_response_length: PositiveInt | None = setting(None, "Answer length in tokens at which the zone ends.")
+    stop_properly_penalty_coef: Annotated[Fraction | None, _IF_ENABLED] = setting(
+        None, "Factor on rewards of answers that were cut off; when set, the length penalty is not used."
     )
 
     @property
@@ -70,15 +68,15 @@ class RewardShapingConfig(Section):
 
 
 class RewardScalingConfig(Section):
-    enabled: bool = Field(default=False, description="Maps rewards linearly from the source range to the target range.")
-    source_min: Annotated[float, _IF_ENABLED] = Field(
-        default=0.0, description="Lower end of the rewards that come in; lower ones are clamped."
+    enabled: bool = setting(False, "Maps rewards linearly from the source range to the target range.")
+    source_min: Annotated[float, _IF_ENABLED] = setting(
+        0.0, "Lower end of the rewards that come in; lower ones are clamped."
     )
-    source_max: Annotated[float, _IF_ENABLED] = Field(
-        default=1.0, description="Upper end of the rewards that come in; higher ones are clamped."
+    source_max: Annotated[float, _IF_ENABLED] = setting(
+        1.0, "Upper end of the rewards that come in; higher ones are clamped."
     )
-    target_min: Annotated[float, _IF_ENABLED] = Field(default=0.0, description="Reward that source_min becomes.")
-    target_max: Annotated[float, _IF_ENABLED] = Field(default=1.0, description="Reward that source_max becomes.")
+    target_min: Annotated[float, _IF_ENABLED] = setting(0.0, "Reward that source_min becomes.")
+    target_max: Annotated[float, _IF_ENABLED] = setting(1.0, "Reward that source_max becomes.")
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         if self.enabled and self.source_min >= self.source_max:
@@ -86,53 +84,42 @@ class RewardScalingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    name: Literal["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo", "opd"] = Field(
-        default="grpo",
-        description="How rewards become advantages: against the group, against all, or (gdpo) part by part.",
+    name: Literal["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo", "opd"] = setting(
+        "grpo", "How rewards become advantages: against the group, against all, or (gdpo) part by part."
     )
-    normalize_rewards: Annotated[bool, _IF_COMPARED] = Field(
-        default=True, description="grpo, gdpo: divides the advantage by the standard deviation of its group."
+    normalize_rewards: Annotated[bool, _IF_COMPARED] = setting(
+        True, "grpo, gdpo: divides the advantage by the standard deviation of its group."
     )
-    use_leave_one_out_baseline: Annotated[bool, _IF_COMPARED] = Field(
-        default=True,
-        description="grpo, gdpo: the baseline is the mean of the other answers of the group, not of all of them.",
+    use_leave_one_out_baseline: Annotated[bool, _IF_COMPARED] = setting(
+        True, "grpo, gdpo: the baseline is the mean of the other answers of the group, not of all of them."
     )
-    minus_baseline: Annotated[bool, UsedIf("name", ("reinforce_plus_plus",))] = Field(
-        default=True, description="reinforce_plus_plus: subtracts the group mean."
+    minus_baseline: Annotated[bool, UsedIf("name", ("reinforce_plus_plus",))] = setting(
+        True, "reinforce_plus_plus: subtracts the group mean."
     )
-    reward_weights: Annotated[list[float] | None, UsedIf("name", ("gdpo",))] = Field(
-        default=None, description="gdpo: weight of each reward part, in alphabetical order."
+    reward_weights: Annotated[list[float] | None, UsedIf("name", ("gdpo",))] = setting(
+        None, "gdpo: weight of each reward part, in alphabetical order."
     )
-    std_over: Annotated[Literal["group", "batch"], _IF_COMPARED] = Field(
-        default="group", description="grpo, gdpo: whose rewards the standard deviation is of."
+    std_over: Annotated[Literal["group", "batch"], _IF_COMPARED] = setting(
+        "group", "grpo, gdpo: whose rewards the standard deviation is of."
     )
-    std_ddof: Literal[0, 1] | None = Field(
-        default=None,
-        description="What is taken from the count in a variance; null is the estimator's own, 1 or "
-        "(reinforce_plus_plus) 0.",
+    std_ddof: Literal[0, 1] | None = setting(
+        None, "What is taken from the count in a variance; null is the estimator's own, 1 or (reinforce_plus_plus) 0."
     )
-    std_epsilon: NonNegativeFloat | None = Field(
-        default=None,
-        description="What keeps a divisor from 0; null is 1e-6, or 1e-8 (reinforce_plus_plus) and 0 (gdpo) for "
-        "whitening.",
+    std_epsilon: NonNegativeFloat | None = setting(
+        None, "What keeps a divisor from 0; null is 1e-6, or 1e-8 (reinforce_plus_plus) and 0 (gdpo) for whitening."
     )
-    std_epsilon_form: Literal["std_plus", "variance_plus", "variance_floor"] | None = Field(
-        default=None,
-        description="Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's "
-        "own.",
+    std_epsilon_form: Literal["std_plus", "variance_plus", "variance_floor"] | None = setting(
+        None, "Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's own."
     )
-    group_of_one: Literal["zero", "reward"] = Field(
-        default="zero", description="Advantage of an answer that is the only scored one of its group."
+    group_of_one: Literal["zero", "reward"] = setting(
+        "zero", "Advantage of an answer that is the only scored one of its group."
     )
-    whiten_advantages: Literal["none", "rollouts", "tokens"] | None = Field(
-        default=None,
-        description="Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, "
-        "else none.",
+    whiten_advantages: Literal["none", "rollouts", "tokens"] | None = setting(
+        None,
+        "Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, else none.",
     )
-    kl_in_reward: Literal["sequence", "token", "return"] | None = Field(
-        default=None,
-        description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its "
-        "own.",
+    kl_in_reward: Literal["sequence", "token", "return"] | None = setting(
+        None, "What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own."
     )
 
     @property
@@ -144,109 +131,76 @@ class AdvEstimatorConfig(Section):
 
 
 class AsyncGrpoConfig(Section):
-    enabled: bool = Field(
-        default=False,
-        description="Trains on the groups that are finished first; unfinished answers continue with the next step's "
-        "weights.",
+    enabled: bool = setting(
+        False, "Trains on the groups that are finished first; unfinished answers continue with the next step's weights."
     )
-    max_trajectory_age_steps: Annotated[NonNegativeInt, _IF_ENABLED] = Field(
-        default=1, description="Steps that a group may be trained after the one that began it; 0 is synchronous."
+    max_trajectory_age_steps: Annotated[NonNegativeInt, _IF_ENABLED] = setting(
+        1, "Steps that a group may be trained after the one that began it; 0 is synchronous."
     )
-    groups_in_flight: Annotated[Annotated[float, Field(ge=1)] | None, _IF_ENABLED] = Field(
-        default=None,
-        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, "
-        "with engines on GPUs of their own (max age + 1) / 2.",
+    groups_in_flight: Annotated[Annotated[float, Field(ge=1)] | None, _IF_ENABLED] = setting(
+        None,
+        "Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, with engines "
+        "on GPUs of their own (max age + 1) / 2.",
     )
 
 
 class GrpoConfig(Section):
-    num_prompts_per_step: PositiveInt = Field(default=32, description="Prompts sampled and trained in each step.")
-    num_generations_per_prompt: PositiveInt = Field(
-        default=16, description="Answers sampled for each prompt: the group size."
+    num_prompts_per_step: PositiveInt = setting(32, "Prompts sampled and trained in each step.")
+    num_generations_per_prompt: PositiveInt = setting(16, "Answers sampled for each prompt: the group size.")
+    num_recorded_per_prompt: PositiveInt | None = setting(
+        None, "Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh."
     )
-    num_recorded_per_prompt: PositiveInt | None = Field(
-        default=None,
-        description="Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none "
-        "fresh.",
+    max_rollout_turns: PositiveInt = setting(
+        1, "Turns that the model has in one rollout, where the environment has `turns`."
     )
-    max_rollout_turns: PositiveInt = Field(
-        default=1, description="Turns that the model has in one rollout, where the environment has `turns`."
+    max_num_epochs: PositiveInt = setting(1, "Passes over the prompts after which the run ends.")
+    max_num_steps: PositiveInt = setting(1_000_000, "Steps after which the run ends, if the epochs have not ended it.")
+    normalize_rewards: bool = setting(
+        True, "Default of adv_estimator.normalize_rewards: divides by the group's standard deviation."
     )
-    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the prompts after which the run ends.")
-    max_num_steps: PositiveInt = Field(
-        default=1_000_000, description="Steps after which the run ends, if the epochs have not ended it."
+    use_leave_one_out_baseline: bool = setting(
+        True, "Default of adv_estimator.use_leave_one_out_baseline: the baseline leaves the answer itself out."
     )
-    normalize_rewards: bool = Field(
-        default=True,
-        description="Default of adv_estimator.normalize_rewards: divides by the group's standard deviation.",
+    val_period: int = setting(10, "Steps between validations; 0 or less turns periodic validation off.")
+    val_start_at: int = setting(-1, "First step at which periodic validation may run; -1 is from the start.")
+    val_at_start: bool = setting(False, "Validates a fresh run before its first step.")
+    val_at_end: bool = setting(False, "Validates after the last step.")
+    overlong_filtering: bool = setting(
+        False, "Leaves answers that hit the length limit out of the loss; they still count in the baseline."
     )
-    use_leave_one_out_baseline: bool = Field(
-        default=True,
-        description="Default of adv_estimator.use_leave_one_out_baseline: the baseline leaves the answer itself out.",
+    advantage_clip_low: float | None = setting(None, "Lower bound of the advantages; null is unbounded.")
+    advantage_clip_high: float | None = setting(None, "Upper bound of the advantages; null is unbounded.")
+    max_val_samples: PositiveInt | None = setting(256, "Prompts used by a validation; null uses all of them.")
+    val_num_generations_per_prompt: PositiveInt = setting(
+        1, "Answers per validation prompt; more than one also reports pass@k."
     )
-    val_period: int = Field(
-        default=10, description="Steps between validations; 0 or less turns periodic validation off."
+    stop_at_validation_metric: str | None = setting(
+        None, "Validation metric that ends the run early, e.g. accuracy; needs the threshold."
     )
-    val_start_at: int = Field(
-        default=-1, description="First step at which periodic validation may run; -1 is from the start."
+    stop_at_validation_threshold: float | None = setting(
+        None, "Value of stop_at_validation_metric at or above which the run saves and ends."
     )
-    val_at_start: bool = Field(default=False, description="Validates a fresh run before its first step.")
-    val_at_end: bool = Field(default=False, description="Validates after the last step.")
-    overlong_filtering: bool = Field(
-        default=False,
-        description="Leaves answers that hit the length limit out of the loss; they still count in the baseline.",
+    seed: NonNegativeInt = setting(42, "Seed of data order, sampling noise and initialisation.")
+    use_dynamic_sampling: bool = setting(False, "Samples until enough groups have rewards that differ (DAPO).")
+    dynamic_sampling_max_gen_batches: Annotated[PositiveInt, _IF_DYNAMIC] = setting(
+        10, "Batches that dynamic sampling may generate for one step."
     )
-    advantage_clip_low: float | None = Field(
-        default=None, description="Lower bound of the advantages; null is unbounded."
+    dynamic_sampling_surplus: Annotated[Literal["keep", "discard"], _IF_DYNAMIC] = setting(
+        "keep", "What becomes of groups beyond those that a step needs: the next step's, or lost."
     )
-    advantage_clip_high: float | None = Field(
-        default=None, description="Upper bound of the advantages; null is unbounded."
+    batch_multiplier: PositiveFloat = setting(
+        1.0, "Prompts in one batch of dynamic sampling, as a multiple of num_prompts_per_step."
     )
-    max_val_samples: PositiveInt | None = Field(
-        default=256, description="Prompts used by a validation; null uses all of them."
+    seq_logprob_error_threshold: PositiveFloat | None = setting(
+        None, "Drops answers whose mean exp(|sampler - trainer logprob|) is above this; null keeps all."
     )
-    val_num_generations_per_prompt: PositiveInt = Field(
-        default=1, description="Answers per validation prompt; more than one also reports pass@k."
+    skip_reference_policy_logprobs_calculation: bool = setting(
+        False, "Does without the reference; needs loss_fn.reference_policy_kl_penalty 0, which implies it."
     )
-    stop_at_validation_metric: str | None = Field(
-        default=None, description="Validation metric that ends the run early, e.g. accuracy; needs the threshold."
-    )
-    stop_at_validation_threshold: float | None = Field(
-        default=None, description="Value of stop_at_validation_metric at or above which the run saves and ends."
-    )
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order, sampling noise and initialisation.")
-    use_dynamic_sampling: bool = Field(
-        default=False, description="Samples until enough groups have rewards that differ (DAPO)."
-    )
-    dynamic_sampling_max_gen_batches: Annotated[PositiveInt, _IF_DYNAMIC] = Field(
-        default=10, description="Batches that dynamic sampling may generate for one step."
-    )
-    dynamic_sampling_surplus: Annotated[Literal["keep", "discard"], _IF_DYNAMIC] = Field(
-        default="keep", description="What becomes of groups beyond those that a step needs: the next step's, or lost."
-    )
-    batch_multiplier: PositiveFloat = Field(
-        default=1.0, description="Prompts in one batch of dynamic sampling, as a multiple of num_prompts_per_step."
-    )
-    seq_logprob_error_threshold: PositiveFloat | None = Field(
-        default=None,
-        description="Drops answers whose mean exp(|sampler - trainer logprob|) is above this; null keeps all.",
-    )
-    skip_reference_policy_logprobs_calculation: bool = Field(
-        default=False,
-        description="Does without the reference; needs loss_fn.reference_policy_kl_penalty 0, which implies it.",
-    )
-    reward_shaping: RewardShapingConfig = Field(
-        default_factory=RewardShapingConfig, description="Penalties for long or cut-off answers."
-    )
-    reward_scaling: RewardScalingConfig = Field(
-        default_factory=RewardScalingConfig, description="Linear map from one reward range to another."
-    )
-    async_grpo: AsyncGrpoConfig = Field(
-        default_factory=AsyncGrpoConfig, description="Sampling that goes on from step to step."
-    )
-    adv_estimator: AdvEstimatorConfig = Field(
-        default_factory=AdvEstimatorConfig, description="How rewards become advantages."
-    )
+    reward_shaping: RewardShapingConfig = setting(RewardShapingConfig, "Penalties for long or cut-off answers.")
+    reward_scaling: RewardScalingConfig = setting(RewardScalingConfig, "Linear map from one reward range to another.")
+    async_grpo: AsyncGrpoConfig = setting(AsyncGrpoConfig, "Sampling that goes on from step to step.")
+    adv_estimator: AdvEstimatorConfig = setting(AdvEstimatorConfig, "How rewards become advantages.")
 
     @property
     def num_samples_per_step(self) -> int:

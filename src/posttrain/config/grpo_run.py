@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from pydantic import Field
-
-from posttrain.config.base import IsSetByUser
+from posttrain.config.base import IsSetByUser, setting
 from posttrain.config.data import REWARD, TRACE_GROUPS
 from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE, NativeConfig
 from posttrain.config.grpo import GrpoConfig
@@ -20,9 +18,9 @@ KL_PERIOD = 10  # steps
 
 class GrpoRunConfig(RunConfig):
     kind: ClassVar[str] = "grpo"
-    grpo: GrpoConfig = Field(description="Sampling, advantages, validation.")
-    loss_fn: LossFnConfig = Field(description="The clipped policy-gradient loss.")
-    policy: GrpoPolicyConfig = Field(description="The model that is trained and sampled from.")
+    grpo: GrpoConfig = setting(..., "Sampling, advantages, validation.")
+    loss_fn: LossFnConfig = setting(..., "The clipped policy-gradient loss.")
+    policy: GrpoPolicyConfig = setting(..., "The model that is trained and sampled from.")
 
     @property
     def uses_recorded_answers(self) -> bool:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, setting
 from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
 
 PLACEHOLDERS = ("question", "response", "reference", "prompt", "conversation")
@@ -44,62 +44,42 @@ class JudgeRewardConfig(RewardConfig):
     default_num_workers: ClassVar[int] = 16
     mostly_waits: ClassVar[bool] = True
 
-    type: Literal["judge"] = Field(description=WHAT_TYPE_MEANS)
-    base_url: str = Field(description="Where the endpoint is, up to and without /chat/completions.")
-    model: str = Field(min_length=1, description="Model that judges, by its name there.")
-    api_key_env: str | None = Field(
-        default=None, description="Environment variable that holds the API key; null sends none."
+    type: Literal["judge"] = setting(..., WHAT_TYPE_MEANS)
+    base_url: str = setting(..., "Where the endpoint is, up to and without /chat/completions.")
+    model: str = setting(..., "Model that judges, by its name there.", min_length=1)
+    api_key_env: str | None = setting(None, "Environment variable that holds the API key; null sends none.")
+    prompt: str | None = setting(
+        None, "What the judge is asked, with {response}, {question}, {reference} and others; null asks for 0 to 10."
     )
-    prompt: str | None = Field(
-        default=None,
-        description="What the judge is asked, with {response}, {question}, {reference} and others; null asks for 0 to "
-        "10.",
+    prompt_file: str | None = setting(None, "File with that text instead.")
+    system: str | None = setting(None, "System message of the request; null sends none.")
+    score_key: str = setting("score", "Key of the last JSON object in the verdict that holds the score.", min_length=1)
+    score_pattern: Pattern | None = setting(
+        None, "Regular expression instead, whose last match is the score: its first group, if any."
     )
-    prompt_file: str | None = Field(default=None, description="File with that text instead.")
-    system: str | None = Field(default=None, description="System message of the request; null sends none.")
-    score_key: str = Field(
-        default="score", min_length=1, description="Key of the last JSON object in the verdict that holds the score."
+    labels: dict[str, float] | None = setting(
+        None, "Words that the verdict may hold in place of a number, and what each is worth."
     )
-    score_pattern: Pattern | None = Field(
-        default=None, description="Regular expression instead, whose last match is the score: its first group, if any."
+    score_range: Range = setting([0.0, 10.0], "Worst and best score; anything outside is not a verdict.")
+    reward_range: Range = setting([0.0, 1.0], "Rewards that the worst and the best score become.")
+    temperature: NonNegativeFloat = setting(0.0, "Sampling temperature of the judge.")
+    max_tokens: PositiveInt = setting(1024, "Longest verdict in tokens.")
+    extra_body: FreeMap = setting(dict, "Further keys of the request, as the endpoint expects.")
+    extra_headers: dict[str, str] = setting(dict, "Further headers of the request.")
+    request_timeout_s: PositiveFloat = setting(60.0, "Seconds for one request, from connecting to its last byte.")
+    max_retries: NonNegativeInt = setting(5, "Requests after the first, when one fails or its verdict cannot be read.")
+    retry_base_s: PositiveFloat = setting(
+        1.0, "Seconds before the first retry; twice that before each next, with some jitter."
     )
-    labels: dict[str, float] | None = Field(
-        default=None, description="Words that the verdict may hold in place of a number, and what each is worth."
+    retry_max_s: PositiveFloat = setting(60.0, "Longest pause in seconds, unless the endpoint asks for a longer one.")
+    cache: bool = setting(True, "Keeps verdicts, so that no request is paid for twice.")
+    cache_path: str | None = setting(
+        None, "SQLite file of those; null is posttrain/judge.sqlite in the user's cache folder."
     )
-    score_range: Range = Field(
-        default_factory=lambda: [0.0, 10.0], description="Worst and best score; anything outside is not a verdict."
-    )
-    reward_range: Range = Field(
-        default_factory=lambda: [0.0, 1.0], description="Rewards that the worst and the best score become."
-    )
-    temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature of the judge.")
-    max_tokens: PositiveInt = Field(default=1024, description="Longest verdict in tokens.")
-    extra_body: FreeMap = Field(
-        default_factory=dict, description="Further keys of the request, as the endpoint expects."
-    )
-    extra_headers: dict[str, str] = Field(default_factory=dict, description="Further headers of the request.")
-    request_timeout_s: PositiveFloat = Field(
-        default=60.0, description="Seconds for one request, from connecting to its last byte."
-    )
-    max_retries: NonNegativeInt = Field(
-        default=5, description="Requests after the first, when one fails or its verdict cannot be read."
-    )
-    retry_base_s: PositiveFloat = Field(
-        default=1.0, description="Seconds before the first retry; twice that before each next, with some jitter."
-    )
-    retry_max_s: PositiveFloat = Field(
-        default=60.0, description="Longest pause in seconds, unless the endpoint asks for a longer one."
-    )
-    cache: bool = Field(default=True, description="Keeps verdicts, so that no request is paid for twice.")
-    cache_path: str | None = Field(
-        default=None, description="SQLite file of those; null is posttrain/judge.sqlite in the user's cache folder."
-    )
-    input_price: NonNegativeFloat = Field(
-        default=0.0, description="Price of a million tokens that the judge reads, in any currency."
-    )
-    output_price: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens that the judge writes.")
-    usage_file: str | None = Field(
-        default=None, description="JSON file that sums requests, tokens and cost up; null is beside the cache."
+    input_price: NonNegativeFloat = setting(0.0, "Price of a million tokens that the judge reads, in any currency.")
+    output_price: NonNegativeFloat = setting(0.0, "Price of a million tokens that the judge writes.")
+    usage_file: str | None = setting(
+        None, "JSON file that sums requests, tokens and cost up; null is beside the cache."
     )
 
     @field_validator("base_url")

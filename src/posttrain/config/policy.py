@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from posttrain.config.base import FreeMap, IsSetByUser, OpenSection, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import FreeMap, IsSetByUser, OpenSection, PositiveFloat, PositiveInt, Section, setting
 from posttrain.config.generation import GenerationConfig
 
 PackingAlgorithm = Literal[
@@ -16,71 +16,59 @@ PackingAlgorithm = Literal[
 
 
 class TokenizerConfig(Section):
-    name: str = Field(description="Folder or hub name of the tokenizer; normally that of the model.")
-    chat_template: str | None = Field(
-        default="default",
-        description="Chat template: default (the model's), null (none), extra_id (NeMo-Aligner's), a .jinja file or "
-        "its text.",
+    name: str = setting(..., "Folder or hub name of the tokenizer; normally that of the model.")
+    chat_template: str | None = setting(
+        "default",
+        "Chat template: default (the model's), null (none), extra_id (NeMo-Aligner's), a .jinja file or its text.",
     )
-    chat_template_kwargs: FreeMap | None = Field(default=None, description="Extra variables for the chat template.")
+    chat_template_kwargs: FreeMap | None = setting(None, "Extra variables for the chat template.")
 
 
 class LoraConfig(Section):
-    enabled: bool = Field(default=False, description="Trains low-rank adapters instead of all weights.")
-    target_modules: list[str] = Field(default_factory=list, description="Names of the modules that get an adapter.")
-    exclude_modules: list[str] = Field(default_factory=list, description="Names of modules that get none.")
-    match_all_linear: bool = Field(
-        default=True, description="Adapts every linear layer; target_modules is then not read."
-    )
-    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(default=32, description="Adapters are scaled by alpha / dim.")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Probability of dropping an adapter input."
-    )
-    lora_A_init: Literal["xavier", "uniform"] = Field(
-        default="xavier", description="How the first adapter matrix starts: xavier or uniform."
+    enabled: bool = setting(False, "Trains low-rank adapters instead of all weights.")
+    target_modules: list[str] = setting(list, "Names of the modules that get an adapter.")
+    exclude_modules: list[str] = setting(list, "Names of modules that get none.")
+    match_all_linear: bool = setting(True, "Adapts every linear layer; target_modules is then not read.")
+    dim: PositiveInt = setting(8, "Rank of the adapters.")
+    alpha: PositiveInt = setting(32, "Adapters are scaled by alpha / dim.")
+    dropout: float = setting(0.0, "Probability of dropping an adapter input.", ge=0, lt=1)
+    lora_A_init: Literal["xavier", "uniform"] = setting(
+        "xavier", "How the first adapter matrix starts: xavier or uniform."
     )
 
 
 class DtensorConfig(Section):
-    activation_checkpointing: bool | Literal["auto"] = Field(
-        default=False,
-        description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where "
-        "it has to.",
+    activation_checkpointing: bool | Literal["auto"] = setting(
+        False,
+        "Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
-    tensor_parallel_size: PositiveInt = Field(
-        default=1, description="Ranks that share each layer, in training and in sampling; all on one machine."
+    tensor_parallel_size: PositiveInt = setting(
+        1, "Ranks that share each layer, in training and in sampling; all on one machine."
     )
-    context_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Ranks that share each row of tokens in training; each then needs less memory for activations.",
+    context_parallel_size: PositiveInt = setting(
+        1, "Ranks that share each row of tokens in training; each then needs less memory for activations."
     )
-    dp_replicate_size: PositiveInt | None = Field(
-        default=None,
-        description="Groups of ranks with a whole model each, between which only gradients travel; null is one.",
+    dp_replicate_size: PositiveInt | None = setting(
+        None, "Groups of ranks with a whole model each, between which only gradients travel; null is one."
     )
-    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    lora_cfg: LoraConfig = setting(LoraConfig, "Low-rank adapters.")
 
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "8bit": "int8"}
 
 
 class OptimizerConfig(Section):
-    name: str = Field(default="torch.optim.AdamW", description="Dotted path of the optimizer class.")
-    kwargs: FreeMap = Field(default_factory=dict, description="Its arguments: lr, weight_decay, betas and so on.")
-    state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
-        default="float32",
-        description="Number format of Adam's two moments, 4, 2 or 1 bytes each; the shorter ones are rounded "
-        "stochastically.",
+    name: str = setting("torch.optim.AdamW", "Dotted path of the optimizer class.")
+    kwargs: FreeMap = setting(dict, "Its arguments: lr, weight_decay, betas and so on.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        "Number format of Adam's two moments, 4, 2 or 1 bytes each; the shorter ones are rounded stochastically.",
     )
-    master_weights: Literal["float32", "none"] = Field(
-        default="float32",
-        description="Copies of bfloat16 weights that updates are added to; none rounds the weights themselves "
-        "stochastically.",
+    master_weights: Literal["float32", "none"] = setting(
+        "float32",
+        "Copies of bfloat16 weights that updates are added to; none rounds the weights themselves stochastically.",
     )
-    offload_states: bool = Field(
-        default=False, description="Keeps moments and masters in CPU memory and streams them through the GPU."
-    )
+    offload_states: bool = setting(False, "Keeps moments and masters in CPU memory and streams them through the GPU.")
 
     @field_validator("state_dtype", "master_weights", mode="before")
     @classmethod
@@ -99,17 +87,17 @@ class OptimizerConfig(Section):
 
 
 class DynamicBatchingConfig(Section):
-    enabled: bool = Field(default=False, description="Cuts micro-batches by tokens instead of by samples.")
-    train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
-    logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
+    enabled: bool = setting(False, "Cuts micro-batches by tokens instead of by samples.")
+    train_mb_tokens: PositiveInt | None = setting(None, "Tokens in one training micro-batch.")
+    logprob_mb_tokens: PositiveInt | None = setting(None, "Tokens in one logprob micro-batch.")
 
 
 class SequencePackingConfig(Section):
-    enabled: bool = Field(default=False, description="Puts several sequences into one row, without padding.")
-    train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
-    logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
-    algorithm: PackingAlgorithm = Field(
-        default="modified_first_fit_decreasing", description="How sequences are placed into micro-batches."
+    enabled: bool = setting(False, "Puts several sequences into one row, without padding.")
+    train_mb_tokens: PositiveInt | None = setting(None, "Tokens in one training micro-batch.")
+    logprob_mb_tokens: PositiveInt | None = setting(None, "Tokens in one logprob micro-batch.")
+    algorithm: PackingAlgorithm = setting(
+        "modified_first_fit_decreasing", "How sequences are placed into micro-batches."
     )
 
     @field_validator("algorithm", mode="before")
@@ -121,71 +109,49 @@ class SequencePackingConfig(Section):
 
 
 class RewardModelConfig(OpenSection):
-    enabled: bool = Field(
-        default=False, description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else."
-    )
+    enabled: bool = setting(False, "Gives the model a scoring layer; true in `posttrain rm` and nowhere else.")
 
 
 class PolicyConfig(Section):
     """The model of any algorithm. `generation` is null where nothing is sampled."""
 
-    model_name: str = Field(description="Folder or hub name of the model to train.")
-    tokenizer: TokenizerConfig = Field(description="The tokenizer and its chat template.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the model lives; auto prefers cuda."
+    model_name: str = setting(..., "Folder or hub name of the model to train.")
+    tokenizer: TokenizerConfig = setting(..., "The tokenizer and its chat template.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model lives; auto prefers cuda.")
+    num_threads: PositiveInt | None = setting(None, "CPU threads of each worker; null lets PyTorch decide.")
+    deterministic: bool = setting(
+        False, "The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted one."
     )
-    num_threads: PositiveInt | None = Field(
-        default=None, description="CPU threads of each worker; null lets PyTorch decide."
+    precision: Literal["float32", "bfloat16", "float16"] = setting(
+        "bfloat16", "Number format of weights and activations; for that of the optimizer see optimizer.state_dtype."
     )
-    deterministic: bool = Field(
-        default=False,
-        description="The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted "
-        "one.",
+    fp8: bool = setting(
+        False,
+        "Computes products of the layers and gradients of their inputs in FP8, in training and log-probabilities; on "
+        "one GPU of Ada, Hopper or newer, with precision bfloat16.",
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16",
-        description="Number format of weights and activations; for that of the optimizer see optimizer.state_dtype.",
+    train_global_batch_size: PositiveInt = setting(
+        ..., "Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
     )
-    fp8: bool = Field(
-        default=False,
-        description="Computes products of the layers and gradients of their inputs in FP8, in training and "
-        "log-probabilities; on one GPU of Ada, Hopper or newer, with precision bfloat16.",
+    train_micro_batch_size: PositiveInt = setting(
+        ..., "Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching decides."
     )
-    train_global_batch_size: PositiveInt = Field(
-        description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
+    logprob_batch_size: PositiveInt = setting(..., "Samples in one forward pass for log-probabilities.")
+    max_total_sequence_length: PositiveInt = setting(..., "Longest sequence in tokens, prompt and answer.")
+    logprob_chunk_size: PositiveInt | None = setting(
+        None, "Tokens whose logits exist at the same time; null picks a size."
     )
-    train_micro_batch_size: PositiveInt = Field(
-        description="Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching "
-        "decides."
+    max_grad_norm: PositiveFloat | None = setting(1.0, "Gradients are scaled down to this norm; null does not.")
+    hf_config_overrides: FreeMap = setting(dict, "Entries of the model's config.json to replace.")
+    optimizer: OptimizerConfig = setting(OptimizerConfig, "The optimizer.")
+    scheduler: list[FreeMap] | FreeMap | None = setting(
+        None, "Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant."
     )
-    logprob_batch_size: PositiveInt = Field(description="Samples in one forward pass for log-probabilities.")
-    max_total_sequence_length: PositiveInt = Field(description="Longest sequence in tokens, prompt and answer.")
-    logprob_chunk_size: PositiveInt | None = Field(
-        default=None, description="Tokens whose logits exist at the same time; null picks a size."
-    )
-    max_grad_norm: PositiveFloat | None = Field(
-        default=1.0, description="Gradients are scaled down to this norm; null does not."
-    )
-    hf_config_overrides: FreeMap = Field(
-        default_factory=dict, description="Entries of the model's config.json to replace."
-    )
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
-    scheduler: list[FreeMap] | FreeMap | None = Field(
-        default=None,
-        description="Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is "
-        "constant.",
-    )
-    dtensor_cfg: DtensorConfig = Field(default_factory=DtensorConfig, description="Training with PyTorch, and LoRA.")
-    dynamic_batching: DynamicBatchingConfig = Field(
-        default_factory=DynamicBatchingConfig, description="Micro-batches by tokens."
-    )
-    sequence_packing: SequencePackingConfig = Field(
-        default_factory=SequencePackingConfig, description="Several sequences in one row."
-    )
-    reward_model_cfg: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="The model as reward model."
-    )
-    generation: GenerationConfig | None = Field(default=None, description="Sampling; null where nothing is sampled.")
+    dtensor_cfg: DtensorConfig = setting(DtensorConfig, "Training with PyTorch, and LoRA.")
+    dynamic_batching: DynamicBatchingConfig = setting(DynamicBatchingConfig, "Micro-batches by tokens.")
+    sequence_packing: SequencePackingConfig = setting(SequencePackingConfig, "Several sequences in one row.")
+    reward_model_cfg: RewardModelConfig = setting(RewardModelConfig, "The model as reward model.")
+    generation: GenerationConfig | None = setting(None, "Sampling; null where nothing is sampled.")
 
     @field_validator("scheduler")
     @classmethod
@@ -240,4 +206,4 @@ def _check_schedule_part(part: FreeMap, what: str) -> None:
 class GrpoPolicyConfig(PolicyConfig):
     """The model of an algorithm that samples."""
 
-    generation: GenerationConfig = Field(description="Sampling.")
+    generation: GenerationConfig = setting(..., "Sampling.")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from posttrain.config.base import PositiveFloat, PositiveInt, Section
+from posttrain.config.base import PositiveFloat, PositiveInt, Section, setting
 
 WHAT_TYPE_MEANS = "What kind of reward this is."
 
@@ -20,15 +20,13 @@ class RewardConfig(Section):
     keeps_cores_busy: ClassVar[bool] = False  # then more workers than cores only cost
     mostly_waits: ClassVar[bool] = False  # then there may be more workers than cores
 
-    type: str = Field(description=WHAT_TYPE_MEANS)
-    weight: float = Field(
-        default=1.0, description="Factor in the sum of the environment's rewards; 0 only records, negative punishes."
+    type: str = setting(..., WHAT_TYPE_MEANS)
+    weight: float = setting(1.0, "Factor in the sum of the environment's rewards; 0 only records, negative punishes.")
+    num_workers: PositiveInt | None = setting(
+        None, "Processes that score side by side; null is the environment's number."
     )
-    num_workers: PositiveInt | None = Field(
-        default=None, description="Processes that score side by side; null is the environment's number."
-    )
-    timeout_s: PositiveFloat | None = Field(
-        default=None, description="Seconds after which scoring one answer is given up; null is the environment's limit."
+    timeout_s: PositiveFloat | None = setting(
+        None, "Seconds after which scoring one answer is given up; null is the environment's limit."
     )
 
 

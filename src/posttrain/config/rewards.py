@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, ClassVar, Literal, LiteralString, Union, get_args, get_origin
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from posttrain.config.base import UNKNOWN_KEY, FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
+from posttrain.config.base import UNKNOWN_KEY, FreeMap, NonNegativeInt, PositiveFloat, PositiveInt, setting
 from posttrain.config.judge_reward import JudgeRewardConfig
 from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
 
@@ -35,100 +35,91 @@ class MathRewardConfig(RewardConfig):
 
     keeps_cores_busy: ClassVar[bool] = True
 
-    type: Literal["math"] = Field(description=WHAT_TYPE_MEANS)
-    math_verify_impl: MathVerifier | None = Field(
-        default=None, description="How answers are compared: as mathematics, or as normalised text; null is the former."
+    type: Literal["math"] = setting(..., WHAT_TYPE_MEANS)
+    math_verify_impl: MathVerifier | None = setting(
+        None, "How answers are compared: as mathematics, or as normalised text; null is the former."
     )
-    verifier_type: VerifierType | None = Field(
-        default=None, description="What kind of answer is expected, by NeMo RL's name; null is math."
+    verifier_type: VerifierType | None = setting(
+        None, "What kind of answer is expected, by NeMo RL's name; null is math."
     )
-    reference_as: Literal["boxed", "written"] = Field(
-        default="boxed",
-        description="Reads the reference as if it stood in a box, or as it is written (LaTeX then needs its dollars).",
+    reference_as: Literal["boxed", "written"] = setting(
+        "boxed", "Reads the reference as if it stood in a box, or as it is written (LaTeX then needs its dollars)."
     )
-    match_types: list[AnswerForm] = Field(
-        default=["latex", "expr"],
+    match_types: list[AnswerForm] = setting(
+        ["latex", "expr"],
+        "What counts as an answer: LaTeX in a box or dollars, plain expressions and numbers, or both.",
         min_length=1,
-        description="What counts as an answer: LaTeX in a box or dollars, plain expressions and numbers, or both.",
     )
-    boxed_match_priority: NonNegativeInt = Field(
-        default=0, description="How early a box is looked for: 0 is first, 50 after stated final answers."
+    boxed_match_priority: NonNegativeInt = setting(
+        0, "How early a box is looked for: 0 is first, 50 after stated final answers."
     )
-    precision: NonNegativeInt = Field(default=6, description="Decimals to which numbers are compared.")
-    strict: bool = Field(default=True, description="Tells sets from intervals and keeps the names of variables apart.")
-    allow_set_relation_comp: bool = Field(
-        default=False, description="Accepts a set for an inequality that describes it, and the other way round."
+    precision: NonNegativeInt = setting(6, "Decimals to which numbers are compared.")
+    strict: bool = setting(True, "Tells sets from intervals and keeps the names of variables apart.")
+    allow_set_relation_comp: bool = setting(
+        False, "Accepts a set for an inequality that describes it, and the other way round."
     )
-    as_math_verify: bool = Field(
-        default=False,
-        description="Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut "
-        "off.",
+    as_math_verify: bool = setting(
+        False, "Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off."
     )
 
 
 class CosineMathRewardConfig(MathRewardConfig):
     """Mathematics, worth more when short if right and less when short if wrong, as TRL's cosine-scaled reward."""
 
-    type: Literal["math_cosine"] = Field(description=WHAT_TYPE_MEANS)  # type: ignore[assignment]
-    max_length: PositiveInt = Field(description="Tokens of an answer at which the long end of the schedule is reached.")
-    min_value_wrong: float = Field(default=-1.0, description="Reward of a wrong answer of no length.")
-    max_value_wrong: float = Field(default=-0.5, description="Reward of a wrong answer of max_length tokens.")
-    min_value_correct: float = Field(default=0.5, description="Reward of a right answer of max_length tokens.")
-    max_value_correct: float = Field(default=1.0, description="Reward of a right answer of no length.")
+    type: Literal["math_cosine"] = setting(..., WHAT_TYPE_MEANS)  # type: ignore[assignment]
+    max_length: PositiveInt = setting(..., "Tokens of an answer at which the long end of the schedule is reached.")
+    min_value_wrong: float = setting(-1.0, "Reward of a wrong answer of no length.")
+    max_value_wrong: float = setting(-0.5, "Reward of a wrong answer of max_length tokens.")
+    min_value_correct: float = setting(0.5, "Reward of a right answer of max_length tokens.")
+    max_value_correct: float = setting(1.0, "Reward of a right answer of no length.")
 
 
 class MultipleChoiceRewardConfig(_RuleReward):
     """1 when the letter that the answer states last is the reference's."""
 
-    type: Literal["multiple_choice"] = Field(description=WHAT_TYPE_MEANS)
-    language: Literal["english", "multilingual"] = Field(
-        default="english", description="Languages in which the word for `answer` and the letters are known."
+    type: Literal["multiple_choice"] = setting(..., WHAT_TYPE_MEANS)
+    language: Literal["english", "multilingual"] = setting(
+        "english", "Languages in which the word for `answer` and the letters are known."
     )
 
 
 class ExactRewardConfig(_RuleReward):
     """1 when the answer is the reference, or one of a list of references, as text."""
 
-    type: Literal["exact"] = Field(description=WHAT_TYPE_MEANS)
-    extract: Pattern | None = Field(
-        default=None,
-        description="Regular expression whose last match is compared: its first group if it has one; null is all.",
+    type: Literal["exact"] = setting(..., WHAT_TYPE_MEANS)
+    extract: Pattern | None = setting(
+        None, "Regular expression whose last match is compared: its first group if it has one; null is all."
     )
-    ignore_case: bool = Field(default=False, description="Compares without regard to capital letters.")
-    ignore_punctuation: bool = Field(
-        default=False, description="Compares without punctuation; signs and points of numbers stay."
-    )
-    ignore_articles: bool = Field(default=False, description="Compares without the words a, an and the.")
-    collapse_whitespace: bool = Field(
-        default=True, description="Takes any run of white space for one space, and none at the ends."
-    )
-    normalise_unicode: bool = Field(
-        default=True, description="Compares forms of a character that look alike (full width, ligatures) as equal."
+    ignore_case: bool = setting(False, "Compares without regard to capital letters.")
+    ignore_punctuation: bool = setting(False, "Compares without punctuation; signs and points of numbers stay.")
+    ignore_articles: bool = setting(False, "Compares without the words a, an and the.")
+    collapse_whitespace: bool = setting(True, "Takes any run of white space for one space, and none at the ends.")
+    normalise_unicode: bool = setting(
+        True, "Compares forms of a character that look alike (full width, ligatures) as equal."
     )
 
 
 class RegexRewardConfig(_RuleReward):
     """1 when a regular expression matches the answer."""
 
-    type: Literal["regex"] = Field(description=WHAT_TYPE_MEANS)
-    pattern: Pattern = Field(description="Regular expression, in Python's syntax.")
-    match: Literal["search", "full"] = Field(
-        default="search", description="Whether it may match anywhere, or must match the whole answer."
+    type: Literal["regex"] = setting(..., WHAT_TYPE_MEANS)
+    pattern: Pattern = setting(..., "Regular expression, in Python's syntax.")
+    match: Literal["search", "full"] = setting(
+        "search", "Whether it may match anywhere, or must match the whole answer."
     )
-    ignore_case: bool = Field(default=False, description="Matches without regard to capital letters.")
-    multiline: bool = Field(default=False, description="^ and $ also match at the ends of lines.")
-    dotall: bool = Field(default=False, description="A dot also matches a line break.")
+    ignore_case: bool = setting(False, "Matches without regard to capital letters.")
+    multiline: bool = setting(False, "^ and $ also match at the ends of lines.")
+    dotall: bool = setting(False, "A dot also matches a line break.")
 
 
 class JsonSchemaRewardConfig(_RuleReward):
     """1 when the answer is JSON, and fits the schema if there is one."""
 
-    type: Literal["json_schema"] = Field(description=WHAT_TYPE_MEANS)
-    schema_: FreeMap | None = Field(default=None, alias="schema", description="JSON schema that the JSON must fit.")
-    schema_file: str | None = Field(default=None, description="File with that schema instead, as JSON.")
-    where: Literal["auto", "whole", "fenced"] = Field(
-        default="auto",
-        description="JSON is the whole answer, the last ``` block of it, or (auto) that block if there is one.",
+    type: Literal["json_schema"] = setting(..., WHAT_TYPE_MEANS)
+    schema_: FreeMap | None = setting(None, "JSON schema that the JSON must fit.", alias="schema")
+    schema_file: str | None = setting(None, "File with that schema instead, as JSON.")
+    where: Literal["auto", "whole", "fenced"] = setting(
+        "auto", "JSON is the whole answer, the last ``` block of it, or (auto) that block if there is one."
     )
 
     @model_validator(mode="after")
@@ -141,17 +132,15 @@ class JsonSchemaRewardConfig(_RuleReward):
 class LengthRewardConfig(_RuleReward):
     """1 when the answer is as long as wanted, less the further it is from that."""
 
-    type: Literal["length"] = Field(description=WHAT_TYPE_MEANS)
-    limit: PositiveInt | None = Field(
-        default=None, description="Length up to which nothing is lost; set this or target."
+    type: Literal["length"] = setting(..., WHAT_TYPE_MEANS)
+    limit: PositiveInt | None = setting(None, "Length up to which nothing is lost; set this or target.")
+    target: PositiveInt | None = setting(None, "Length that is best; set this or limit.")
+    unit: LengthUnit = setting("tokens", "What length is counted in.")
+    tolerance: NonNegativeInt = setting(
+        0, "Units beyond the limit, or away from the target, over which the reward falls to 0."
     )
-    target: PositiveInt | None = Field(default=None, description="Length that is best; set this or limit.")
-    unit: LengthUnit = Field(default="tokens", description="What length is counted in.")
-    tolerance: NonNegativeInt = Field(
-        default=0, description="Units beyond the limit, or away from the target, over which the reward falls to 0."
-    )
-    shape: Literal["linear", "cosine"] = Field(
-        default="linear", description="How it falls: in a line from the limit on, or as half a cosine from length 0 on."
+    shape: Literal["linear", "cosine"] = setting(
+        "linear", "How it falls: in a line from the limit on, or as half a cosine from length 0 on."
     )
 
     @model_validator(mode="after")
@@ -166,19 +155,17 @@ class LengthRewardConfig(_RuleReward):
 class RepetitionRewardConfig(_RuleReward):
     """The share of n-grams of the answer that are not repeats of others; 1 when none repeats."""
 
-    type: Literal["repetition"] = Field(description=WHAT_TYPE_MEANS)
-    ngram_size: PositiveInt = Field(default=3, description="How many units in a row make one n-gram.")
-    unit: LengthUnit = Field(default="tokens", description="What n-grams are made of.")
+    type: Literal["repetition"] = setting(..., WHAT_TYPE_MEANS)
+    ngram_size: PositiveInt = setting(3, "How many units in a row make one n-gram.")
+    unit: LengthUnit = setting("tokens", "What n-grams are made of.")
 
 
 class PythonRewardConfig(RewardConfig):
     """What a Python function of yours returns."""
 
-    type: Literal["python"] = Field(description=WHAT_TYPE_MEANS)
-    function: str = Field(description="`file.py:name`, `package.module:name` or `package.module.name`.")
-    as_messages: bool = Field(
-        default=False, description="Gives a function with TRL's signature lists of messages instead of texts."
-    )
+    type: Literal["python"] = setting(..., WHAT_TYPE_MEANS)
+    function: str = setting(..., "`file.py:name`, `package.module:name` or `package.module.name`.")
+    as_messages: bool = setting(False, "Gives a function with TRL's signature lists of messages instead of texts.")
 
     @field_validator("function")
     @classmethod
@@ -194,72 +181,60 @@ class CodeRewardConfig(RewardConfig):
     default_timeout_s: ClassVar[float] = 60.0  # for all tests of one answer
     keeps_cores_busy: ClassVar[bool] = True
 
-    type: Literal["code"] = Field(description=WHAT_TYPE_MEANS)
-    sandbox: Literal["strict", "best_effort", "none"] = Field(
-        default="strict",
-        description="strict is namespaces or nothing, best_effort the best that this machine has, none only limits.",
+    type: Literal["code"] = setting(..., WHAT_TYPE_MEANS)
+    sandbox: Literal["strict", "best_effort", "none"] = setting(
+        "strict", "strict is namespaces or nothing, best_effort the best that this machine has, none only limits."
     )
-    reward: Literal["all_passed", "share_passed"] = Field(
-        default="all_passed", description="Gives 1 only when every test passes, or the share of tests that do."
+    reward: Literal["all_passed", "share_passed"] = setting(
+        "all_passed", "Gives 1 only when every test passes, or the share of tests that do."
     )
-    code_block: Literal["python", "any", "whole"] = Field(
-        default="python",
-        description="Code is the last ```python block, the last block of any language, or the whole answer.",
+    code_block: Literal["python", "any", "whole"] = setting(
+        "python", "Code is the last ```python block, the last block of any language, or the whole answer."
     )
-    tests_key: str | None = Field(
-        default=None, description="Key of the task's metadata that holds its tests; null looks for the usual ones."
+    tests_key: str | None = setting(
+        None, "Key of the task's metadata that holds its tests; null looks for the usual ones."
     )
-    output_match: Literal["lines", "tokens"] = Field(
-        default="lines", description="Compares printed output line by line, or word by word."
+    output_match: Literal["lines", "tokens"] = setting(
+        "lines", "Compares printed output line by line, or word by word."
     )
-    time_limit_s: PositiveFloat = Field(
-        default=5.0, description="Seconds of CPU time for one process of one program, rounded up to whole ones."
+    time_limit_s: PositiveFloat = setting(
+        5.0, "Seconds of CPU time for one process of one program, rounded up to whole ones."
     )
-    wall_time_limit_s: PositiveFloat | None = Field(
-        default=None, description="Seconds of wall-clock time for one program; null is 3 x time_limit_s."
+    wall_time_limit_s: PositiveFloat | None = setting(
+        None, "Seconds of wall-clock time for one program; null is 3 x time_limit_s."
     )
-    max_memory_mib: PositiveInt = Field(default=1024, description="MiB of memory for one program and its children.")
-    max_processes: PositiveInt = Field(
-        default=16, description="Processes and threads that a program may have at a time."
+    max_memory_mib: PositiveInt = setting(1024, "MiB of memory for one program and its children.")
+    max_processes: PositiveInt = setting(16, "Processes and threads that a program may have at a time.")
+    max_files_mib: PositiveInt = setting(64, "MiB that a program may write to files.")
+    max_output_kib: PositiveInt = setting(1024, "KiB that a program may print.")
+    python: str | None = setting(None, "Python interpreter that runs the code; null is the one that runs posttrain.")
+    site_packages: bool = setting(
+        False, "Lets the code import the packages that are installed beside that interpreter."
     )
-    max_files_mib: PositiveInt = Field(default=64, description="MiB that a program may write to files.")
-    max_output_kib: PositiveInt = Field(default=1024, description="KiB that a program may print.")
-    python: str | None = Field(
-        default=None, description="Python interpreter that runs the code; null is the one that runs posttrain."
-    )
-    site_packages: bool = Field(
-        default=False, description="Lets the code import the packages that are installed beside that interpreter."
-    )
-    read_only_paths: list[str] = Field(
-        default_factory=list, description="Absolute paths that the code may read, besides Python and system libraries."
+    read_only_paths: list[str] = setting(
+        list, "Absolute paths that the code may read, besides Python and system libraries."
     )
 
 
 class RewardModelRewardConfig(RewardConfig):
     """The score of a reward model, as `posttrain rm` trains one: any number; score_mean and score_std scale it."""
 
-    type: Literal["reward_model"] = Field(description=WHAT_TYPE_MEANS)
-    model_name: str = Field(
-        min_length=1, description="Folder or hub name of the reward model; a checkpoint's folder means the model in it."
+    type: Literal["reward_model"] = setting(..., WHAT_TYPE_MEANS)
+    model_name: str = setting(
+        ..., "Folder or hub name of the reward model; a checkpoint's folder means the model in it.", min_length=1
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where it lives, in the process that trains; auto prefers cuda."
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Where it lives, in the process that trains; auto prefers cuda."
     )
-    precision: Literal["float32", "bfloat16"] | None = Field(
-        default=None,
-        description="Number format of its weights; null is the one they are saved in, which they were trained in.",
+    precision: Literal["float32", "bfloat16"] | None = setting(
+        None, "Number format of its weights; null is the one they are saved in, which they were trained in."
     )
-    max_model_len: PositiveInt | None = Field(
-        default=None,
-        description="Longest conversation in tokens, longer ones are unscored; null is the model's own limit.",
+    max_model_len: PositiveInt | None = setting(
+        None, "Longest conversation in tokens, longer ones are unscored; null is the model's own limit."
     )
-    max_batch_tokens: PositiveInt = Field(
-        default=16384, description="Tokens in one forward pass; changes memory and speed, not scores."
-    )
-    score_mean: float = Field(default=0.0, description="Subtracted from the score, e.g. rewards_mean of its training.")
-    score_std: PositiveFloat = Field(
-        default=1.0, description="Divides the score then, e.g. rewards_std of its training."
-    )
+    max_batch_tokens: PositiveInt = setting(16384, "Tokens in one forward pass; changes memory and speed, not scores.")
+    score_mean: float = setting(0.0, "Subtracted from the score, e.g. rewards_mean of its training.")
+    score_std: PositiveFloat = setting(1.0, "Divides the score then, e.g. rewards_std of its training.")
 
 
 class TurnsConfig(RewardConfig):
@@ -267,11 +242,9 @@ class TurnsConfig(RewardConfig):
 
     default_num_workers: ClassVar[int] = 4
 
-    type: Literal["turns"] = Field(default="turns", description="Tells the workers what they are.")
-    turns: str = Field(
-        description="A built-in name, `file.py:Class`, `package.module:Class` or `package.module.Class`."
-    )
-    kwargs: FreeMap = Field(default_factory=dict, description="Arguments of the class.")
+    type: Literal["turns"] = setting("turns", "Tells the workers what they are.")
+    turns: str = setting(..., "A built-in name, `file.py:Class`, `package.module:Class` or `package.module.Class`.")
+    kwargs: FreeMap = setting(dict, "Arguments of the class.")
 
 
 REWARD_TYPES: dict[str, type[RewardConfig]] = {

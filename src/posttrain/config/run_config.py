@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-from pydantic import Field
-
-from posttrain.config.base import IsSetByUser, NonNegativeInt, Section
+from posttrain.config.base import IsSetByUser, NonNegativeInt, Section, setting
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
@@ -16,14 +14,12 @@ from posttrain.config.policy import PolicyConfig
 
 
 class DoctorConfig(Section):
-    on_error: Literal["warn", "stop"] = Field(
-        default="warn",
-        description="What an error of the doctor does: a line on the console, or the run saves and stops.",
+    on_error: Literal["warn", "stop"] = setting(
+        "warn", "What an error of the doctor does: a line on the console, or the run saves and stops."
     )
-    kl_period: NonNegativeInt | Literal["auto"] = Field(
-        default="auto",
-        description="GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 "
-        "without.",
+    kl_period: NonNegativeInt | Literal["auto"] = setting(
+        "auto",
+        "GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 without.",
     )
 
 
@@ -64,16 +60,16 @@ class RunConfig(Section):
 
     kind: ClassVar[str]
 
-    preset: str | None = Field(
-        default=None, description="Settings of another system to start from; `posttrain config presets` lists them."
+    preset: str | None = setting(
+        None, "Settings of another system to start from; `posttrain config presets` lists them."
     )
-    policy: PolicyConfig = Field(description="The model that is trained.")
-    data: DataConfig = Field(description="What it is trained on.")
-    env: dict[str, EnvironmentConfig] = Field(default_factory=dict, description="Judges of answers, by name.")
-    checkpointing: CheckpointingConfig = Field(description="What is saved, and when.")
-    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Where metrics go.")
-    doctor: DoctorConfig = Field(default_factory=DoctorConfig, description="Problems found while the run goes on.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+    policy: PolicyConfig = setting(..., "The model that is trained.")
+    data: DataConfig = setting(..., "What it is trained on.")
+    env: dict[str, EnvironmentConfig] = setting(dict, "Judges of answers, by name.")
+    checkpointing: CheckpointingConfig = setting(..., "What is saved, and when.")
+    logger: LoggerConfig = setting(LoggerConfig, "Where metrics go.")
+    doctor: DoctorConfig = setting(DoctorConfig, "Problems found while the run goes on.")
+    cluster: ClusterConfig = setting(ClusterConfig, "Machines.")
 
     @property
     def num_engines(self) -> int:
