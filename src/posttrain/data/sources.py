@@ -14,11 +14,11 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec import AbstractFileSystem
@@ -28,6 +28,9 @@ from posttrain.data.errors import DataError, nearest
 from posttrain.data.hub_requests import ask_hub
 from posttrain.errors import STORAGE_FAULTS, reason_of
 from posttrain.files.json_files import JsonMapping, parse_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 MAX_LINE_BYTES = 256 << 20
@@ -361,6 +364,7 @@ def _refuse_half_pairs(value: object, where: str) -> None:
 def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.DictReader(_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file))
+    refuse_repeats([name for name in reader.fieldnames or () if name], file)  # columns without a name cannot be meant
     for values in reader:
         if None in values:
             raise DataError(f"{file}:{reader.line_num}: more cells than the heading has columns")
@@ -372,10 +376,27 @@ def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
     try:
         with not_parquet():
-            batches = parquet.ParquetFile(stream).iter_batches(batch_size=4096)
+            source = parquet.ParquetFile(stream)
+            refuse_repeated_fields(source.schema_arrow, file)
+            batches = source.iter_batches(batch_size=4096)
             yield from enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
     except NotParquet as error:
         raise DataError(f"{file}: not a readable parquet file ({error})") from error
+
+
+def refuse_repeats(names: Sequence[str], file: str) -> None:
+    """Of two columns with one name, a reader would use one and say nothing."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"{file}: has two columns {twice!r}; rename or remove one of them")
+
+
+def refuse_repeated_fields(fields: Iterable[pa.Field], file: str, outer: str = "") -> None:
+    """The same for the columns of Parquet, and for the fields of records in them."""
+    fields = list(fields)
+    refuse_repeats([f"{outer}{field.name}" for field in fields], file)
+    for field in fields:
+        inner = [field.type.field(place) for place in range(field.type.num_fields)]
+        refuse_repeated_fields(inner, file, f"{outer}{field.name}.")
 
 
 class NotParquet(DataError):

@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from posttrain.data import sources
 from posttrain.data.errors import DataError
@@ -66,6 +68,7 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path: Path) ->
         ("a.json", b"[]", "the file is empty"),
         ("a.csv", b"a,b\n", "the file is empty"),
         ("a.csv", b"a,b\n1,2,3\n", r"a\.csv:2: more cells"),
+        ("a.csv", b"a,final_reward,final_reward\n1,2,3\n", r"a\.csv: has two columns 'final_reward'"),
         ("a.jsonl", b'{"a": "\xff"}\n', "not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "broken gzip file"),
         ("a.jsonl.gz", b'{"a": 1}\n', "broken gzip file"),
@@ -77,6 +80,17 @@ def test_bad_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, content
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=complaint):
         list(read_local(str(tmp_path / name)))
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "a.parquet")
+    parquet.write_table(pa.table([[1.0], [2.0]], names=["final_reward"] * 2), file)
+    with pytest.raises(DataError, match=r"a\.parquet: has two columns 'final_reward'"):
+        list(read_local(file))
+    record = pa.StructArray.from_arrays([pa.array([1])] * 2, names=["reward"] * 2)
+    parquet.write_table(pa.table({"info": pa.ListArray.from_arrays([0, 1], record)}), file)
+    with pytest.raises(DataError, match=r"two columns 'info\.element\.reward'"):
+        list(read_local(file))
 
 
 def test_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path) -> None:

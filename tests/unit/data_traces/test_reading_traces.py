@@ -184,6 +184,16 @@ def test_messages_that_do_not_fit(tmp_path: Path) -> None:
     assert report.kept == 1
 
 
+def test_two_parquet_columns_of_one_name_are_refused_where_they_are_used(tmp_path: Path) -> None:
+    path = str(tmp_path / "t.parquet")
+    values: list[list[Any]] = [["q"], ["a"], [1.0], [0.0]]
+    parquet.write_table(pa.table(values, names=["input", "output", "final_reward", "final_reward"]), path)
+    with pytest.raises(DataError, match=r"t\.parquet: has two columns 'final_reward'"):
+        groups_of(path)
+    parquet.write_table(pa.table([*values[:3], [1], [2]], names=["input", "output", "final_reward", "x", "x"]), path)
+    assert groups_of(path) == {"q": [("a", 1.0)]}
+
+
 def test_a_truncated_parquet_file_is_an_error_or_named_in_the_report(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", random_rows(50, 5))
     whole = Path(write_parquet(tmp_path / "b.parquet", random_rows(50, 5))).read_bytes()

@@ -21,6 +21,7 @@ from posttrain.data.sources import (
     filesystem_of,
     not_found,
     not_parquet,
+    refuse_repeated_fields,
     require_regular,
 )
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
@@ -166,6 +167,7 @@ def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterat
             # Buffered reading: without it a whole row group of each column is held, however large it is.
             source = parquet.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
             names, _ = choose(file.shown, source.schema_arrow.names, [])
+            refuse_repeated_fields([field for field in source.schema_arrow if field.name in names], file.shown)
             rows, number = source.metadata.num_rows, 0
             for batch in source.iter_batches(batch_size=_rows_per_batch(source, names), columns=list(names)):
                 numbers = range(number + 1, number + 1 + batch.num_rows)
