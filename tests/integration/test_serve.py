@@ -342,6 +342,8 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
         ({"Origin": "null"}, "foreign_origin"),
         ({"Host": "evil.example"}, "foreign_host"),
         ({"Host": "evil.example", "Origin": "http://evil.example"}, "foreign_host"),
+        ({"Host": "["}, "foreign_host"),
+        ({"Host": "[::1"}, "foreign_host"),
     ],
 )
 def test_a_web_page_cannot_use_a_server_without_a_key(
@@ -352,9 +354,25 @@ def test_a_web_page_cannot_use_a_server_without_a_key(
     with httpx.Client(base_url=server.url) as client:
         refused = client.post("/v1/completions", content=body, headers=sent)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, code)
-        assert client.get("/v1/models", headers=headers).status_code == 403
+        for path in ("/v1/models", "/health", "/metrics"):
+            assert client.get(path, headers=headers).status_code == 403
         own = {"Origin": server.url} if "Origin" in headers else {"Host": "localhost"}
         assert client.post("/v1/completions", content=body, headers=own).status_code == 200
+
+
+def test_probes_reach_the_server_by_ip_address(server: RunningServer) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for host in ("10.42.0.7:8000", "[fd00::7]:8000", "127.0.0.1", "localhost:8000"):
+            for path in ("/health", "/metrics"):
+                assert client.get(path, headers={"Host": host}).status_code == 200
+        assert client.get("/v1/models", headers={"Host": "10.42.0.7:8000"}).status_code == 403
+
+
+def test_host_that_is_no_host_is_no_error_of_the_server(model: Path) -> None:
+    with running(options_for(model, api_keys=["sk-one"])) as server, httpx.Client(base_url=server.url) as client:
+        for host in ("[", "[::1", "]", "a:b:c", ""):
+            for path, status in (("/health", 200), ("/health/", 307), ("/nothing", 404), ("/v1/models", 401)):
+                assert client.get(path, headers={"Host": host}).status_code == status
 
 
 def test_no_auth_serves_every_host_but_no_foreign_page(model: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from posttrain.apps.serve.canary import CANARY
 from posttrain.apps.serve.jobs import chat_job, choices_of, completion_job
-from posttrain.apps.serve.options import is_loopback
+from posttrain.apps.serve.options import host_of, is_ip_address, is_loopback
 from posttrain.apps.serve.protocol import (
     ApiError,
     ChatBody,
@@ -55,7 +54,7 @@ def create_app(service: Service) -> Starlette:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         return await api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
     async def crash(_request: Request, error: Exception) -> Response:
@@ -81,11 +80,13 @@ class _OneLength:
 
 
 def _routes(service: Service) -> list[Route]:
-    async def health(_request: Request) -> Response:
+    async def health(request: Request) -> Response:
+        _refuse_foreign_pages(service, request, is_probe=True)
         body = _health(service)
         return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        _refuse_foreign_pages(service, request, is_probe=True)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: Request) -> Response:
@@ -140,19 +141,23 @@ def _authorise(service: Service, request: Request) -> None:
         )
 
 
-def _refuse_foreign_pages(service: Service, request: Request) -> None:
+def _refuse_foreign_pages(service: Service, request: Request, *, is_probe: bool = False) -> None:
     """Without a key, a web page could use the server through the browser of somebody who can reach it.
 
     Browsers send the requesting page in `Origin`. With DNS rebinding the `Host` is that of the attacking page, so a
-    local server accepts only the names of this machine.
+    local server accepts only the names of this machine. Probes may also use an IP address, as those of Kubernetes do:
+    no DNS record is involved.
     """
+    if service.api_keys:
+        return
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     if origin is not None and origin.lower().partition("://")[2] != host.lower():
         raise ApiError(
             403, f"requests from the page {origin} are refused by a server without a key", code="foreign_origin"
         )
-    if not service.no_auth and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+    name = host_of(host)
+    if not (service.no_auth or is_loopback(name) or (is_probe and is_ip_address(name))):
         raise ApiError(
             403, f"Host is {host!r}: a server without a key answers to localhost only; set a key", code="foreign_host"
         )

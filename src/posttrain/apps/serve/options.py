@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from posttrain.apps.options import Option, check_ranges
 from posttrain.apps.serve.canary import CanaryRules
@@ -91,7 +92,20 @@ class ServeOptions:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
+    return ipaddress.ip_address(host).is_loopback if is_ip_address(host) else host.lower() == "localhost"
+
+
+def is_ip_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        return host.lower() == "localhost"
+        return False
+    return True
+
+
+def host_of(header: str) -> str:
+    """The host in a `Host` header, without the port; empty if it names none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # such as "["
+        return ""
