@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posttrain.data.errors import DataError
+from posttrain.data.errors import DataError, refuse_half_pairs
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.types import Message
@@ -319,20 +319,60 @@ class ChatFormat:
             return []
         try:
             encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        except TypeError as error:
-            raise _explained(error, texts) from error
+        except TypeError:  # for half of a surrogate pair, among others
+            for text in texts:
+                refuse_half_pairs(text)
+            raise
         return list(encoded["input_ids"])
 
 
-def _explained(error: TypeError, texts: Sequence[str]) -> Exception:
-    """JSON can contain lone surrogates, which are invalid text; tokenizers raise a TypeError for them."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as broken:
-            near = text[max(0, broken.start - 30) : broken.end + 30]
-            return DataError(f"a text is not valid Unicode: half of a surrogate pair in {near!r}")
-    return error
+class WholeChatFormat(ChatFormat):
+    """Conversations as a reward model reads them: whole, exactly as the chat template writes them.
+
+    A language model is trained up to the end of its turn, because sampling stops there. A reward model reads finished
+    conversations, and its users (`transformers`, TRL, vLLM) pass it `apply_chat_template` of all messages, which
+    often prints something after the last turn. The score is read at the last token, so this suffix must be present.
+    The end of the prompt has no meaning here: it is the prefix shared by answers to the same prompt, computed once.
+    """
+
+    @property
+    def last_token_ids(self) -> tuple[int, ...]:
+        _, response = self.turn([{"role": "user", "content": "?"}], "!")
+        return tuple(dict.fromkeys([*self.stop_token_ids, response[-1]]))
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        parent = super().fingerprints
+        return {**parent, "template": sha256_of(f"whole {parent['template']}")}
+
+    def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
+        if self.template is None:
+            return super().render_turn(prompt_messages, response)
+        whole = self._write([*prompt_messages, {"role": "assistant", "content": response}], opens_answer=False)
+        opened = self.render(prompt_messages)
+        if not whole.startswith(opened):  # a template that writes a finished turn in another way than an open one
+            finished = self._write([*prompt_messages, {"role": "assistant", "content": "x"}], opens_answer=False)
+            opened = opened[: shared_length(opened, finished)]
+        if not opened or not whole.startswith(opened) or whole == opened:
+            raise DataError("the chat template writes nothing that the answers to one prompt share")
+        return opened, whole[len(opened) :]
+
+    def split_turns(self, turns: Sequence[tuple[str, str]]) -> list[EncodedTurn]:
+        """Tokens of the whole text, cut after the last token that all answers to one prompt share with the prompt."""
+        wholes = self._encode([before + answer for before, answer in turns])
+        distinct = list(dict.fromkeys(before for before, _ in turns))
+        shared = dict(zip(distinct, self._encode(distinct), strict=True))
+        for (before, _), whole in zip(turns, wholes, strict=True):
+            shared[before] = shared[before][: shared_length(shared[before], whole[:-1])]
+        return [
+            EncodedTurn(shared[before], whole[len(shared[before]) :], crossed=False)
+            for (before, _), whole in zip(turns, wholes, strict=True)
+        ]
+
+
+def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many items, or characters, both start with."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def is_answer(message: Message) -> bool:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Generic
 
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, WholeChatFormat
 from posttrain.data.entries import Entries, Entry, Section, read_entries
 from posttrain.data.errors import DataError
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
     RESPONSE_DATASETS,
-    PreferenceSpec,
-    ResponseSpec,
+    NamedDataset,
     preference_spec,
     response_spec,
 )
 from posttrain.data.packed_file import PackedFile
-from posttrain.data.readers import ExampleReader, Item, JudgedReader, Numbered, Outcome, PairReader, TaskReader
+from posttrain.data.preference_shapes import read_judgements
+from posttrain.data.readers import (
+    ExampleReader,
+    Item,
+    JudgedReader,
+    Numbered,
+    Outcome,
+    PairReader,
+    TaskReader,
+    preference_keys,
+)
 from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.sources import Row
 from posttrain.data.trace_datasets import JudgedTraceRows, RecordedReader, RecordedRows, TracePairRows
-from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Example, Judged, Pair, Task
 
 ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
@@ -103,7 +112,8 @@ def load_judged_dataset(
             reader = JudgedReader(entry, chat, max_total_tokens, traces.judge)
             loading.add(entry, known, reader.read, traces.rows(), traces.left_out)
         else:
-            loading.add(entry, known, JudgedReader.of_columns(entry, spec, chat, max_total_tokens).read)
+            judge = partial(read_judgements, keys=preference_keys(entry, spec))
+            loading.add(entry, known, JudgedReader(entry, chat, max_total_tokens, judge).read)
     return loading.finished()
 
 
@@ -141,7 +151,7 @@ class _Loading(Generic[Item]):
     def add(
         self,
         entry: Entry,
-        known: ResponseSpec | PreferenceSpec | None,
+        known: NamedDataset | None,
         read: Callable[[Sequence[Numbered]], list[Outcome[Item]]],
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
@@ -154,7 +164,7 @@ class _Loading(Generic[Item]):
         self._gather(entry, name, (outcome for chunk in chunks for outcome in read(chunk)), left_out)
 
     def add_packed(
-        self: _Loading[Pair], entry: Entry, known: PreferenceSpec | None, file: PackedFile, max_total_tokens: int
+        self: _Loading[Pair], entry: Entry, known: NamedDataset | None, file: PackedFile, max_total_tokens: int
     ) -> None:
         name = _label(entry, known)
         # Packs of several files get distinct numbers.
@@ -195,7 +205,7 @@ class _Loading(Generic[Item]):
         return RowDataset(name, self._table, self._rows, self._dropped, self._hold_outs, self._noted)
 
 
-def _label(entry: Entry, known: ResponseSpec | PreferenceSpec | None) -> str:
+def _label(entry: Entry, known: NamedDataset | None) -> str:
     """A short display name: the configured one, the dataset's, or that of its file."""
     if entry.name:
         return entry.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -12,24 +11,11 @@ from posttrain.config.base import explain_errors
 from posttrain.config.data import DatasetConfig
 from posttrain.data.conversations import PromptFiles
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import named_path
+from posttrain.data.named_datasets import NamedDataset, named_path
 from posttrain.data.sources import Row, read_hub, read_local
 
 Section = DatasetConfig | Mapping[str, object]
 Entries = Section | Sequence[Section] | None
-
-
-class HubDataset(Protocol):
-    """Where a named dataset is on the hub."""
-
-    @property
-    def hub(self) -> str | None: ...
-
-    @property
-    def subsets(self) -> tuple[str | None, ...]: ...
-
-    @property
-    def split(self) -> str: ...
 
 
 class Entry(DatasetConfig):
@@ -56,7 +42,7 @@ class Entry(DatasetConfig):
             raise DataError(f"{self.dataset_name} has no data of its own: point `data_path` at a file or folder")
         return self.data_path
 
-    def rows(self, known: HubDataset | None) -> Iterator[Row]:
+    def rows(self, known: NamedDataset | None) -> Iterator[Row]:
         """The rows, from local files where the entry names some, otherwise from the hub."""
         if self.data_path or (known is None and self.local_path):
             default_split = known.split if known else "train"

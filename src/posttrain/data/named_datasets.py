@@ -57,7 +57,8 @@ def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
         if row.get("messages") is not None:
             yield row  # conversations already assembled
         elif row.get("prompt") is not None:
-            yield from _best_conversation(_within(row.field("prompt"), row), _replies_inside)
+            root = _within(row.field("prompt"), row)
+            yield from _best_conversation(root, lambda one: [_within(r, one) for r in one.get("replies") or []])
         elif row.get("parent_id") is None:
             roots.append(row)
         else:
@@ -68,10 +69,6 @@ def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
 
 def _within(values: Any, tree: Row) -> Row:
     return Row(values, tree.origin, tree.number)
-
-
-def _replies_inside(message: Row) -> list[Row]:
-    return [_within(values, message) for values in message.get("replies") or []]
 
 
 def _best_conversation(root: Row, replies_to: Callable[[Row], Sequence[Row]]) -> Iterator[Row]:
@@ -91,14 +88,20 @@ def _best_conversation(root: Row, replies_to: Callable[[Row], Sequence[Row]]) ->
 
 
 @dataclass(frozen=True)
-class ResponseSpec:
-    """Questions with a checkable answer. Of several field names the first that a row has is used."""
+class NamedDataset:
+    """Its names, and where it is on the hub."""
 
     name: str
     aliases: tuple[str, ...] = ()
     hub: str | None = None
     subsets: tuple[str | None, ...] = (None,)
     split: str = "train"
+
+
+@dataclass(frozen=True)
+class ResponseSpec(NamedDataset):
+    """Questions with a checkable answer. Of several field names the first that a row has is used."""
+
     question: tuple[str, ...] = ("problem", "question")
     answer: tuple[str, ...] | Callable[[Row], str] = ("answer",)
     solution: tuple[str, ...] = ()  # the worked solution, which supervised tuning learns; else the answer
@@ -181,17 +184,12 @@ RESPONSE_DATASETS = (
 
 
 @dataclass(frozen=True)
-class PreferenceSpec:
+class PreferenceSpec(NamedDataset):
     """Two answers to one prompt. The shape of a row is recognised, so a name mostly decides where the rows are.
 
     `kind` "traces" makes pairs of labelled traces; "packed" is a file that `posttrain data pack` wrote.
     """
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    hub: str | None = None
-    subsets: tuple[str | None, ...] = (None,)
-    split: str = "train"
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
@@ -230,7 +228,7 @@ REFUSED_DATASETS = {
     "arrow_text": "posttrain does not read .arrow files; save them with `datasets` as .parquet and give `data_path`",
 }
 
-Spec = TypeVar("Spec", bound=ResponseSpec | PreferenceSpec)
+Spec = TypeVar("Spec", bound=NamedDataset)
 
 
 def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:
@@ -273,31 +271,28 @@ def response_spec(entry: DatasetConfig, *, needs_reference: bool) -> ResponseSpe
 
     `needs_reference`: the run samples answers that are checked.
     """
-    name = entry.dataset_name or ""
-    found = find_spec(name, RESPONSE_DATASETS)
-    reason = unreadable(name)
-    if found is None and find_spec(name, PREFERENCE_DATASETS) is not None:
-        reason = reason or "it holds preferences; use it with `posttrain dpo` or `posttrain rm`"
+    instead = "it holds preferences; use it with `posttrain dpo` or `posttrain rm`"
+    found = _accepted(entry, RESPONSE_DATASETS, PREFERENCE_DATASETS, instead, also=(TRACE_GROUPS,))
     if needs_reference and entry.output_key is None and found is not None and not found.is_checkable:
-        reason = reason or "it has conversations without an answer to check; use it with `posttrain sft`"
-    return _accepted(entry, found, reason, RESPONSE_DATASETS, also=(TRACE_GROUPS,))
+        reason = "it has conversations without an answer to check; use it with `posttrain sft`"
+        raise DataError(f"dataset {entry.dataset_name!r}: {reason}")
+    return found
 
 
 def preference_spec(entry: DatasetConfig) -> PreferenceSpec | None:
     """The same for a run that learns from preferences."""
-    name = entry.dataset_name or ""
-    found = find_spec(name, PREFERENCE_DATASETS)
-    reason = unreadable(name)
-    if found is None and find_spec(name, RESPONSE_DATASETS) is not None:
-        reason = reason or "it has no preferences; use it with `posttrain grpo` or `posttrain sft`"
-    return _accepted(entry, found, reason, PREFERENCE_DATASETS)
+    instead = "it has no preferences; use it with `posttrain grpo` or `posttrain sft`"
+    return _accepted(entry, PREFERENCE_DATASETS, RESPONSE_DATASETS, instead)
 
 
 def _accepted(
-    entry: DatasetConfig, found: Spec | None, reason: str | None, specs: Sequence[Spec], also: Sequence[str] = ()
+    entry: DatasetConfig, specs: Sequence[Spec], others: Sequence[NamedDataset], instead: str, also: Sequence[str] = ()
 ) -> Spec | None:
-    """`found`; DataError if there is a reason against it, or the name is neither known nor a path nor on the hub."""
-    name = entry.dataset_name
+    """The one of `specs` with this name; DataError for a name that is refused, one of `others`, or not known, no path
+    and not on the hub."""
+    name = entry.dataset_name or ""
+    found = find_spec(name, specs)
+    reason = unreadable(name) or (instead if found is None and find_spec(name, others) is not None else None)
     if reason is not None:
         raise DataError(f"dataset {name!r}: {reason}")
     if found or not name or "/" in name or (not entry.data_path and named_path(entry)):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
+from posttrain.data.chat import shared_length
 from posttrain.data.conversations import as_messages, as_prompt, as_text, is_conversation, shown
 from posttrain.data.errors import DataError
 from posttrain.data.reward_values import NEEDED, is_reward
@@ -103,7 +103,8 @@ def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
             if any(transcript[-1]["role"] != "assistant" for transcript in transcripts):
                 return Preference("", chosen, rejected, NO_ANSWER)
             chosen, rejected = transcripts
-        elif shared := _shared_start(chosen, rejected):
+        # As TRL finds an implicit prompt: the space before the first different word is not in it.
+        elif shared := chosen[: shared_length(chosen, rejected)].removesuffix(" "):
             start = len(shared)
             return Preference(shared, chosen[start:], rejected[start:], problem, True, *rewards)
 
@@ -219,14 +220,6 @@ def _from_helpsteer(row: Row) -> Preference:
         chosen_reward=abs(preference),
         rejected_reward=0.0,
     )
-
-
-def _shared_start(chosen: str, rejected: str) -> str:
-    """What both texts start with, as TRL finds an implicit prompt: the space before the first different word is not in
-    it."""
-    same = sum(1 for _ in takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False)))
-    shared = chosen[:same]
-    return shared[:-1] if shared.endswith(" ") else shared
 
 
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")

@@ -15,14 +15,7 @@ from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
 from posttrain.data.named_datasets import PreferenceSpec, ResponseSpec
-from posttrain.data.preference_shapes import (
-    TIE,
-    Judgement,
-    Preference,
-    PreferenceKeys,
-    read_judgements,
-    read_preference,
-)
+from posttrain.data.preference_shapes import TIE, Judgement, Preference, PreferenceKeys, read_preference
 from posttrain.data.sources import Row
 from posttrain.types import Example, Judged, Message, Pair, Task
 
@@ -269,11 +262,6 @@ class JudgedReader(_StatedReader):
     ) -> None:
         super().__init__(entry, chat, max_total_tokens)
         self._judge = judge
-
-    @classmethod
-    def of_columns(cls, entry: Entry, spec: PreferenceSpec, chat: ChatFormat, max_total_tokens: int) -> JudgedReader:
-        keys = preference_keys(entry, spec)
-        return cls(entry, chat, max_total_tokens, lambda row: read_judgements(row, keys))
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Judged]]:
         judged = [(name, row, judgement) for name, row in rows for judgement in self._judge(row)]

@@ -165,15 +165,6 @@ class RowDataset(Generic[Item]):
             summary.update(self._table.digest(int(row)))
         return summary.hexdigest()
 
-    def split(self, validation_size: float, seed: int) -> tuple[Self, Self]:
-        """Training rows and validation rows: a share of them below 1, otherwise a number.
-
-        Equal rows stay together, and so do the judgements of one prompt, which may make it a few rows more: validation
-        on a prompt that was trained on would be biased.
-        """
-        training, validation = self._divide(range(len(self)), validation_size, seed)
-        return self._part(training, self.dropped, self.noted), self._part(validation)
-
     def held_out(self) -> tuple[Self, Self | None]:
         """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any
         back."""
@@ -186,9 +177,15 @@ class RowDataset(Generic[Item]):
             validation += held
         if not validation:
             return self, None
-        return self._part(training, self.dropped, self.noted), self._part(validation)
+        rest = type(self)(self.name, self._table, self._rows[training], self.dropped, noted=self.noted)
+        return rest, type(self)(self.name, self._table, self._rows[validation])
 
     def _divide(self, positions: Sequence[int], size: float, seed: int) -> tuple[list[int], list[int]]:
+        """Training rows and validation rows: a share of them below 1, otherwise a number.
+
+        Equal rows stay together, and so do the judgements of one prompt, which may make it a few rows more: validation
+        on a prompt that was trained on would be biased.
+        """
         digests = [self._table.digest(int(self._rows[position])) for position in positions]
         units = [
             self._table.prompt_of(int(self._rows[position])) or digest
@@ -215,14 +212,6 @@ class RowDataset(Generic[Item]):
         first = {digest: position for position, digest in reversed(list(zip(positions, digests, strict=True)))}
         return training, sorted(first[digest] for unit in chosen for digest in members[unit])
 
-    def _part(
-        self,
-        positions: Sequence[int],
-        dropped: Mapping[str, int] | None = None,
-        noted: Mapping[str, int] | None = None,
-    ) -> Self:
-        return type(self)(self.name, self._table, self._rows[list(positions)], dropped, noted=noted)
-
 
 class Stream(Generic[Item]):
     """Iterates over a dataset endlessly; (seed, epoch) determines the order of each epoch. Its position is part of a
@@ -241,11 +230,6 @@ class Stream(Generic[Item]):
     def position(self) -> int:
         """Items handed out so far."""
         return self._position
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes through the dataset so far."""
-        return self._position // len(self._dataset)
 
     def take(self, count: int) -> list[Item]:
         """The next `count` items. `draw` of each is its position in the stream, unique in a run."""

@@ -24,7 +24,7 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from posttrain.data.errors import DataError, nearest
+from posttrain.data.errors import DataError, nearest, refuse_half_pairs
 from posttrain.data.hub_requests import ask_hub
 from posttrain.errors import STORAGE_FAULTS, reason_of
 from posttrain.files.json_files import JsonMapping, parse_json
@@ -55,7 +55,7 @@ class Row:
         """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the
         name."""
         for name in names:
-            value = self._reach(name)
+            value = self.get(name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise DataError(f"{self.where}: {name!r} is {value}; every row needs a value")
             if value is not None:
@@ -70,9 +70,6 @@ class Row:
         raise DataError(f"{self.where}: no key {wanted}{hint}; the row has the keys {keys}{remedy}")
 
     def get(self, name: str) -> Any:
-        return self._reach(name)
-
-    def _reach(self, name: str) -> Any:
         if name in self.values:
             return self.values[name]
         value: Any = self.values
@@ -98,34 +95,30 @@ def read_local(
             f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"
         )
     with explained(path):
-        yield from _read_local(path, split, subset, default_split)
-
-
-def _read_local(path: str, split: str | None, subset: str | None, default_split: str) -> Iterator[Row]:
-    filesystem, root = filesystem_of(path)
-    if any(character in root for character in "*?"):
-        files = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(FORMATS))
-        if not files:
-            raise DataError(f"no data file matches {path}")
-    elif filesystem.isdir(root):
-        if subset and filesystem.isdir(f"{root}/{subset}"):
-            root = f"{root}/{subset}"
-        elif subset:
-            raise DataError(f"{path}: no folder for the subset {subset!r}")
-        if filesystem.exists(f"{root}/state.json") or filesystem.exists(f"{root}/dataset_dict.json"):
-            yield from _saved_to_disk(root, split or default_split)
-            return
-        files = _files_of_split(filesystem, root, split, default_split)
-    elif filesystem.exists(root):
-        if subset:
-            raise DataError(f"{path} is a single file and has no subset {subset!r}; remove the key `subset`")
-        files = [root]
-    else:
-        raise DataError(not_found(path))
-    for file in files:
-        # Shown as the user wrote it: fsspec makes local paths absolute.
-        shown = path.rstrip("/") + file[len(root) :] if file.startswith(root) else file
-        yield from read_file(filesystem, file, shown)
+        filesystem, root = filesystem_of(path)
+        if any(character in root for character in "*?"):
+            files = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(FORMATS))
+            if not files:
+                raise DataError(f"no data file matches {path}")
+        elif filesystem.isdir(root):
+            if subset and filesystem.isdir(f"{root}/{subset}"):
+                root = f"{root}/{subset}"
+            elif subset:
+                raise DataError(f"{path}: no folder for the subset {subset!r}")
+            if filesystem.exists(f"{root}/state.json") or filesystem.exists(f"{root}/dataset_dict.json"):
+                yield from _saved_to_disk(root, split or default_split)
+                return
+            files = _files_of_split(filesystem, root, split, default_split)
+        elif filesystem.exists(root):
+            if subset:
+                raise DataError(f"{path} is a single file and has no subset {subset!r}; remove the key `subset`")
+            files = [root]
+        else:
+            raise DataError(not_found(path))
+        for file in files:
+            # Shown as the user wrote it: fsspec makes local paths absolute.
+            shown = path.rstrip("/") + file[len(root) :] if file.startswith(root) else file
+            yield from read_file(filesystem, file, shown)
 
 
 def read_file(
@@ -342,7 +335,7 @@ def _parse(text: str, where: str) -> Any:
     try:
         value = parse_json(text)
         if "\\ud" in text or "\\uD" in text:
-            _refuse_half_pairs(value, where)
+            refuse_half_pairs(json.dumps(value, ensure_ascii=False), f"{where}: ")
         return value
     except DataError:
         raise
@@ -350,15 +343,6 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(f"{where}: broken JSON at column {error.colno}: {error.msg}") from error
     except ValueError as error:
         raise DataError(f"{where}: broken JSON: {error}") from error
-
-
-def _refuse_half_pairs(value: object, where: str) -> None:
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 30) : error.end + 30]
-        raise DataError(f"{where}: a text is not valid Unicode: half of a surrogate pair in {near!r}") from error
 
 
 def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:

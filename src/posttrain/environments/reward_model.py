@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.config.rewards import RewardModelRewardConfig
+from posttrain.data.chat import WholeChatFormat, shared_length
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.data.reward_values import NEEDED, is_reward
-from posttrain.data.whole_chat import WholeChatFormat, shared_length
 from posttrain.environments.settings import RewardSettings
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
@@ -159,7 +159,7 @@ def _sharing_batch(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Ids])
     prompt_of = [0] * len(sequences)
     for index, rows in enumerate(groups.values()):
         first = sequences[rows[0]]
-        length = min(min(shared_length(first, sequences[row]), len(sequences[row]) - 1) for row in rows)
+        length = min(shared_length(first, sequences[row][:-1]) for row in rows)
         shared.append(first[: max(length, 1)])
         for row in rows:
             prompt_of[row] = index

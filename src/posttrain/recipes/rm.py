@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from posttrain.algorithms.rm import RewardModelTraining
 from posttrain.config.runs import RmRunConfig
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, WholeChatFormat
 from posttrain.data.datasets import load_pair_dataset
 from posttrain.data.row_dataset import Stream
-from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
 from posttrain.reporting.presentation import Presentation

@@ -271,6 +271,7 @@ def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, "Input/output error", "rows.jsonl")
         yield
 
-    monkeypatch.setattr(sources, "_read_local", failing)
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.setattr(sources, "read_file", failing)
     with pytest.raises(OSError, match="Input/output error"):
         list(read_local(str(tmp_path / "rows.jsonl")))

@@ -16,12 +16,11 @@ from chat_tokenizers import CHATML, TWO_ENDS, byte_tokenizer
 from pyarrow import parquet
 
 from posttrain.cli.main import main
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, WholeChatFormat
 from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.packed_file import Packing, pair_cost, read_header, write_packed
 from posttrain.data.row_dataset import Stream
-from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Pair
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))

@@ -57,14 +57,10 @@ def test_merges_are_counted_by_rows_and_the_rows_are_used(tmp_path: Path) -> Non
     assert len({pair.prompt_ids for pair in pairs}) == 1
     answers = load_judged_dataset(entry, None, MERGING, max_total_tokens=99, seed=0)
     assert (len(answers), answers.noted) == (6, {MERGED: 3})
-    more = load_pair_dataset(
-        write(tmp_path, [*rows, {"prompt": "B", "chosen": "yes", "rejected": "no"}]),
-        None,
-        MERGING,
-        max_total_tokens=99,
-        seed=0,
-    )
-    kept, held_out = more.split(1, 0)
+    entry = write(tmp_path, [*rows, {"prompt": "B", "chosen": "yes", "rejected": "no"}])
+    entry["split_validation_size"] = 1
+    kept, held_out = load_pair_dataset(entry, None, MERGING, max_total_tokens=99, seed=0).held_out()
+    assert held_out is not None
     assert (kept.noted, held_out.noted) == ({MERGED: 2}, {})
 
 

@@ -164,18 +164,25 @@ def test_fingerprint_is_of_the_content_and_its_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "expected"), [(0.25, 5), (7, 7), (1, 1), (0.001, 1)])
 def test_split_takes_a_share_or_a_number_of_rows(tmp_path: Path, size: float, expected: int) -> None:
-    tasks = load({"data_path": numbered(tmp_path / "a.jsonl", 20)})
-    train, validation = tasks.split(size, seed=3)
+    path = numbered(tmp_path / "a.jsonl", 20)
+    tasks, (train, validation) = load({"data_path": path}), split(path, size, seed=3)
     assert len(validation) == expected
     assert sorted(references(train) + references(validation)) == sorted(references(tasks))
     assert [task.draw for task in validation] == list(range(expected))
-    assert references(tasks.split(size, seed=3)[1]) == references(validation)
-    assert references(tasks.split(10, seed=1)[1]) != references(tasks.split(10, seed=2)[1])
+    assert references(split(path, size, seed=3)[1]) == references(validation)
+    assert references(split(path, 10, seed=1)[1]) != references(split(path, 10, seed=2)[1])
+
+
+def split(path: str, size: float, seed: int, repeat: int = 1) -> tuple[TaskDataset, TaskDataset]:
+    entry = {"data_path": path, "split_validation_size": size, "seed": seed, "repeat": repeat}
+    train, validation = load(entry).held_out()
+    assert validation is not None
+    return train, validation
 
 
 def test_split_never_puts_equal_rows_on_both_sides(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": f"{index % 10}?", "output": str(index % 10)} for index in range(30)])
-    train, validation = load({"data_path": path, "repeat": 2}).split(3, seed=0)
+    train, validation = split(path, 3, seed=0, repeat=2)
     assert len(validation) == 3
     assert len(train) == 60 - 3 * 6
     assert not set(references(train)) & set(references(validation))
@@ -183,9 +190,9 @@ def test_split_never_puts_equal_rows_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [20, 25, 0.99])
 def test_split_that_leaves_nothing_is_refused(tmp_path: Path, size: float) -> None:
-    tasks = load({"data_path": numbered(tmp_path / "a.jsonl", 20)})
+    path = numbered(tmp_path / "a.jsonl", 20)
     with pytest.raises(DataError, match="leaves nothing to train on"):
-        tasks.split(size, seed=0)
+        split(path, size, seed=0)
 
 
 def test_each_entry_holds_out_its_own_share(tmp_path: Path) -> None:

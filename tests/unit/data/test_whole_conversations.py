@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import CHATML, THINKING, TWO_ENDS, byte_tokenizer
 
-from posttrain.data.chat import ChatFormat
-from posttrain.data.whole_chat import WholeChatFormat
+from posttrain.data.chat import ChatFormat, WholeChatFormat
 
 QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1 + 1?"}]
 MERGES = (("Ċ", "Ċ"), ("Ċ", "a"), ("b", "<"))  # across the line break that opens an answer

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
+from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, unreadable
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -32,13 +32,9 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedDataset):
     """Of several field names the first that a row has is used."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    hub: str | None = None
-    subsets: tuple[str | None, ...] = (None,)
     split: str = "test"
     question: tuple[str, ...] = ("problem", "question")
     answer: tuple[str, ...] | Callable[[Row], object] = ("answer",)

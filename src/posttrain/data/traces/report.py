@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from posttrain.data.reward_values import MAX_REWARD
 from posttrain.files.json_files import JsonObject
@@ -49,10 +50,7 @@ class Tally:
 
     def add(self, count: int, places: Iterable[str] = ()) -> None:
         self.count += count
-        for place in places:
-            if len(self.examples) >= EXAMPLES_PER_REASON:
-                break
-            self.examples.append(place)
+        self.examples += islice(places, EXAMPLES_PER_REASON - len(self.examples))
 
 
 @dataclass

@@ -54,11 +54,6 @@ class TraceGroup:
     def rewards(self) -> list[float]:
         return [trace.reward for trace in self.traces]
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether the rewards differ. A group with equal rewards has no learning signal."""
-        return len(set(self.rewards)) > 1
-
 
 @dataclass(frozen=True)
 class TraceColumns:
