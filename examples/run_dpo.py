@@ -2,7 +2,7 @@
 
 import sys
 
-from posttrain.cli.train_command import run_as_script
+from posttrain.cli.main import run_as_script
 
 if __name__ == "__main__":
     sys.exit(run_as_script("dpo"))

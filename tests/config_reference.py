@@ -16,8 +16,7 @@ from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.gate import GateConfig
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.config.reward_base import RewardConfig
-from posttrain.config.rewards import REWARD_TYPES
+from posttrain.config.rewards import REWARD_TYPES, RewardConfig
 from posttrain.config.runs import RUN_CONFIGS
 
 KINDS = ("grpo", "dpo", "rm", "sft")

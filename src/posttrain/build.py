@@ -25,11 +25,10 @@ from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.files.digests import digest
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
-from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
-from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.orchestration.workers import RankLayout, WorkerGroup, call_all, start_workers
 from posttrain.policy.hardware import peak_flops
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup

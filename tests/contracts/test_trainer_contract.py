@@ -15,10 +15,9 @@ from tiny_runs import grpo, save_data, save_model
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.orchestration.failures import WorkerDiedError
-from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
-from posttrain.orchestration.workers import LocalWorker, WorkerGroup
+from posttrain.orchestration.workers import LocalWorker, RankLayout, WorkerGroup, start_workers
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.policy.trainer import RankSetup
 from posttrain.roles import Engine, Trainer

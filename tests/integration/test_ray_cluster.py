@@ -123,7 +123,7 @@ def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
 
 
 START = (
-    "from posttrain.orchestration.launch import RankLayout, start_workers; start_workers(int, RankLayout({}), 'auto')"
+    "from posttrain.orchestration.workers import RankLayout, start_workers; start_workers(int, RankLayout({}), 'auto')"
 )
 
 

@@ -17,10 +17,9 @@ from posttrain.algorithms.batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
 from posttrain.config.dpo import LOSSES
 from posttrain.data.packing import MicroBatching
-from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import build_rank
 from posttrain.orchestration.sharded import ShardedTrainer
-from posttrain.orchestration.workers import LocalWorker
+from posttrain.orchestration.workers import LocalWorker, RankLayout, start_workers
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import FILE_NAME
 from posttrain.policy.trainer import PolicyTrainer, RankSetup

@@ -139,10 +139,3 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.html is not None and not args.json:
         print(f"\n  page  {args.html}")
     return 0
-
-
-def run_as_script() -> int:
-    """For `examples/run_eval.py`: the same arguments without naming the command."""
-    from posttrain.cli.main import main
-
-    return main(["eval", *sys.argv[1:]])

@@ -1,11 +1,12 @@
 """`posttrain`: parses the command line, runs the command, and turns its outcome into an exit code.
 
-A command is imported when it is chosen, and its heavy imports happen once its input is checked: `--help` answers at
-once, and so does a refusal.
+The commands that train, `posttrain grpo` and the other kinds of run, are here. Another command is imported when it is
+chosen, and heavy imports happen once the input is checked: `--help` answers at once, and so does a refusal.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import sys
@@ -74,10 +75,26 @@ Ctrl-C after saving · 1 crash, lost record, or output that could not be written
 command resumes the run; `posttrain status FOLDER` shows why it ended.
 """
 
+TRAINING_EPILOG = """\
+settings are given as key=value, with the names that NeMo RL uses:
+
+  posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
+
+What is typed often has a short name, also as an option (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
+  model, data, lr, lora, steps, epochs, batch_size, max_length, seed, folder, precision{of_kind}
+policy.model_name may be the folder of a run: its newest checkpoint.
+`posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
+(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
+the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
+gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
+One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
+"""
+TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, if there is one"
+
 
 # The function in this package that adds the arguments of a command, and its line of help.
 COMMANDS = {
-    **{kind: ("train_command.add_training", described.summary) for kind, described in KINDS.items()},
+    **{kind: ("main.add_training", described.summary) for kind, described in KINDS.items()},
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
     "demo": (
         "start_commands.add_demo",
@@ -131,15 +148,58 @@ def build_parser() -> OverridesParser:
 def _fill(function: str, parser: OverridesParser) -> None:
     from posttrain.models.accepted_names import connect_registry
 
-    connect_registry(_registered)  # registry:NAME@STAGE may be named as a model in every command
+    def resolve(reference: str, registry: str | None) -> RegisteredVersion:
+        from posttrain.apps.ship.registry import resolve_version
+
+        return resolve_version(reference, registry=registry)
+
+    connect_registry(resolve)  # registry:NAME@STAGE may be named as a model in every command
     module, _, name = function.partition(".")
     getattr(import_module(f"posttrain.cli.{module}"), name)(parser)
 
 
-def _registered(reference: str, registry: str | None) -> RegisteredVersion:
-    from posttrain.apps.ship.registry import resolve_version
+def add_training(parser: OverridesParser) -> None:
+    from posttrain.config.command_line import ALIASES_OF_KIND, short_names
 
-    return resolve_version(reference, registry=registry)
+    kind = parser.prog.split()[-1]
+    further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
+    of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
+    parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)
+    parser.short_names = short_names(kind)
+    parser.config_file()
+    parser.switch("--verbose", "on a terminal: the whole block of every step, as in logs/train.log")
+    parser.switch("--quiet", "print warnings, errors and the end result only")
+    parser.switch(
+        "--resume-with-changes",
+        "resume the run in the folder although training settings differ; the changes are recorded",
+    )
+    parser.switch(
+        "--restart", "begin at step 1 after moving the run in the folder, with its checkpoints, to earlier_NNN/ in it"
+    )
+    parser.words()
+    parser.set_defaults(run=partial(train, kind), interrupted=TRAINING_INTERRUPTED, output_is_result=False)
+
+
+def train(kind: str, args: argparse.Namespace) -> int:
+    from posttrain.apps.train import WITH_APPS
+    from posttrain.config import load_config
+    from posttrain.run import start_run
+
+    code, _ = start_run(
+        kind,
+        lambda extra: load_config(kind, args.config, [*args.words, *extra]),
+        accept_changes=args.resume_with_changes,
+        restart=args.restart,
+        quiet=args.quiet,
+        verbose=args.verbose,
+        extensions=WITH_APPS,
+    )
+    return code
+
+
+def run_as_script(*command: str) -> int:
+    """For `examples/run_*.py`: the same arguments without naming the command."""
+    return main([*command, *sys.argv[1:]])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,13 +22,13 @@ wrong, then improve it with GRPO. Shows accuracy on unseen problems before and a
 
 
 def add_demo(parser: OverridesParser) -> None:
-    from posttrain.cli.train_command import INTERRUPTED
+    from posttrain.cli.main import TRAINING_INTERRUPTED
 
     parser.description = DEMO
     parser.option("--folder", "where everything goes", default=Path("results/demo"))
     parser.option("--seed", "another seed makes another model and other problems", default=1)
     parser.option("--steps N", "steps of GRPO, instead of the usual number", type=int)
-    parser.set_defaults(run=_demo, interrupted=INTERRUPTED, output_is_result=False)
+    parser.set_defaults(run=_demo, interrupted=TRAINING_INTERRUPTED, output_is_result=False)
 
 
 def _demo(args: argparse.Namespace) -> int:

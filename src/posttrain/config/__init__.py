@@ -5,26 +5,24 @@ devices.
 """
 
 from posttrain.config.base import ConfigError
-from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
 from posttrain.config.dpo import DpoConfig, DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.generation import GenerationConfig, NativeConfig
-from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig
+from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig, LossFnConfig
 from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.loader import LoadedConfig, guess_kind, load_config
-from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
-from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import (
     DtensorConfig,
+    GenerationConfig,
     GrpoPolicyConfig,
     LoraConfig,
+    NativeConfig,
     OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
     TokenizerConfig,
 )
-from posttrain.config.run_config import RunConfig
+from posttrain.config.run_config import CheckpointingConfig, ClusterConfig, LoggerConfig, RunConfig
 from posttrain.config.runs import ALL_KINDS, KINDS, Kind, SftConfig, SftRunConfig
 
 __all__ = [

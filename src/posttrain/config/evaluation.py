@@ -20,9 +20,8 @@ from posttrain.config.base import (
     setting,
 )
 from posttrain.config.data import EnvironmentConfig
-from posttrain.config.generation import NativeConfig, Temperature, TopK, TopP, VllmConfig
-from posttrain.config.logger_and_cluster import ClusterConfig
-from posttrain.config.policy import TokenizerConfig
+from posttrain.config.policy import NativeConfig, Temperature, TokenizerConfig, TopK, TopP, VllmConfig
+from posttrain.config.run_config import ClusterConfig
 
 
 class EvalConfig(Section):

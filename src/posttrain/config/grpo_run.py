@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from posttrain.config.base import IsSetByUser, setting
 from posttrain.config.data import REWARD, TRACE_GROUPS
-from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE, NativeConfig
-from posttrain.config.grpo import GrpoConfig
-from posttrain.config.loss import LossFnConfig
-from posttrain.config.policy import GrpoPolicyConfig
+from posttrain.config.grpo import GrpoConfig, LossFnConfig
+from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE, GrpoPolicyConfig, NativeConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
 KL_PERIOD = 10  # steps

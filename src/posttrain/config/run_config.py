@@ -1,16 +1,144 @@
-"""What the config of every kind of run has. The kinds are in `grpo.py`, `dpo.py`, `evaluation.py` and `runs.py`."""
+"""What the config of every kind of run has: `checkpointing`, `logger`, `cluster`, `doctor`, and what must agree.
+
+The kinds are in `grpo_run.py`, `dpo.py`, `evaluation.py` and `runs.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
-from posttrain.config.base import IsSetByUser, NonNegativeInt, Section, setting
-from posttrain.config.checkpointing import CheckpointingConfig
+from posttrain.config.base import (
+    IsSetByUser,
+    NonNegativeInt,
+    OpenSection,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    matching,
+    setting,
+)
 from posttrain.config.data import DataConfig, EnvironmentConfig
-from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.policy import PolicyConfig
+
+Metric = Annotated[
+    str, matching(r"(val|train):\S+", "must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
+]
+Duration = Annotated[
+    str, matching(r"\d+:[0-2]?\d:[0-5]?\d:[0-5]?\d", "must be days:hours:minutes:seconds, e.g. 00:03:45:00")
+]
+
+
+class CheckpointingConfig(Section):
+    enabled: bool = setting(True, "Saves checkpoints; resuming from ones that exist does not depend on it.")
+    checkpoint_dir: str = setting(
+        ..., "Folder of the checkpoints; also the run folder unless logger.log_dir is set.", min_length=1
+    )
+    metric_name: Metric | None = setting(
+        None, "Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
+    )
+    higher_is_better: bool = setting(True, "Whether larger values of the metric are better.")
+    keep_top_k: PositiveInt | None = setting(
+        3, "Checkpoints to keep, best first; the latest is always kept; null keeps all."
+    )
+    save_period: PositiveInt = setting(10, "Steps between checkpoints.")
+    checkpoint_must_save_by: Duration | None = setting(
+        None, "Time after which the run saves and ends, as days:hours:minutes:seconds; null is never."
+    )
+    save_consolidated: bool | Literal["auto"] = setting(
+        "auto",
+        "Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf; auto does where it costs at "
+        "most 2 % of the time.",
+    )
+    save_optimizer: bool = setting(True, "Saves the optimizer too; without it a run cannot be continued exactly.")
+    async_save: bool | Literal["auto"] = setting(
+        "auto", "Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that fits."
+    )
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """The deadline in seconds from the start of training."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+class WandbConfig(OpenSection):
+    """Other keys, such as tags and group, are arguments of `wandb.init`."""
+
+    project: str = setting("posttrain", "Project of Weights & Biases.", min_length=1)
+    name: str | None = setting(None, "Name of the run there; null is the end of its folder's path.")
+    entity: str | None = setting(None, "User or team that owns the project; null is your default.")
+    mode: Literal["online", "offline"] | None = setting(
+        None, "offline writes files for `wandb sync`; null is WANDB_MODE, or online."
+    )
+
+
+class MlflowConfig(Section):
+    experiment_name: str = setting("posttrain", "Experiment of MLflow.", min_length=1)
+    run_name: str | None = setting(None, "Name of the run there; null is the end of its folder's path.")
+    tracking_uri: str | None = setting(None, "Server, or sqlite:///file.db; null is MLFLOW_TRACKING_URI.")
+
+
+class TrackioConfig(Section):
+    project: str = setting("posttrain", "Project of Trackio.", min_length=1)
+    name: str | None = setting(None, "Name of the run there; null is the end of its folder's path.")
+    space_id: str | None = setting(None, "Hugging Face Space to log to; null is the local database.")
+    server_url: str | None = setting(None, "Trackio server of your own; null is the local database.")
+
+
+class SwanlabConfig(OpenSection):
+    """Other keys, such as tags and workspace, are arguments of `swanlab.init`."""
+
+    project: str = setting("posttrain", "Project of SwanLab.", min_length=1)
+    name: str | None = setting(None, "Name of the run there; null is the end of its folder's path.")
+    mode: Literal["online", "local", "offline"] | None = setting(
+        None, "local and offline write files only; null is SWANLAB_MODE, or online."
+    )
+
+
+class GpuMonitoringConfig(Section):
+    collection_interval: PositiveFloat = setting(10.0, "Seconds between two looks at the GPUs.")
+
+
+class LoggerConfig(Section):
+    log_dir: str | None = setting(None, "Run folder: metrics, rollouts, report; null is checkpointing.checkpoint_dir.")
+    token_data_period: NonNegativeInt = setting(
+        10, "GRPO: steps between files with the log-probabilities of tokens; 0 writes none."
+    )
+    token_data_groups: PositiveInt = setting(4, "Groups of a step whose tokens are in such a file.")
+    num_val_samples_to_print: NonNegativeInt = setting(0, "Validation samples shown on the console.")
+    num_rollouts_to_log: NonNegativeInt = setting(8, "Answers of each step that trackers get as a table; 0 is none.")
+    monitor_gpus: bool = setting(
+        True, "Adds utilisation, memory and power of this machine's GPUs to the metrics of a step."
+    )
+    gpu_monitoring: GpuMonitoringConfig = setting(GpuMonitoringConfig, "How often the GPUs are looked at.")
+    tensorboard_enabled: bool = setting(False, "Writes event files to loggers/tensorboard.")
+    wandb_enabled: bool = setting(False, "Logs to Weights & Biases.")
+    mlflow_enabled: bool = setting(False, "Logs to MLflow.")
+    trackio_enabled: bool = setting(False, "Logs to Trackio.")
+    swanlab_enabled: bool = setting(False, "Logs to SwanLab.")
+    wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
+    mlflow: MlflowConfig = setting(MlflowConfig, "MLflow.")
+    trackio: TrackioConfig = setting(TrackioConfig, "Trackio.")
+    swanlab: SwanlabConfig = setting(SwanlabConfig, "SwanLab.")
+
+
+class ClusterConfig(Section):
+    num_nodes: PositiveInt = setting(1, "Machines.")
+    gpus_per_node: PositiveInt = setting(1, "GPUs, or CPU workers where there are none, on each machine.")
+    launcher: Literal["auto", "local", "ray"] = setting(
+        "auto", "Who runs the workers: auto is one local process for one worker, else Ray."
+    )
+    max_restarts: NonNegativeInt = setting(
+        0, "Times that a run begins again from its newest checkpoint by itself, after it has lost a rank or a machine."
+    )
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_nodes * self.gpus_per_node
 
 
 class DoctorConfig(Section):

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.config import PolicyConfig
-from posttrain.config.generation import NativeConfig
+from posttrain.config.policy import NativeConfig
 from posttrain.engines.native.engine import NativeEngine, native_settings
 from posttrain.engines.vllm.sampler import VllmSampler
 from posttrain.models.accepted_names import ResolvedModel, resolve_model

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.judge_reward import (
+from posttrain.config.rewards import (
     DEFAULT_PROMPT,
     PLACEHOLDER,
     JudgeRewardConfig,

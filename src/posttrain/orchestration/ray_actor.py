@@ -18,10 +18,10 @@ from transformers.utils import logging
 from posttrain.errors import InputError
 from posttrain.orchestration.deadlines import collective_timeout
 from posttrain.orchestration.failures import WorkerDiedError
-from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.rank_log import RankLog
 from posttrain.orchestration.ray_cluster import Places
+from posttrain.orchestration.workers import RankLayout
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from posttrain.checkpointing.stopping import StopAtOnce
 from posttrain.errors import InputError, Terminated, reason_of
 from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, deadline_s
-from posttrain.orchestration.launch import RankLayout
+from posttrain.orchestration.workers import RankLayout
 
 Say = Callable[[str], None]
 

@@ -14,11 +14,10 @@ from posttrain.engines.weights import SentWeights
 from posttrain.errors import EngineLostError, StopRequested
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
-from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor
 from posttrain.orchestration.ray_cluster import Places
-from posttrain.orchestration.workers import WorkerGroup, gather
+from posttrain.orchestration.workers import RankLayout, WorkerGroup, gather
 from posttrain.policy.parallel.mesh import Mesh
 
 P = ParamSpec("P")

@@ -13,11 +13,10 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from posttrain.orchestration import ray_cluster
-from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.ray_engines import RayEngines
-from posttrain.orchestration.workers import WorkerGroup, gather
+from posttrain.orchestration.workers import RankLayout, WorkerGroup, gather
 
 
 class RayWorkers:

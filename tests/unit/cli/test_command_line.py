@@ -16,8 +16,8 @@ import pytest
 
 import posttrain
 from posttrain.checkpointing import CHECKPOINT_THREAD
-from posttrain.cli import config_command, eval_command, serve_command, train_command
-from posttrain.cli.main import COMMANDS, main
+from posttrain.cli import config_command, eval_command, serve_command
+from posttrain.cli.main import COMMANDS, main, run_as_script
 from posttrain.errors import InputError, StorageError
 
 
@@ -41,7 +41,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise result
             return result
 
-        monkeypatch.setattr(train_command, "run", run)
+        monkeypatch.setattr("posttrain.cli.main.train", run)
 
     return end_with
 
@@ -135,8 +135,8 @@ def test_signals_end_every_command_also_the_first_process_of_a_container(
         return 0
 
     before = signal.getsignal(sent)  # Ray leaves one of its own
-    for command in (train_command, eval_command):
-        monkeypatch.setattr(command, "run", interrupted)
+    monkeypatch.setattr("posttrain.cli.main.train", interrupted)
+    monkeypatch.setattr(eval_command, "run", interrupted)
     monkeypatch.setattr(config_command, "load_config", interrupted)
     found, _, err = call(words, capsys)
     assert found == code
@@ -302,9 +302,9 @@ def test_run_as_script_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
         received.append((kind, args.words))
         return 0
 
-    monkeypatch.setattr(train_command, "run", run)
+    monkeypatch.setattr("posttrain.cli.main.train", run)
     monkeypatch.setattr(sys, "argv", ["run_dpo.py", "dpo.seed=1"])
-    assert train_command.run_as_script("dpo") == 0
+    assert run_as_script("dpo") == 0
     assert received == [("dpo", ["dpo.seed=1"])]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.engines.native.pages import PageAllocator
+from posttrain.engines.native.kv_cache import PageAllocator
 from posttrain.engines.native.scheduler import (
     Admission,
     PromptGroup,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.engines.native.pages import PrefixCache
+from posttrain.engines.native.kv_cache import PrefixCache
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
 from posttrain.types import Task
 

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, LlamaForCausalLM
 
 from posttrain.config import PolicyConfig, load_config
-from posttrain.config.generation import ARGUMENTS_OF_VLLM_IN_USE
+from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE
 from posttrain.engines.vllm import vllm_options
 from posttrain.engines.vllm.process import VllmError
 from posttrain.engines.vllm.sampler import VllmSampler, _environment

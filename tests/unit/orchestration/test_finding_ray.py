@@ -21,8 +21,8 @@ from posttrain.checkpointing import StopAtOnce
 from posttrain.errors import InputError, Terminated
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.deadlines import collective_timeout
-from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
+from posttrain.orchestration.workers import RankLayout, start_workers
 
 GONE = "127.0.0.1:9"  # the discard port: no process listens
 

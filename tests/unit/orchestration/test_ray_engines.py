@@ -14,8 +14,8 @@ from posttrain.engines.vllm.process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.deadlines import DEADLINE_VARIABLE  # noqa: E402
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
-from posttrain.orchestration.launch import RankLayout  # noqa: E402
 from posttrain.orchestration.rank import Rank  # noqa: E402
+from posttrain.orchestration.workers import RankLayout  # noqa: E402
 
 
 class Method:

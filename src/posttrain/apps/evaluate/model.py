@@ -25,9 +25,8 @@ from posttrain.models.accepted_names import (
     resolve_registered_model,
 )
 from posttrain.models.hub import why_unavailable
-from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.sharded import ShardedEngine
-from posttrain.orchestration.workers import WorkerGroup
+from posttrain.orchestration.workers import RankLayout, WorkerGroup, start_workers
 from posttrain.roles import Engine
 
 

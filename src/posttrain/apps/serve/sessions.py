@@ -13,7 +13,7 @@ from torch import nn
 
 from posttrain.apps.serve.adapters import AdapterSwitch
 from posttrain.apps.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
-from posttrain.config.generation import NativeConfig
+from posttrain.config.policy import NativeConfig
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.generation import NativeConfig
+from posttrain.config.policy import NativeConfig
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass, SingleBackend

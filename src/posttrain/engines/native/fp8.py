@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.config.generation import NativeConfig
+from posttrain.config.policy import NativeConfig
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.errors import InputError
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle

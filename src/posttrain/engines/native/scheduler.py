@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from posttrain.engines.native.pages import PageAllocator, PrefixCache
+from posttrain.engines.native.kv_cache import PageAllocator, PrefixCache
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 

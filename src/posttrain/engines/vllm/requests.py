@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from posttrain.config.generation import VllmConfig
+from posttrain.config.policy import VllmConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
 from posttrain.types import Sampling, Task

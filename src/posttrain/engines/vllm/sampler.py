@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import PolicyConfig
-from posttrain.config.generation import GenerationConfig
+from posttrain.config.policy import GenerationConfig
 from posttrain.engines.vllm.process import Deadlines, VllmError, VllmProcess
 from posttrain.engines.vllm.requests import LengthLimit, allowed_rank, sample_request, sampling_arguments, vllm_options
 from posttrain.engines.vllm.side.posttrain_weights import digest, handle_of, layout, lots_of, padded, views

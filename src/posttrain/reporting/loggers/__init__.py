@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from posttrain.config.logger_and_cluster import LoggerConfig
+from posttrain.config.run_config import LoggerConfig
 from posttrain.files.digests import sha256_of
 from posttrain.reporting.examination import settings_of
 from posttrain.reporting.loggers.follower import Follower

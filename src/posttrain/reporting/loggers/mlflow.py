@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from posttrain.config.logger_and_cluster import MlflowConfig
+from posttrain.config.run_config import MlflowConfig
 from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.logger_and_cluster import SwanlabConfig
+from posttrain.config.run_config import SwanlabConfig
 from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, LoggedStep, LoggerProblem, RecordedRun
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.config.logger_and_cluster import TrackioConfig
+from posttrain.config.run_config import TrackioConfig
 from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, RecordedRun
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from urllib.parse import urlparse
 
-from posttrain.config.logger_and_cluster import WandbConfig
+from posttrain.config.run_config import WandbConfig
 from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE, TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun
 

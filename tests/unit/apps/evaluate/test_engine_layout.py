@@ -12,7 +12,7 @@ from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel
-from posttrain.orchestration.launch import RankLayout
+from posttrain.orchestration.workers import RankLayout
 
 MODEL = ResolvedModel("some/model", "hub", "some/model", "some/model")
 VLLM = "generation.backend=vllm"

@@ -12,7 +12,7 @@ from tiny_server import save_model
 
 from posttrain.apps.serve.terminal import DamagedModelError, TerminalChat, converse
 from posttrain.cli.main import main
-from posttrain.config.generation import NativeConfig
+from posttrain.config.policy import NativeConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.session import GenerationSession
