@@ -169,9 +169,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for step in range(1, args.saves + 1):
         # Both save the same state, and one after the other has the disk.
         for name, save in ((SYNCHRONOUS, save_at_once), (BACKGROUND, save_in_background)):
-            store = CheckpointStore(
-                folder, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=print
-            )
+            store = CheckpointStore(folder, say=print)
             start = time.perf_counter()
             save(training, store, step, ways[name])
             took = f"held up {ways[name].held_up_s[-1]:.2f} s, all of it {time.perf_counter() - start:.1f} s"

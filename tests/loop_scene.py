@@ -56,9 +56,7 @@ def scene(
     algorithm, trainer, stream = FakeAlgorithm(events), FakeTrainer(events), FakeStream()
     store = CheckpointStore(
         folder,
-        keep_top_k=None,
         metric_name=metric_name,
-        higher_is_better=True,
         save_period=save_period,
         say=recorder.say,
         attempt=attempt,

@@ -19,9 +19,7 @@ REPORT = StepReport({"reward": 0.5}, {"generation": 1.0}, num_tokens=10)
 def checkpoints(folder: Path, *, in_background: bool) -> Saver:
     events: Events = []
     recorder = FakeRecorder(events)
-    store = CheckpointStore(
-        folder, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=2, say=recorder.say
-    )
+    store = CheckpointStore(folder, save_period=2, say=recorder.say)
     settings = SaverSettings(
         enabled=True, period=2, optimizer=True, samples_per_step=4, steps_per_epoch=2.5, in_background=in_background
     )

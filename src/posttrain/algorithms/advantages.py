@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.config.grpo import AdvEstimatorConfig
 from posttrain.data.reward_values import total
 from posttrain.errors import InputError
 from posttrain.types import Group, Score
@@ -192,28 +193,11 @@ class Whitening:
 # -- estimators by name ------------------------------------------------------------------------------------------------
 
 
-class EstimatorOptions(Protocol):
-    """The settings of `grpo.adv_estimator` that an estimator may read."""
-
-    @property
-    def normalize_rewards(self) -> bool: ...
-    @property
-    def use_leave_one_out_baseline(self) -> bool: ...
-    @property
-    def std_over(self) -> Literal["group", "batch"]: ...
-    @property
-    def group_of_one(self) -> Literal["zero", "reward"]: ...
-    @property
-    def minus_baseline(self) -> bool: ...
-    @property
-    def reward_weights(self) -> Sequence[float] | None: ...
-
-
 @dataclass(frozen=True)
 class EstimatorForm:
     """How to build an estimator, and its defaults for config values that are null."""
 
-    build: Callable[[EstimatorOptions, Spread], Estimator]
+    build: Callable[[AdvEstimatorConfig, Spread], Estimator]
     whiten_over: Literal["none", "rollouts", "tokens"] = "none"
     whiten_by: Spread = field(default_factory=Spread)
     kl_charged_to: Literal["sequence", "token", "return"] = "sequence"
@@ -221,20 +205,20 @@ class EstimatorForm:
     credits_parts: bool = False  # a difference in a reward component is a signal, even if the totals are equal
 
 
-def _group(options: EstimatorOptions, spread: Spread, normalize: bool, leave_one_out: bool) -> GroupAdvantages:
+def _group(options: AdvEstimatorConfig, spread: Spread, normalize: bool, leave_one_out: bool) -> GroupAdvantages:
     return GroupAdvantages(normalize, leave_one_out, options.std_over, spread, options.group_of_one)
 
 
-def _grpo(options: EstimatorOptions, spread: Spread) -> GroupAdvantages:
+def _grpo(options: AdvEstimatorConfig, spread: Spread) -> GroupAdvantages:
     return _group(options, spread, options.normalize_rewards, options.use_leave_one_out_baseline)
 
 
-def _gdpo(options: EstimatorOptions, spread: Spread) -> Estimator:
+def _gdpo(options: AdvEstimatorConfig, spread: Spread) -> Estimator:
     weights = tuple(options.reward_weights) if options.reward_weights is not None else None
     return AdvantagesPerReward(_grpo(options, spread), weights)
 
 
-def _reinforce_plus_plus(options: EstimatorOptions, spread: Spread) -> Estimator:
+def _reinforce_plus_plus(options: AdvEstimatorConfig, spread: Spread) -> Estimator:
     return _group(options, spread, False, False) if options.minus_baseline else NoBaseline()
 
 

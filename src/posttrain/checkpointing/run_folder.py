@@ -60,15 +60,7 @@ class FolderState:
 
 def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
     checkpoints, folder = Path(checkpoint_dir), run_folder(log_dir, checkpoint_dir)
-    store = CheckpointStore(
-        checkpoints,
-        keep_top_k=None,
-        metric_name=None,
-        higher_is_better=True,
-        save_period=1,
-        say=lambda line: None,
-    )
-    step = max(store.steps(), default=0)
+    step = max(CheckpointStore(checkpoints).steps(), default=0)
     # A change that was accepted after this checkpoint is in force although no checkpoint has it yet.
     places = (
         (folder / config_from_step(step + 1), checkpoints / f"step_{step}" / CONFIG_FILE, folder / CONFIG_FILE)
@@ -254,14 +246,14 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
     except ConfigError as error:
         if not state.step:
             return []  # there is nothing to resume: the files are archived
-        raise InputError(f"{error}\n{_REMEDY_FOLDER}, or {_remedy_restart()}") from error
+        raise InputError(f"{error}\n{_REMEDY_FOLDER}, or {_REMEDY_RESTART}") from error
     training = [change for change in changes if change.is_training]
     if training and state.step and not accept_changes:
         raise InputError(
             f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
             f"{_listed(training)}\n"
             f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
-            f"settings: {RESUME_WITH_CHANGES}, or {_remedy_restart()}"
+            f"settings: {RESUME_WITH_CHANGES}, or {_REMEDY_RESTART}"
         )
     if not changes:
         return []
@@ -270,10 +262,7 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
 
 
 _REMEDY_FOLDER = f"start a new run in another folder ({CHECKPOINT_DIR}=...)"
-
-
-def _remedy_restart() -> str:
-    return f"set the run in the folder aside and begin at step 1: {RESTART}"
+_REMEDY_RESTART = f"set the run in the folder aside and begin at step 1: {RESTART}"
 
 
 def _listed(changes: Sequence[ConfigChange]) -> str:

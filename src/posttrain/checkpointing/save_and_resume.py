@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from posttrain.checkpointing.background import BackgroundWrite
-from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
+from posttrain.checkpointing.state import (
+    TrainingState,
+    capture_rng,
+    load_training_state,
+    restore_rng,
+    save_training_state,
+)
 from posttrain.checkpointing.store import CheckpointStore
 from posttrain.errors import RESTART, CheckpointError
 from posttrain.roles import Finished, Recorder, Stateful, Trainer
@@ -35,16 +41,6 @@ class SaverSettings:
     steps_per_epoch: float
     metric_name: str | None = None  # "val:accuracy" or "train:reward": what checkpoints are ranked by
     in_background: bool = False
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """The driver's part of a checkpoint. It changes during a step; the model changes only in updates."""
-
-    stream_state: Mapping[str, object]
-    rng: Mapping[str, object]
-    num_updates: int
-    total_tokens: int
 
 
 @dataclass
@@ -72,7 +68,7 @@ class CheckpointSaver:
     owes_validation: bool = False  # the checkpoint resumed from still needs its validation
     _saved_step: int = 0  # of the newest checkpoint, complete or being written in the background
     _save_s: float | None = None  # what the latest save took, to its end
-    _at_start: _Moment | None = None  # of the present step
+    _at_start: TrainingState | None = None  # of the present step
     _latest: Finished | None = None  # the step before
     _is_in_a_hurry: bool = False  # the process is about to be killed
 
@@ -121,10 +117,12 @@ class CheckpointSaver:
 
     def begin_step(self) -> None:
         if self.settings.enabled:
-            self._at_start = self._moment()
+            self._at_start = self._state()
 
-    def _moment(self) -> _Moment:
-        return _Moment(self.stream.state_dict(), capture_rng(), self.trainer.num_updates, self.total_tokens)
+    def _state(self) -> TrainingState:
+        """The driver's part of a checkpoint. It changes during a step; the model changes only in updates."""
+        extra = {"num_updates": self.trainer.num_updates, "total_tokens": self.total_tokens}
+        return TrainingState(-1, dict(self.stream.state_dict()), capture_rng(), extra)
 
     def save_and_stop(
         self, step: int, finished: Finished | None, *, owes_validation: bool, seconds_left: float | None
@@ -143,11 +141,13 @@ class CheckpointSaver:
         if finished is not None:
             self._count(*finished)
             self.owes_validation = owes_validation
-            self._save(step, *finished, self._moment(), is_last=True)
+            self._save(step, *finished, self._state(), is_last=True)
             return ""
         assert self._latest is not None, "a step that was resumed from is saved"
         assert self._at_start is not None
-        assert self._at_start.num_updates == self.trainer.num_updates, "a step that is left undone changes no model"
+        assert self._at_start.extra["num_updates"] == self.trainer.num_updates, (
+            "a step that is left undone changes no model"
+        )
         self._save(step, *self._latest, self._at_start, is_last=True)
         return ""
 
@@ -160,14 +160,14 @@ class CheckpointSaver:
         self._check_metric(step, report, validation)
         is_lost = self._lost_checkpoints()
         if is_last or is_wanted or step % self.settings.period == 0 or self._background.has_failed or is_lost:
-            moment = self._moment()
+            state = self._state()
             try:
-                self._save(step, report, validation, moment, is_last=is_last)
+                self._save(step, report, validation, state, is_last=is_last)
             except Exception:
                 self.store.confirm()
                 if not self._lost_checkpoints():
                     raise
-                self._save(step, report, validation, moment, is_last=is_last)  # the folder was deleted during the save
+                self._save(step, report, validation, state, is_last=is_last)  # the folder was deleted during the save
         if not is_last:
             self._prepare_background()
 
@@ -191,7 +191,7 @@ class CheckpointSaver:
     # -- one checkpoint ------------------------------------------------------------------------------------------------
 
     def _save(
-        self, step: int, report: StepReport, validation: StepReport | None, moment: _Moment, *, is_last: bool
+        self, step: int, report: StepReport, validation: StepReport | None, state: TrainingState, *, is_last: bool
     ) -> None:
         start = time.perf_counter()
         problem = self._background.wait()  # one at a time
@@ -203,18 +203,10 @@ class CheckpointSaver:
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
             (folder / "config.yaml").write_text(self.config_yaml)
-            save_training_state(
-                folder,
-                step=step,
-                stream_state=moment.stream_state,
-                rng=moment.rng,
-                extra={
-                    "num_updates": moment.num_updates,
-                    "total_tokens": moment.total_tokens,
-                    **({OWES_VALIDATION: 1} if self.owes_validation else {}),
-                },
-            )
-            self.store.save_info(folder, self._training_info(step, report, validation, moment.total_tokens))
+            owed = {OWES_VALIDATION: 1} if self.owes_validation else {}
+            save_training_state(folder, replace(state, step=step, extra=state.extra | owed))
+            info = self._training_info(step, report, validation, state.extra["total_tokens"])
+            self.store.save_info(folder, info)
             if in_background:
                 write = self.trainer.begin_save(folder, optimizer=self.settings.optimizer)
                 completion = stack.pop_all()  # the folder gets its final name when the thread leaves this

@@ -27,28 +27,15 @@ _FORMAT = 1
 class TrainingState:
     step: int  # steps that were finished when this was saved
     stream_state: dict[str, object]
-    rng: JsonObject  # for `restore_rng`
+    rng: JsonObject  # of `capture_rng`
     extra: dict[str, int]
 
 
-def save_training_state(
-    folder: Path,
-    *,
-    step: int,
-    stream_state: Mapping[str, object],
-    rng: Mapping[str, object],
-    extra: Mapping[str, int] | None = None,
-) -> None:
-    """Write `train_dataloader.pt` into a checkpoint's folder. `rng` comes from `capture_rng`."""
-    state = {
-        "format": _FORMAT,
-        "step": step,
-        "stream_state": dict(stream_state),
-        "rng": dict(rng),
-        "extra": dict(extra or {}),
-    }
-    _require_plain(state, "training state")
-    torch.save(state, folder / TRAINING_STATE)
+def save_training_state(folder: Path, state: TrainingState) -> None:
+    """Write `train_dataloader.pt` into a checkpoint's folder."""
+    content = {"format": _FORMAT, **vars(state)}
+    _require_plain(content, "training state")
+    torch.save(content, folder / TRAINING_STATE)
 
 
 def load_training_state(folder: Path) -> TrainingState:

@@ -24,6 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
@@ -41,34 +42,24 @@ _FULL_BYTES = 2**20  # a disk with less has no room for a checkpoint of any mode
 _MAX_CHECKS = 100  # retries if a checkpoint is replaced while it is checked
 
 
+@dataclass(eq=False)
 class CheckpointStore:
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_top_k: int | None,
-        metric_name: str | None,
-        higher_is_better: bool,
-        save_period: int,
-        say: Callable[[str], None],
-        attempt: Attempt | None = None,
-    ) -> None:
-        if keep_top_k is not None and keep_top_k < 0:
-            raise CheckpointError(f"checkpointing.keep_top_k is {keep_top_k}; accepted: null (keep all), 0 or more")
-        if save_period < 1:
-            raise CheckpointError(f"checkpointing.save_period is {save_period}; accepted: 1 or more steps")
-        self.folder = Path(folder)
+    """The defaults are those of a reader."""
+
+    folder: Path
+    keep_top_k: int | None = None  # None: all
+    metric_name: str | None = None  # in `training_info.json`: what checkpoints are ranked by
+    higher_is_better: bool = True
+    save_period: int = 1  # steps
+    say: Callable[[str], None] = lambda line: None
+    attempt: Attempt | None = None  # None: a reader, or a program that has the folder to itself
+    damage: dict[int, str] = field(default_factory=dict)  # by step, found here: neither counted nor removed by `retain`
+    _last_written: int | None = None
+    _being_written: Path | None = None
+
+    def __post_init__(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"checkpointing.checkpoint_dir is {self.folder}, which is a file; accepted: a folder")
-        self._keep_top_k = keep_top_k
-        self._metric_name = metric_name
-        self._higher_is_better = higher_is_better
-        self._save_period = save_period
-        self._say = say
-        self.attempt = attempt  # None: a reader, or a program that has the folder to itself
-        self.damage: dict[int, str] = {}  # by step, found by this object: neither counted nor removed by retention
-        self._last_written: int | None = None
-        self._being_written: Path | None = None
 
     # --- writing ---
 
@@ -133,7 +124,7 @@ class CheckpointStore:
                 self.attempt.note_checkpoint(step)
             self.retain()
         except OSError as error:
-            self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
+            self.say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
 
     def _repair(self) -> None:
         """Finish or undo the work of a killed writer. Safe to repeat if killed at any point. Folders of a newer attempt
@@ -147,7 +138,7 @@ class CheckpointStore:
                 if self.attempt is not None and int(left[3] or 0) > self.attempt.number:
                     continue
                 if entry.name.startswith("tmp_"):
-                    self._say(f"Removing {entry}: the save did not finish")
+                    self.say(f"Removing {entry}: the save did not finish")
                 self._remove_tree(entry)
 
     def _end_swap(self, old: Path, current: Path) -> None:
@@ -156,7 +147,7 @@ class CheckpointStore:
             return
         # Killed between the two renames: the earlier checkpoint gets its name back.
         durable.move(old, current)
-        self._say(f"Restored checkpoint {current}: the save that was to replace it did not finish")
+        self.say(f"Restored checkpoint {current}: the save that was to replace it did not finish")
 
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint such that a partial one is never taken for complete."""
@@ -171,7 +162,7 @@ class CheckpointStore:
             shutil.rmtree(folder)
         except OSError as error:
             # Network filesystems keep files that are open. The next save tries again.
-            self._say(f"{folder} could not be removed: {error}")
+            self.say(f"{folder} could not be removed: {error}")
 
     # --- reading ---
 
@@ -188,7 +179,7 @@ class CheckpointStore:
         """
         for name in sorted(self._names()):
             if name.startswith("tmp_") and _LEFTOVER.fullmatch(name):
-                self._say(f"Skipping {self.folder / name}: the save did not finish")
+                self.say(f"Skipping {self.folder / name}: the save did not finish")
         for step in reversed(self.steps()):
             folder, problems = self._examine(step)
             if folder is not None and not problems:
@@ -228,7 +219,7 @@ class CheckpointStore:
             folder, identity = found
             size = total_bytes(folder) if contents else 0
             if size >= _WORTH_A_LINE_BYTES:
-                self._say(f"Verifying checkpoint {folder} ({size / 2**30:.1f} GiB)")
+                self.say(f"Verifying checkpoint {folder} ({size / 2**30:.1f} GiB)")
             problems = find_damage(folder, contents=contents)
             if not problems or self._find(step) == (folder, identity):
                 return folder, problems
@@ -251,7 +242,7 @@ class CheckpointStore:
     def _report(self, step: int, folder: Path, problems: list[str]) -> None:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         self.damage[step] = f"{folder}: {'; '.join(problems[:3])}{more}"
-        self._say(f"Skipping damaged checkpoint {self.damage[step]}")
+        self.say(f"Skipping damaged checkpoint {self.damage[step]}")
 
     # --- retention ---
 
@@ -260,19 +251,19 @@ class CheckpointStore:
         self.confirm()
         if self.folder.exists():
             self._repair()
-        if self._keep_top_k is None:
+        if self.keep_top_k is None:
             return
         surplus = surplus_steps(
             self._metrics(),
-            keep_top_k=self._keep_top_k,
-            save_period=self._save_period,
-            use_metric=self._metric_name is not None,
-            higher_is_better=self._higher_is_better,
+            keep_top_k=self.keep_top_k,
+            save_period=self.save_period,
+            use_metric=self.metric_name is not None,
+            higher_is_better=self.higher_is_better,
             always_keep=() if self._last_written is None else (self._last_written,),
         )
         for step in surplus:
             checkpoint = self.folder / f"step_{step}"
-            self._say(f"Removing checkpoint {checkpoint} due to being outside top-{self._keep_top_k}")
+            self.say(f"Removing checkpoint {checkpoint} due to being outside top-{self.keep_top_k}")
             self._remove(checkpoint)
 
     def _metrics(self) -> dict[int, float | None]:
@@ -290,7 +281,7 @@ class CheckpointStore:
 
     def _metric(self, folder: Path) -> float | None:
         try:
-            value = self.read_info(folder).get(self._metric_name or "")
+            value = self.read_info(folder).get(self.metric_name or "")
         except CheckpointError:
             return None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -346,14 +337,11 @@ def surplus_steps(
     """
     if keep_top_k is None or not metrics:
         return []
-    worst = -math.inf
 
     def rank(step: int) -> tuple[float, int]:
         metric = metrics[step]
-        if not use_metric:
-            return worst, step
-        if metric is None or math.isnan(metric):
-            return worst, step
+        if not use_metric or metric is None or math.isnan(metric):
+            return -math.inf, step
         return (metric if higher_is_better else -metric), step
 
     candidates = sorted((step for step in metrics if step % save_period == 0), key=rank, reverse=True)

@@ -88,7 +88,7 @@ def _memory(found: RunEstimate) -> Table:
         rows.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
     rows.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
     styles = ["green" if found.fits(phase) else "bold red" for phase in phases]
-    needed = [f"{found.needed_bytes(phase) / GIB:.1f}{'' if found.fits(phase) else ' !'}" for phase in phases]
+    needed = [f"{phase.needed_bytes / GIB:.1f}{'' if found.fits(phase) else ' !'}" for phase in phases]
     rows.add_row(f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *map(Text, needed, styles))
     return rows
 
@@ -158,13 +158,12 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
     if not proposal.settings:
         return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
     best = proposal.found
-    peak = max(best.needed_bytes(phase) for phase in best.memory.phases) / GIB
     faster = found.time.total_s / best.time.total_s - 1
     change = f"{faster:+.0%} speed"
     if found.too_large:
         change = "the present settings do not fit"
     settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
-    return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {peak:.1f} GiB at most"]
+    return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {best.most_gib:.1f} GiB at most"]
 
 
 def _splits(splits: Splits) -> Table:

@@ -48,10 +48,7 @@ def status_lines(folder: Path, now: float) -> list[str]:
     from posttrain.reporting.run_files import METRICS_FILE, read_info, read_rows
 
     attempts, info = read_attempts(folder), read_info(folder)
-    store = CheckpointStore(
-        folder, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=lambda line: None
-    )
-    checkpoints = store.steps()
+    checkpoints = CheckpointStore(folder).steps()
     if not (attempts or info or checkpoints):
         raise InputError(f"{folder}: there is no run in it; name the folder of one (checkpointing.checkpoint_dir)")
     held = holder_of(folder, lambda: now)

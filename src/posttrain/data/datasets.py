@@ -32,7 +32,7 @@ from posttrain.data.readers import (
 )
 from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.sources import Row
-from posttrain.data.trace_datasets import JudgedTraceRows, RecordedReader, RecordedRows, TracePairRows
+from posttrain.data.trace_datasets import RecordedReader, TraceRows
 from posttrain.types import Example, Judged, Pair, Task
 
 ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
@@ -61,9 +61,9 @@ def load_task_dataset(
     loading: _Loading[Task] = _Loading(seed)
     for entry in read_entries(entries, defaults):
         if entry.holds_recorded_groups:
-            recorded = RecordedRows(entry)
+            traces = TraceRows(entry)
             answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
-            loading.add(entry, None, answers.read, recorded.rows(), recorded.left_out)
+            loading.add(entry, None, answers.read, traces.groups(), traces.left_out)
         else:
             known = response_spec(entry, needs_reference=True)
             reader = TaskReader(entry, known or RESPONSE_DATASETS[0], chat, max_prompt_tokens)
@@ -87,11 +87,11 @@ def load_pair_dataset(
                 )
             loading.add_packed(entry, known, PackedFile.open(entry.file, chat), max_total_tokens)
         elif spec.kind == "traces":
-            traces = TracePairRows(entry)
+            traces = TraceRows(entry)
             # The text of a trace is a user's message.
             plain = entry.model_copy(update={"prompt_is_templated": bool(entry.prompt_is_templated)})
             reader = PairReader(plain, spec, chat, max_total_tokens)
-            loading.add(entry, known, reader.read, traces.rows(), traces.left_out)
+            loading.add(entry, known, reader.read, traces.pairs(), traces.left_out)
         else:
             loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens).read)
     return loading.finished()
@@ -108,9 +108,9 @@ def load_judged_dataset(
         if spec.kind == "packed":
             raise DataError(f"{entry.file}: packs hold pairs; use the rows that they were made of")
         if spec.kind == "traces":
-            traces = JudgedTraceRows(entry)
+            traces = TraceRows(entry)
             reader = JudgedReader(entry, chat, max_total_tokens, traces.judge)
-            loading.add(entry, known, reader.read, traces.rows(), traces.left_out)
+            loading.add(entry, known, reader.read, traces.traces(), traces.left_out)
         else:
             judge = partial(read_judgements, keys=preference_keys(entry, spec))
             loading.add(entry, known, JudgedReader(entry, chat, max_total_tokens, judge).read)

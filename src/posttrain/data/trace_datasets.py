@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from posttrain.config.base import Section
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat, is_answer
 from posttrain.data.conversations import as_prompt
@@ -29,29 +28,22 @@ from posttrain.types import Completion, Message, Rollout, Score, Task
 if TYPE_CHECKING:
     from posttrain.data.traces import Trace, TraceGroup
 
-Values = TypeVar("Values")
-
 BETWEEN = "a reward between pair_rules.rejected_below and pair_rules.preferred"
 SEVERAL_TURNS = "an answer of several turns"
 TOO_FEW = "fewer than two usable answers to the prompt"
 ALL_EQUAL = "all recorded rewards of the prompt are equal: nothing to learn from"
 
 
-def _value(kind: type[Values], section: Section | None) -> Values:
-    """A value of `posttrain.data.traces` from its section of the config."""
-    return kind(**({} if section is None else section.model_dump()))
-
-
 class TraceRows:
-    """The trace settings of an entry, and counts of what was left out."""
+    """The rows of an entry of traces by its settings, and counts of what was left out."""
 
     def __init__(self, entry: Entry) -> None:
         from posttrain.data.traces import PairReport, PairRules, ReadReport, TraceColumns, TraceFilters
 
-        self._path = entry.file
-        self._columns = _value(TraceColumns, entry.trace_columns)
-        self._filters = _value(TraceFilters, entry.trace_filters)
-        self._rules = _value(PairRules, entry.pair_rules)
+        sections = (entry.trace_columns, entry.trace_filters, entry.pair_rules)
+        columns, filters, rules = ({} if section is None else section.model_dump() for section in sections)
+        self._path, self._rules = entry.file, PairRules(**rules)
+        self._settings = TraceColumns(**columns), TraceFilters(**filters)
         self._read, self._paired = ReadReport(), PairReport()
         self._is_templated = bool(entry.prompt_is_templated)  # otherwise the text of a trace is a user's message
         self._of_several_turns = 0
@@ -69,16 +61,11 @@ class TraceRows:
             counts["pair over max_pairs_per_prompt"] = self._paired.over_the_cap
         return counts
 
-
-class TracePairRows(TraceRows):
-    """Rows with a prompt, a better and a worse answer."""
-
-    def rows(self) -> Iterator[Row]:
+    def pairs(self) -> Iterator[Row]:
+        """Rows with a prompt, a better and a worse answer."""
         from posttrain.data.traces import iter_pair_rows
 
-        found = iter_pair_rows(
-            self._path, self._columns, self._filters, self._rules, report=self._read, pair_report=self._paired
-        )
+        found = iter_pair_rows(self._path, *self._settings, self._rules, report=self._read, pair_report=self._paired)
         for number, values in enumerate(found, start=1):
             # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the
             # first.
@@ -87,18 +74,21 @@ class TracePairRows(TraceRows):
                 continue
             yield Row(values, f"pairs of {self._path}", number)
 
-
-class JudgedTraceRows(TraceRows):
-    """One row per trace. `judge` labels it desirable or not by its reward, with the thresholds of `pair_rules`."""
-
-    def rows(self) -> Iterator[Row]:
+    def groups(self) -> Iterator[Row]:
+        """One row per prompt, with all its traces."""
         from posttrain.data.traces import iter_trace_groups
 
-        groups = iter_trace_groups(self._path, self._columns, self._filters, report=self._read)
-        for number, trace in enumerate((trace for group in groups for trace in group.traces), start=1):
+        for number, group in enumerate(iter_trace_groups(self._path, *self._settings, report=self._read), start=1):
+            yield Row({"group": group}, f"groups of {self._path}", number)
+
+    def traces(self) -> Iterator[Row]:
+        """One row per trace, for `judge`."""
+        found = (trace for row in self.groups() for trace in row.values["group"].traces)
+        for number, trace in enumerate(found, start=1):
             yield Row({"trace": trace}, f"traces of {self._path}", number)
 
     def judge(self, row: Row) -> list[Judgement]:
+        """Whether a trace is desirable by its reward, with the thresholds of `pair_rules`."""
         trace: Trace = row.values["trace"]
         desirable = trace.reward >= self._rules.preferred
         prompt = as_prompt(trace.prompt, row, "prompt")
@@ -107,17 +97,6 @@ class JudgedTraceRows(TraceRows):
             return [Judgement(prompt, "", desirable, SEVERAL_TURNS)]
         between = not desirable and trace.reward >= self._rules.rejected_below
         return [Judgement(prompt, trace.response, desirable, BETWEEN if between else "", templated)]
-
-
-class RecordedRows(TraceRows):
-    """One row per prompt, with all its traces."""
-
-    def rows(self) -> Iterator[Row]:
-        from posttrain.data.traces import iter_trace_groups
-
-        groups = iter_trace_groups(self._path, self._columns, self._filters, report=self._read)
-        for number, group in enumerate(groups, start=1):
-            yield Row({"group": group}, f"groups of {self._path}", number)
 
 
 class RecordedReader:

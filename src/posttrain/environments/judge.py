@@ -57,8 +57,9 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
     url, authorization = split_userinfo(setup["base_url"])
     if authorization is not None and not any(name.lower() == "authorization" for name in headers):
         headers["Authorization"] = authorization
-    cache_path = _path(setup["cache_path"], base_folder) or _default_cache_path()
-    usage_path = _path(setup["usage_file"], base_folder) or cache_path.with_name("judge_usage.json")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    cache_path = base_folder / Path(setup["cache_path"] or caches / "posttrain" / "judge.sqlite").expanduser()
+    usage_path = base_folder / Path(setup["usage_file"] or cache_path.with_name("judge_usage.json")).expanduser()
     timeout_s = setup["timeout_s"] or JudgeRewardConfig.default_timeout_s
     judge = _Judge(
         setup=setup,
@@ -74,8 +75,7 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
 def _template(setup: JsonMapping, base_folder: Path) -> str:
     if setup["prompt_file"] is None:
         return DEFAULT_PROMPT if setup["prompt"] is None else str(setup["prompt"])
-    path = _path(setup["prompt_file"], base_folder)
-    assert path is not None, "there is a file"
+    path = base_folder / Path(setup["prompt_file"]).expanduser()
     try:
         text = path.read_text()
         check_placeholders(text)
@@ -83,15 +83,6 @@ def _template(setup: JsonMapping, base_folder: Path) -> str:
     except (OSError, ValueError) as error:
         raise BadSetup(f"prompt_file is {path}: {error}") from None
     return text
-
-
-def _path(text: str | None, base_folder: Path) -> Path | None:
-    return None if text is None else base_folder / Path(text).expanduser()
-
-
-def _default_cache_path() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(folder) / "posttrain" / "judge.sqlite"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import math
 import re
 import resource
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
@@ -37,17 +36,7 @@ def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
         return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
     if setup.get("math_verify_impl") == "dapo_math_verify":
         return dapo_score
-    return _math_verify_scorer(
-        Readings(
-            setup.get("reference_as", "boxed"),
-            tuple(setup.get("match_types", ("latex", "expr"))),
-            setup.get("boxed_match_priority", 0),
-        ),
-        as_math_verify=setup.get("as_math_verify", False),
-        float_rounding=setup.get("precision", 6),
-        strict=setup.get("strict", True),
-        allow_set_relation_comp=setup.get("allow_set_relation_comp", False),
-    )
+    return _math_verify_scorer(setup)
 
 
 def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:
@@ -66,15 +55,6 @@ def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[st
     return score
 
 
-@dataclass(frozen=True)
-class Readings:
-    """How the two texts are parsed."""
-
-    reference_as: str
-    match_types: tuple[str, ...]
-    boxed_match_priority: int
-
-
 def reference_text(item: ScoringItem) -> str:
     """The reference as text; without a reference a completion cannot be scored."""
     text = "" if item.reference is None else str(item.reference).strip()
@@ -83,9 +63,7 @@ def reference_text(item: ScoringItem) -> str:
     return text
 
 
-def _math_verify_scorer(
-    readings: Readings, *, as_math_verify: bool, **comparison: Any
-) -> Callable[[ScoringItem], float]:
+def _math_verify_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from sympy import SympifyError
 
@@ -94,17 +72,22 @@ def _math_verify_scorer(
     _limit_memory()
 
     targets = {
-        "latex": LatexExtractionConfig(boxed_match_priority=readings.boxed_match_priority),
+        "latex": LatexExtractionConfig(boxed_match_priority=setup.get("boxed_match_priority", 0)),
         "expr": ExprExtractionConfig(),
     }
-    response_targets = tuple(targets[kind] for kind in readings.match_types)
+    response_targets = tuple(targets[kind] for kind in setup.get("match_types", ("latex", "expr")))
+    comparison = {
+        "float_rounding": setup.get("precision", 6),
+        "strict": setup.get("strict", True),
+        "allow_set_relation_comp": setup.get("allow_set_relation_comp", False),
+    }
 
     def read(text: str, targets: tuple[object, ...]) -> list[Any]:
         found: list[Any] = parse(text, targets, parsing_timeout=None, raise_on_error=True)
         return found
 
     def read_reference(text: str) -> list[Any]:
-        if readings.reference_as == "written":
+        if setup.get("reference_as") == "written":
             return read(text, response_targets)
         boxed = text if last_boxed(text) is not None else f"\\boxed{{{text}}}"
         found = read(boxed, (LatexExtractionConfig(),))
@@ -121,7 +104,7 @@ def _math_verify_scorer(
 
     def is_equal(truth: Any, answer: Any) -> bool:
         equal = bool(verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison))
-        if not equal or as_math_verify:
+        if not equal or setup.get("as_math_verify"):
             return equal
         return not equal_only_when_cut_off(truth, answer, comparison["float_rounding"])
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
@@ -207,6 +207,17 @@ class _Batch:
     def results(self) -> list[Score]:
         assert self.unfinished == 0
         return [score for score in self._scores if score is not None]
+
+
+def scored_by_name(names: Sequence[str], score: Callable[[str, Sequence[int]], Sequence[Score]]) -> list[Score]:
+    """One score per row, in their order, from one call of `score` for all rows of a name."""
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        rows_of.setdefault(name, []).append(row)
+    found: dict[int, Score] = {}
+    for name, rows in rows_of.items():
+        found.update(zip(rows, score(name, rows), strict=True))
+    return [found[row] for row in range(len(names))]
 
 
 def to_score(reply: JsonObject) -> Score:

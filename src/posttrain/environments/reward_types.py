@@ -15,8 +15,8 @@ Imported by every worker, so this module has names only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from posttrain.files.json_files import JsonMapping
 
@@ -47,16 +47,10 @@ IN_PROCESS: dict[str, str] = {
 
 def worker_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
     """The function from an item to its reward."""
-    scorer: Callable[[ScoringItem], object] = _named(WORKER_SCORERS[setup["type"]])(setup)
+    scorer: Callable[[ScoringItem], object] = resolve_name(WORKER_SCORERS[setup["type"]])(setup)
     return scorer
 
 
 def in_process_environment(settings: RewardSettings) -> Environment:
-    environment: Environment = _named(IN_PROCESS[settings.config.type])(settings)
+    environment: Environment = resolve_name(IN_PROCESS[settings.config.type])(settings)
     return environment
-
-
-def _named(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function

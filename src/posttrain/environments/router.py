@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
-from posttrain.environments.pool import ScoringPool
+from posttrain.environments.pool import ScoringPool, scored_by_name
 from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
 from posttrain.environments.settings import EnvironmentSettings, read_settings
 from posttrain.errors import InputError
@@ -45,16 +45,12 @@ class ScoringRouter:
     ) -> list[Score]:
         """One score per completion, in their order. `tasks[i]` is what `completions[i]` answers."""
         assert len(tasks) == len(completions), "one task for each completion"
-        rows_of: dict[str, list[int]] = {}
-        for row, task in enumerate(tasks):
-            rows_of.setdefault(self._environment_of(task), []).append(row)
-        scores: dict[int, Score] = {}
-        for name, rows in rows_of.items():
-            found = self.environments[name].score(
+        return scored_by_name(
+            [self._environment_of(task) for task in tasks],
+            lambda name, rows: self.environments[name].score(
                 [tasks[row] for row in rows], [completions[row] for row in rows], progress
-            )
-            scores.update(zip(rows, found, strict=True))
-        return [scores[row] for row in range(len(tasks))]
+            ),
+        )
 
     def interrupt(self) -> None:
         """Callable from any thread: a running `score` ends with StopRequested within half a second."""

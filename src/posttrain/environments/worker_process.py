@@ -235,33 +235,28 @@ def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
         for settings in environment.rewards.values():
             # In-process rewards are checked when they are built; workers cannot start them.
             if settings.config.type in WORKER_SCORERS:
-                _check(settings)
+                _start_once(settings)
     for settings in read_turns(mapping, base_folder).values():
-        _check(settings)
+        _start_once(settings)
 
 
-def _check(settings: RewardSettings) -> None:
-    reason = _reason_not_to_start(settings)
-    if reason is not None and isinstance(settings.config, PythonRewardConfig):
-        raise InputError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
-    if reason is not None:
-        raise InputError(f"{settings.path} cannot start: {reason}")
-
-
-def _reason_not_to_start(settings: RewardSettings) -> str | None:
-    worker = WorkerProcess(settings)
+def _start_once(settings: RewardSettings) -> None:
+    worker, reason = WorkerProcess(settings), ""
     try:
-        while not worker.ready:
+        while not worker.ready and not reason:
             left_s = worker.started_at + START_LIMIT_S - time.monotonic()
-            if left_s <= 0:
-                return f"it has not finished importing after {START_LIMIT_S:g} s\n{worker.stack() or ''}".rstrip()
             wait_for([worker], min(left_s, 0.5))
             worker.exchange()
             if worker.failed_start is not None:
-                return str(worker.failed_start["error"])
-            if worker.gone and not worker.ready:
-                reason, last_words = worker.death()
-                return f"{reason} while importing it\n{last_words or ''}".rstrip()
-        return None
+                reason = str(worker.failed_start["error"])
+            elif worker.gone and not worker.ready:
+                how, last_words = worker.death()
+                reason = f"{how} while importing it\n{last_words or ''}".rstrip()
+            elif left_s <= 0 and not worker.ready:
+                reason = f"it has not finished importing after {START_LIMIT_S:g} s\n{worker.stack() or ''}".rstrip()
     finally:
         worker.kill()
+    if reason and isinstance(settings.config, PythonRewardConfig):
+        raise InputError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
+    if reason:
+        raise InputError(f"{settings.path} cannot start: {reason}")

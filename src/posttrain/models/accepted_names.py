@@ -143,9 +143,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def _newest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | None:
-    store = CheckpointStore(
-        run_folder, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=say
-    )
+    store = CheckpointStore(run_folder, say=say)
     steps = store.steps()
     if not steps:
         return None

@@ -7,6 +7,7 @@ a missing factor would silently train a different model. `check_logits` compares
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,21 +30,50 @@ class UnsupportedModelError(InputError):
     """A model that posttrain would compute incorrectly, and therefore rejects."""
 
 
-class OutputHead:
+class Head(ABC):
+    """The decoder body of a model, and what follows it: of a language model, or of a reward model."""
+
+    decoder: Any
+    embedding: Any
+    module: Any
+    is_vocabulary: bool  # the module has a row for each token
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
+
+        With bf16 weights the matrix products are bf16 and the residual stream stays fp32. Rounding errors of the
+        residual stream would accumulate over the layers, differently in the sampler and in the trainer.
+        """
+        embedded = self.embedding(input_ids)
+        reduced = embedded.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(
+            embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
+        ):
+            output = self.decoder(
+                inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
+            )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
+    @abstractmethod
+    def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
+        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
+
+
+class OutputHead(Head):
     """The decoder body of a causal language model and the way from its hidden states to logits.
 
     `model` may be wrapped by peft; adapters inside the body and on the head stay active. Modules are looked up once,
     weights each time they are used, so that sharding may swap the parameters.
     """
 
-    is_vocabulary = True  # the module has a row for each token
+    is_vocabulary = True
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
         config: PretrainedConfig = base.config.get_text_config()
-        self.decoder: nn.Module = base.get_decoder()
-        self.embedding: nn.Module = base.get_input_embeddings()
-        self.module: Any = base.get_output_embeddings()
+        self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
+        self.module = base.get_output_embeddings()
         if self.module is None or self.decoder is base:
             raise UnsupportedModelError(f"{type(base).__name__} has no output head: a causal language model is needed")
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -71,10 +101,6 @@ class OutputHead:
             type(self.module) is nn.Linear and self.module.bias is None and self.softcap is None and self.factor == 1.0
         )
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active."""
-        return decoder_states(self.decoder, self.embedding, input_ids, position_ids)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
         if self.is_plain_linear:
@@ -89,7 +115,6 @@ class OutputHead:
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
-        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
         ours, theirs = self.logits(hidden).float(), expected.float()
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         spread = float(theirs.abs().max())
@@ -98,24 +123,6 @@ class OutputHead:
                 "this model changes its logits after the output head in a way that posttrain does not support "
                 f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
             )
-
-
-def decoder_states(decoder: nn.Module, embedding: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
-
-    With bf16 weights the matrix products are bf16 and the residual stream stays fp32. Rounding errors of the residual
-    stream would accumulate over the layers, differently in the sampler and in the trainer.
-    """
-    embedded = embedding(input_ids)
-    reduced = embedded.dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(
-        embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
-    ):
-        output = decoder(
-            inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
-        )
-    states: Tensor = output.last_hidden_state[0]
-    return states
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.models.attention_interface import AttendOptions, attention_context
-from posttrain.policy.head import UnsupportedModelError
+from posttrain.policy.head import Head, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,16 +41,6 @@ class LayerShape:
     def bytes_per_token(self) -> int:
         factors = 2 * torch.float32.itemsize if self.is_fp8 else 0
         return self.num_heads * ((self.key_dim + self.value_dim) * self.dtype.itemsize + factors)
-
-
-class Head(Protocol):
-    """The head of a language model or of a reward model."""
-
-    decoder: nn.Module
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
-
-    def check_logits(self, hidden: Tensor, expected: Tensor) -> None: ...
 
 
 def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:

@@ -105,7 +105,10 @@ class CachedReference:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             end = self._load(header, step) if step > 1 else 0  # a run that resumes makes step 2 or a later one first
-            if step > 1 and (not end or self._is_damaged_at(end, step)):
+            # A record from before `step` after the whole ones is damaged; a partly written one is from a later step.
+            rest = self._path.read_bytes()[end : end + _RECORD.size] if end else b""
+            is_damaged = len(rest) == _RECORD.size and _RECORD.unpack(rest)[0] < step
+            if step > 1 and (not end or is_damaged):
                 self._warn(
                     f"{self._path} is missing, damaged or of another reference: log-probabilities of the reference are "
                     "computed again, so this run may differ from an uninterrupted one in the last bits"
@@ -134,12 +137,6 @@ class CachedReference:
             self._num_bytes += sum(values.nbytes + _OVERHEAD_BYTES for values in entries.values())
             end = record_end
         return end
-
-    def _is_damaged_at(self, end: int, step: int) -> bool:
-        """Whether a record from before `step` follows the whole ones. A partly written record is from a later step."""
-        assert self._path is not None
-        content = self._path.read_bytes()
-        return len(content) >= end + _RECORD.size and _RECORD.unpack_from(content, end)[0] < step
 
     def _append(self, entries: dict[bytes, Logprobs], step: int) -> None:
         assert self._path is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,14 @@ from posttrain.models.loading import (
     explain_missing,
     unsafe_pickle,
 )
-from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
+from posttrain.policy.head import Head, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.fsdp import local_part
 
 HEAD = "score"  # what `transformers` calls the linear layer
 
 
-class RewardHead:
+class RewardHead(Head):
     """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be
     wrapped by peft.
     """
@@ -47,18 +47,13 @@ class RewardHead:
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
-        self.decoder: nn.Module = base.base_model
-        self.embedding: nn.Module = base.get_input_embeddings()
-        self.module: Any = getattr(base, HEAD, None)
+        self.decoder, self.embedding = base.base_model, base.get_input_embeddings()
+        self.module = getattr(base, HEAD, None)
         if self.module is None or not hasattr(self.decoder, "layers"):
             raise UnsupportedModelError(
                 f"{type(base).__name__} is not a decoder with a linear layer called {HEAD!r} on it, "
                 "which is what a reward model is here"
             )
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active."""
-        return decoder_states(self.decoder, self.embedding, input_ids, position_ids)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [...], in fp32 whatever the weights are in: margins are small against the scores."""
@@ -66,7 +61,6 @@ class RewardHead:
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
-        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
         ours, theirs = self.scores(hidden).flatten(), expected.float().flatten()
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         if float((ours - theirs).abs().max()) > tolerance * max(float(hidden.abs().max()), 1.0):

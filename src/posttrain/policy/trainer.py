@@ -117,7 +117,8 @@ class PolicyTrainer:
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         has_copy = setup.needs_reference and not config.dtensor_cfg.lora_cfg.enabled
-        self.reference = self._freeze_reference() if has_copy else None
+        frozen = copy.deepcopy(self.model).requires_grad_(False).eval() if has_copy else None
+        self.reference = None if frozen is None else self._shardable(frozen)
         self.forward = self._shardable(self.model)
         self._refuse_unsupported(setup)
         self.optimizer: MixedPrecisionOptimizer | None = None
@@ -198,9 +199,6 @@ class PolicyTrainer:
         with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
             check_length(config, self.config.max_total_sequence_length)
-
-    def _freeze_reference(self) -> Forward:
-        return self._shardable(copy.deepcopy(self.model).requires_grad_(False).eval())
 
     def facts(self) -> ModelFacts:
         config: dict[str, object] = base_config(self.model).to_dict()

@@ -147,7 +147,7 @@ class GrpoRecipe(Recipe):
             after_step=True,
         )
         if turns is not None:
-            rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)
+            rollouts, validation_rollouts = turns(rollouts), turns(validation_rollouts)
         if not config.uses_recorded_answers:
             return with_rounds(config, rollouts, position, parts), validation_rollouts
         fresh = rollouts if grpo.num_fresh_per_prompt else None

@@ -309,28 +309,7 @@ def _dialogues(group: OpenGroup) -> list[Dialogue]:
     return [answer for answer in group.answers if isinstance(answer, Dialogue)]
 
 
-@dataclass(frozen=True)
-class TurnTaking:
-    """Converts a single-turn source into a multi-turn one."""
-
-    router: TurnRouter
-    renderer: NextTurn
-    chat: ChatFormat
-    judged: frozenset[str]
-    max_turns: int
-    max_total_tokens: int
-
-    def over(self, fresh: FreshRollouts) -> MultiTurnRollouts:
-        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts)}
-        shared["stream"] = ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools)
-        return MultiTurnRollouts(
-            **shared,
-            turns=self.router,
-            renderer=self.renderer,
-            max_turns=self.max_turns,
-            max_total_tokens=self.max_total_tokens,
-            judged=self.judged,
-        )
+TurnTaking = Callable[[FreshRollouts], MultiTurnRollouts]  # of a single-turn source a multi-turn one
 
 
 def build_turns(
@@ -354,4 +333,17 @@ def build_turns(
     cleanup.callback(router.close)
     when_stopped(router.interrupt)
     judged = frozenset(read_settings(environments, Path.cwd()))
-    return TurnTaking(router, renderer, chat, judged, max_turns, max_total_tokens)
+
+    def over(fresh: FreshRollouts) -> MultiTurnRollouts:
+        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts)}
+        shared["stream"] = ToolPrompts(fresh.stream, chat, router.names, router.tools)
+        return MultiTurnRollouts(
+            **shared,
+            turns=router,
+            renderer=renderer,
+            max_turns=max_turns,
+            max_total_tokens=max_total_tokens,
+            judged=judged,
+        )
+
+    return over

@@ -28,7 +28,7 @@ def say(line):
     print("said", line, flush=True)
 
 store = CheckpointStore(
-    Path(sys.argv[1]), keep_top_k=2, metric_name=None, higher_is_better=True, save_period=1, say=say
+    Path(sys.argv[1]), keep_top_k=2, say=say
 )
 newest = store.latest()
 save = store.read_info(newest)["save"] if newest else 0
@@ -44,9 +44,7 @@ while True:
 
 
 def make_store(folder: Path, said: list[str], keep_top_k: int = 2) -> CheckpointStore:
-    return CheckpointStore(
-        folder, keep_top_k=keep_top_k, metric_name=None, higher_is_better=True, save_period=1, say=said.append
-    )
+    return CheckpointStore(folder, keep_top_k=keep_top_k, say=said.append)
 
 
 def run_and_kill(script: Path, folder: Path, output: Path, *, let_one_complete: bool, delay_s: float) -> list[str]:

@@ -30,7 +30,7 @@ def test_generators_continue_after_a_save_and_a_load(tmp_path: Path) -> None:
     np.random.seed(2)
     torch.manual_seed(3)
     draw()
-    save_training_state(tmp_path, step=5, stream_state={}, rng=capture_rng(), extra={})
+    save_training_state(tmp_path, TrainingState(5, {}, capture_rng(), {}))
     expected = [draw(), draw()]
     random.seed(9)
     np.random.seed(9)
@@ -69,7 +69,7 @@ def test_restore_rng_ignores_states_of_absent_cuda_devices(monkeypatch: pytest.M
 def test_plain_state_comes_back_as_it_was(tmp_path: Path) -> None:
     stream = {"epoch": 2, "position": 17, "seed": 42, "order": [3, 1, 2], "nested": {"name": "gsm8k", "done": None}}
     extra = {"history": (1.5, True), "tensor": torch.arange(3), "raw": b"\x00\xff", 7: "int key"}
-    save_training_state(tmp_path, step=5, stream_state=stream, rng={}, extra=extra)
+    save_training_state(tmp_path, TrainingState(5, stream, {}, extra))
     state = load_training_state(tmp_path)
     assert isinstance(state, TrainingState)
     assert (state.step, state.stream_state) == (5, stream)
@@ -83,7 +83,7 @@ def test_plain_state_comes_back_as_it_was(tmp_path: Path) -> None:
 )
 def test_what_could_not_be_loaded_again_is_refused_while_saving(tmp_path: Path, value: object, kind: str) -> None:
     with pytest.raises(TypeError, match=rf"training state\.stream_state\.reader\[1\] is a {kind}"):
-        save_training_state(tmp_path, step=1, stream_state={"reader": [0, value]}, rng={}, extra={})
+        save_training_state(tmp_path, TrainingState(1, {"reader": [0, value]}, {}, {}))
     assert not (tmp_path / "train_dataloader.pt").exists()
 
 
@@ -91,7 +91,7 @@ def test_a_missing_torn_or_foreign_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"train_dataloader\.pt is missing"):
         load_training_state(tmp_path)
     path = tmp_path / "train_dataloader.pt"
-    save_training_state(tmp_path, step=1, stream_state={}, rng=capture_rng(), extra={})
+    save_training_state(tmp_path, TrainingState(1, {}, capture_rng(), {}))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
         load_training_state(tmp_path)

@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config.rewards import parse_reward
-from posttrain.environments import build_environments, check_environments, judge
+from posttrain.environments import build_environments, check_environments
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge import NoVerdict, Usage, UsageFile, VerdictCache, filled, judge_scorer, read_score
 from posttrain.errors import InputError
@@ -491,9 +491,12 @@ def test_a_missing_key_or_prompt_ends_the_run_before_it_starts(
     assert not endpoint.requests
 
 
-def test_the_default_place_of_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_place_of_the_cache_is_the_users(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert judge._default_cache_path() == tmp_path / "posttrain" / "judge.sqlite"
+    judge_scorer(setup_for(endpoint, tmp_path / "run", cache_path=None))
+    assert (tmp_path / "posttrain" / "judge.sqlite").is_file()
 
 
 def test_in_a_pool_of_workers_good_answers_are_scored_and_bad_verdicts_are_not(

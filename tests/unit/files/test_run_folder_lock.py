@@ -104,9 +104,7 @@ def test_an_attempt_that_was_taken_over_stops_before_its_checkpoint_gets_its_nam
 ) -> None:
     old = take(tmp_path, run="grpo-run")
     said: list[str] = []
-    store = CheckpointStore(
-        tmp_path, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=said.append, attempt=old
-    )
+    store = CheckpointStore(tmp_path, say=said.append, attempt=old)
     monkeypatch.setattr(Holder, "is_on_this_machine", False)
 
     def save() -> None:

@@ -13,7 +13,7 @@ from made_groups import Reward, group
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit, RewardScaling
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.checkpointing.state import load_training_state, save_training_state
+from posttrain.checkpointing.state import TrainingState, load_training_state, save_training_state
 from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
 from posttrain.orchestration.sharded import SharedWeights
@@ -234,7 +234,7 @@ def test_resumed_run_trains_on_the_same_groups(tmp_path: Path) -> None:
     expected = [whole.step(step).groups for step in (1, 2, 3)]
     before, source = run()
     before.step(1)
-    save_training_state(tmp_path, step=1, stream_state=source.position.state_dict(), rng={})
+    save_training_state(tmp_path, TrainingState(1, source.position.state_dict(), {}, {}))
     after, source = run()
     source.position.load_state_dict(load_training_state(tmp_path).stream_state)
     resumed = [after.step(step).groups for step in (2, 3)]

@@ -193,7 +193,7 @@ class EvaluationBuild:
                 warn=self.say,
                 cleanup=cleanup,
             )
-            source = source if turns is None else turns.over(source)
+            source = source if turns is None else turns(source)
         runner = EvaluationRunner(self.problem_set, source, self.answer_reader(), folder)
         try:
             with show_progress(ANSWERS, num_answers) as progress:

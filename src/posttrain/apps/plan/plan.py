@@ -37,15 +37,16 @@ class RunEstimate:
     def rank(self) -> RankMemory:
         return RankMemory(self.shape, self.settings)
 
-    def needed_bytes(self, phase: Phase) -> float:
-        """Of the GPU: tensors, gaps between them, and the CUDA context."""
-        return self.rank.needed_bytes(phase.peak_bytes)
+    @property
+    def most_gib(self) -> float:
+        """Of the GPU, in the phase that needs most."""
+        return max(phase.needed_bytes for phase in self.memory.phases) / GIB
 
     def fits(self, phase: Phase) -> bool:
         cache = self.memory.cache
         if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
             return False
-        return self.needed_bytes(phase) <= self.gpu.memory_bytes
+        return phase.needed_bytes <= self.gpu.memory_bytes
 
     @property
     def too_large(self) -> list[Phase]:
@@ -70,21 +71,6 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name.lower()]
 
 
-def estimate_run(
-    config: RunConfig,
-    gpu: Gpu,
-    *,
-    lengths: MeanLengths | None = None,
-    prompt_tokens: float | None = None,
-    answer_tokens: float | None = None,
-) -> RunEstimate:
-    """The plan of a config. Lengths are those given, else those measured, else assumed."""
-    shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
-    if config.scores_answers:
-        shape = shape.without_output_table()
-    return estimate_config(config, shape, gpu, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
-
-
 def _refuse_fp8(config: RunConfig, gpu: Gpu) -> None:
     generation = config.policy.generation
     settings = {
@@ -97,16 +83,19 @@ def _refuse_fp8(config: RunConfig, gpu: Gpu) -> None:
             raise InputError(f"{setting}: {gpu.name} has no FP8 matrix units; Ada, Hopper and newer GPUs have")
 
 
-def estimate_config(
+def estimate_run(
     config: RunConfig,
-    shape: ModelShape,
     gpu: Gpu,
-    lengths: MeanLengths | None,
     *,
+    shape: ModelShape | None = None,
+    lengths: MeanLengths | None = None,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
 ) -> RunEstimate:
-    """Of a shape that is known."""
+    """The plan of a config. Lengths are those given, else those measured, else assumed. `shape`: where it is known."""
+    if shape is None:
+        shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
+        shape = shape.without_output_table() if config.scores_answers else shape
     _refuse_fp8(config, gpu)
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
     saving = config.checkpointing
@@ -225,7 +214,7 @@ def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
             phase.name: {
                 "items": {name: num_bytes / GIB for name, num_bytes in phase.items.items()},
                 "peak": phase.peak_bytes / GIB,
-                "needed": found.needed_bytes(phase) / GIB,
+                "needed": phase.needed_bytes / GIB,
                 "fits": found.fits(phase),
             }
             for phase in found.memory.phases
@@ -267,9 +256,8 @@ def described(config: RunConfig, device_name: str, max_steps: int) -> str:
         found = estimate_run(config, gpu)
     except Exception:  # the planner must not keep a run from starting
         return ""
-    needed = max(found.needed_bytes(phase) for phase in found.memory.phases) / GIB
     hours = max_steps * found.time.total_s / 3600
-    return f"{needed:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"
+    return f"{found.most_gib:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def with_settings(
 
 def _has_room(found: RunEstimate, *phases: str) -> bool:
     limit = (1 - _HEADROOM) * found.gpu.memory_bytes
-    return all(found.needed_bytes(phase) <= limit for phase in found.memory.phases if phase.name in phases)
+    return all(phase.needed_bytes <= limit for phase in found.memory.phases if phase.name in phases)
 
 
 # -- better settings ---------------------------------------------------------------------------------------------------
@@ -96,21 +96,15 @@ def _budgets(workload: Workload) -> Iterator[int]:
 
 
 def _best_training(found: RunEstimate) -> RunEstimate | None:
-    fitting = [
-        tried
+    tried = [
+        with_settings(
+            found, replace(found.settings, checkpointing=recomputes), found.workload.with_train_tokens(budget)
+        )
         for recomputes in (False, True)
         for budget in _budgets(found.workload)
-        if _has_room(
-            tried := with_settings(
-                found, replace(found.settings, checkpointing=recomputes), found.workload.with_train_tokens(budget)
-            ),
-            TRAINING,
-            OPTIMIZER,
-        )
     ]
-    if not fitting:
-        return None
-    return _smallest_as_good(fitting, [tried.time.passes_s for tried in fitting])
+    fitting = [one for one in tried if _has_room(one, TRAINING, OPTIMIZER)]
+    return _smallest_as_good(fitting, [one.time.passes_s for one in fitting]) if fitting else None
 
 
 def _best_scoring(found: RunEstimate) -> RunEstimate:
@@ -165,7 +159,7 @@ def savings(found: RunEstimate, phases: Collection[str]) -> list[tuple[str, floa
     """Single changes and the bytes that each frees in the peak of these phases, most first."""
 
     def peak(one: RunEstimate) -> float:
-        return max((one.needed_bytes(phase) for phase in one.memory.phases if phase.name in phases), default=0.0)
+        return max((phase.needed_bytes for phase in one.memory.phases if phase.name in phases), default=0.0)
 
     freed = [(remedy.words, peak(found) - peak(remedy.found)) for remedy in _tried(found, phases)]
     return sorted((one for one in freed if one[1] > 0), key=lambda one: -one[1])
@@ -182,7 +176,7 @@ def _excess(found: RunEstimate) -> float:
     cache = found.memory.cache
     if cache is not None and cache.num_bytes < cache.least_bytes:
         missing += cache.least_bytes - cache.num_bytes
-    return missing + sum(max(found.needed_bytes(p) - found.gpu.memory_bytes, 0.0) for p in found.memory.phases)
+    return missing + sum(max(p.needed_bytes - found.gpu.memory_bytes, 0.0) for p in found.memory.phases)
 
 
 def _changes(found: RunEstimate, phases: Collection[str]) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
@@ -251,12 +245,12 @@ def explain(found: RunEstimate) -> str:
         largest = sorted(phase.items.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in largest)
         lines.append(
-            f"{phase.name}: needs {found.needed_bytes(phase) / GIB:.1f} GiB of {memory:.1f} on {found.gpu.name} "
+            f"{phase.name}: needs {phase.needed_bytes / GIB:.1f} GiB of {memory:.1f} on {found.gpu.name} "
             f"(largest: {parts})"
         )
     tried = remedies(found)
     for remedy in tried:
-        peak = max(remedy.found.needed_bytes(phase) for phase in remedy.found.memory.phases) / GIB
+        peak = remedy.found.most_gib
         verdict = f"fits, {peak:.1f} GiB at most" if remedy.is_enough else f"still {peak:.1f} GiB"
         lines.append(f"  try {remedy.words}: {verdict}, {remedy.found.time.total_s:.1f} s a step")
     if not tried:
@@ -294,7 +288,7 @@ def advice(config: RunConfig, error: OutOfGpuMemoryError, folder: Path) -> str:
         found = estimate_run(config, replace(like, memory_bytes=error.gpu_bytes), lengths=lengths)
     except InputError:
         return ""
-    counted = ", ".join(f"{phase.name} {found.needed_bytes(phase) / GIB:.1f}" for phase in found.memory.phases)
+    counted = ", ".join(f"{phase.name} {phase.needed_bytes / GIB:.1f}" for phase in found.memory.phases)
     lines = [f"the planner counts, in GiB of {error.gpu_bytes / GIB:.1f}: {counted}"]
     if found.too_large:
         return "\n".join([*lines, explain(found)])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from posttrain.apps.plan.decoding import answer_lengths, batch_sizes
-from posttrain.apps.plan.plan import RunEstimate, estimate_config
+from posttrain.apps.plan.plan import RunEstimate, estimate_run
 from posttrain.apps.plan.simulation import EngineSpeed, SimulatedEngine, Training, simulate
 from posttrain.apps.plan.timing import TimeModel
 from posttrain.apps.plan.workload import Workload
@@ -51,7 +51,7 @@ class Split:
     def needed_bytes(self, *, sampling: bool) -> float:
         """Of one GPU at its peak, while sampling or else while doing what is left."""
         phases = [phase for phase in self.found.memory.phases if (phase.name == SAMPLING) == sampling]
-        return max(self.found.needed_bytes(phase) for phase in phases)
+        return max(phase.needed_bytes for phase in phases)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ def find_splits(found: RunEstimate, config: GrpoRunConfig, rewards_s: float = 0.
     """`found` is the plan of `config`; `rewards_s` of a step, where a run has measured them."""
 
     def split(candidate: GrpoRunConfig) -> Split:
-        estimate = estimate_config(candidate, found.shape, found.gpu, found.workload.lengths)
+        estimate = estimate_run(candidate, found.gpu, shape=found.shape, lengths=found.workload.lengths)
         return Split(candidate, estimate, simulated_step_s(estimate, candidate, rewards_s))
 
     shared = split(_with(config, 0, 0))

@@ -36,6 +36,7 @@ from posttrain.files.json_files import JsonMapping
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
 FILE_SHIFT, LINE_SHIFT = 40, 1
 TEXT = pa.large_string()
+STRINGS = (pa.string(), TEXT)
 _NUMBERS = (pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal, pa.types.is_boolean)
 SCHEMA = pa.schema(
     [
@@ -165,9 +166,8 @@ def _rewards(block: Block, name: str, default: float = 0.0) -> tuple[NDArray[np.
             if value is None:
                 problem[index] = reasons.NO_REWARD
             elif isinstance(value, int | float):
-                reward[index] = (
-                    float(value) if abs(value) <= MAX_REWARD else np.inf
-                )  # a whole number may be beyond 1e308
+                # A whole number may be beyond 1e308.
+                reward[index] = float(value) if abs(value) <= MAX_REWARD else np.inf
             else:
                 problem[index] = reasons.REWARD_NOT_A_NUMBER
     problem[~(np.abs(reward) <= MAX_REWARD)] = reasons.REWARD_NOT_FINITE
@@ -199,10 +199,9 @@ def _texts(
     column = block.array(name)
     if column is not None and pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if column is not None and (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        missing = column.is_null().to_numpy(zero_copy_only=False)
+    if column is not None and column.type in STRINGS:
         if _is_unicode(column):
-            problem[missing & (problem == "")] = absent
+            problem[column.is_null().to_numpy(zero_copy_only=False) & (problem == "")] = absent
             return column.cast(TEXT).fill_null(""), pa.array(np.zeros(len(block), dtype=bool))
         values: list[Any] = column.cast(pa.large_binary()).to_pylist()
     else:
@@ -276,11 +275,9 @@ def _text_column(block: Block, name: str) -> pa.Array:
     if not name:
         return pa.nulls(len(block), TEXT)
     column = block.array(name)
-    if column is not None and (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        if _is_unicode(column):
-            return column.cast(TEXT)
+    if column is not None and column.type in STRINGS and not _is_unicode(column):
         column = column.cast(pa.large_binary())
-    if column is not None and pa.types.is_integer(column.type):
+    if column is not None and (column.type in STRINGS or pa.types.is_integer(column.type)):
         return column.cast(TEXT)
     values = block.values(name) if column is None else column.to_pylist()
     return pa.array([None if value is None or value != value else _id_text(value) for value in values], TEXT)

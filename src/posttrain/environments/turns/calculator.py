@@ -10,25 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from posttrain.environments.turns.tools import MalformedCall, ToolCall, ToolEnvironment, ToolError
+from posttrain.environments.turns.tools import MalformedCall, ToolCall, ToolEnvironment, ToolError, schema_of
 from posttrain.files.json_files import JsonMapping
 
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64
 _MAX_BITS = 2048  # of a numerator or denominator: more than a word problem needs
 
-_SCHEMA: JsonMapping = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Works out an arithmetic expression with + - * / ** and parentheses.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "for instance (17 + 4) * 2.5"}},
-            "required": ["expression"],
-        },
-    },
-}
+_ABOUT = "Works out an arithmetic expression with + - * / ** and parentheses."
+_SCHEMA = schema_of("calculator", _ABOUT, "expression", "for instance (17 + 4) * 2.5")
 _SIGNS = str.maketrans("×÷−$", "*/- ")
 _INLINE = re.compile(r"<calc>(.*?)(?:</calc>|\Z)", re.DOTALL)
 

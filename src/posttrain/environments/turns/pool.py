@@ -10,7 +10,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.environments.pool import ScoringPool, to_score
+from posttrain.environments.pool import ScoringPool, scored_by_name, to_score
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.errors import InputError
@@ -58,13 +58,8 @@ class TurnRouter:
 
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
         """The result of each call (environment, item): a `TurnOutcome`, or a `Score` with the error."""
-        rows_of: dict[str, list[int]] = {}
-        for row, (name, _) in enumerate(calls):
-            rows_of.setdefault(name, []).append(row)
-        results: dict[int, Score] = {}
-        for name, rows in rows_of.items():
-            results.update(zip(rows, self._pools[name].score([calls[row][1] for row in rows]), strict=True))
-        return [results[row] for row in range(len(calls))]
+        names = [name for name, _ in calls]
+        return scored_by_name(names, lambda name, rows: self._pools[name].score([calls[row][1] for row in rows]))
 
     def tools(self, name: str) -> tuple[JsonMapping, ...]:
         """The schemas of the tools that the environment's class declares."""

@@ -12,10 +12,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.turns.tools import ToolEnvironment, ToolError
+from posttrain.environments.turns.tools import ToolEnvironment, ToolError, schema_of
 from posttrain.files.json_files import JsonMapping, parse_json
 
 _K1, _B = 1.5, 0.75
+_SCHEMA = schema_of("search", "Looks for texts about a few words.", "query", "a few words")
 
 
 class Search(ToolEnvironment):
@@ -84,17 +85,3 @@ def _read(path: Path) -> list[tuple[str, str]]:
     if not documents:
         raise ValueError(f"documents: {path} is empty")
     return documents
-
-
-_SCHEMA: JsonMapping = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Looks for texts about a few words.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "a few words"}},
-            "required": ["query"],
-        },
-    },
-}

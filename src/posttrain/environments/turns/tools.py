@@ -87,6 +87,16 @@ class ToolEnvironment(TurnEnvironment):
         return ""
 
 
+def schema_of(name: str, description: str, argument: str, about: str) -> JsonMapping:
+    """Of a tool with one text as its argument, in OpenAI's format."""
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string", "description": about}},
+        "required": [argument],
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),

@@ -120,19 +120,8 @@ class ModelShape:
 
 def _named(name: str, family: str, sizes: tuple[int, ...], *, tied: bool, head_dim: int | None = None) -> ModelShape:
     vocab, hidden, inner, layers, heads, kv_heads = sizes
-    return ModelShape(
-        name,
-        family,
-        hidden,
-        inner,
-        layers,
-        heads,
-        kv_heads,
-        head_dim or hidden // heads,
-        vocab,
-        tied,
-        family in _QKV_BIASES,
-    )
+    head_dim, bias = head_dim or hidden // heads, family in _QKV_BIASES
+    return ModelShape(name, family, hidden, inner, layers, heads, kv_heads, head_dim, vocab, tied, bias)
 
 
 # The shapes of the benchmarks: Llama 3.1 8B, Qwen2.5 0.5B and 1.5B, Qwen3 8B, and Llamas in the proportions of 3.2 1B.

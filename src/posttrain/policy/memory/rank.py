@@ -39,6 +39,11 @@ class Phase:
     def peak_bytes(self) -> float:
         return sum(self.items.values())
 
+    @property
+    def needed_bytes(self) -> float:
+        """Of the GPU: tensors, gaps between them, and the CUDA context."""
+        return self.peak_bytes * (1 + ALLOCATOR_SLACK) + RUNTIME_BYTES
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -173,6 +178,11 @@ class RankMemory:
         """A forward and backward pass. `accumulates`: gradients of earlier passes of the update exist already."""
         items = {**self.resident(), **self.gathered_weights(), **kept_cache, **self.quantised_weights(gradients=True)}
         before = self.gradients() if accumulates else 0.0
+        is_head_trained = self.settings.lora_rank is None and not self.settings.scores_answers
+        head = FP32 * self.shape.head_products / self.settings.ranks if is_head_trained else 0.0  # the first gradient
+        # Of one tensor, in the precision of the weights, before it is added to the fp32 sum.
+        largest = max(kind.rows * (kind.columns or 1) for kind in self.trained)
+        largest_gradient = self.settings.element * largest / self.settings.layer_shares
         kept = self.layer.kept(row)
         one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as temporary
         peaks: list[dict[str, float]] = [
@@ -181,24 +191,14 @@ class RankMemory:
                 "activations": kept,
                 "logits chunk": self.layer.head_backward(row, accumulates=accumulates),
             },
-            {"gradients": before or self._head_gradient(), "activations": kept + self.layer.layer_backward(row)},
+            {"gradients": before or head, "activations": kept + self.layer.layer_backward(row)},
             {
-                "gradients": self.gradients() + self._largest_gradient(),
+                "gradients": self.gradients() + largest_gradient,
                 "activations": one_layer + self.layer.layer_backward(row),
             },
         ]
         highest = max(peaks, key=lambda peak: sum(peak.values()))
         return Phase(TRAINING, {**items, **highest})
-
-    def _head_gradient(self) -> float:
-        """Of the output head, whose gradient is the first."""
-        trained = self.settings.lora_rank is None and not self.settings.scores_answers
-        return FP32 * self.shape.head_products / self.settings.ranks if trained else 0.0
-
-    def _largest_gradient(self) -> float:
-        """Of one tensor, in the precision of the weights, before it is added to the fp32 sum."""
-        largest = max(kind.rows * (kind.columns or 1) for kind in self.trained)
-        return self.settings.element * largest / self.settings.layer_shares
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks
@@ -214,10 +214,6 @@ class RankMemory:
             work += 3 * _SLICE * self.state_bytes() / self.num_trained
         items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": work}
         return Phase(OPTIMIZER, items)
-
-    def needed_bytes(self, peak: float) -> float:
-        """Memory that a GPU needs for tensors of `peak` bytes."""
-        return peak * (1 + ALLOCATOR_SLACK) + RUNTIME_BYTES
 
 
 def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) -> float:
@@ -262,7 +258,7 @@ def should_checkpoint(
     row = Pass(tokens, tokens, _COPIES_OF_KEYS * tokens, 0.0)
     cache = {"KV cache": KEPT_CACHE_SHARE * memory_bytes} if settings.engine is not None else {}
     phase = memory.training_phase(row, cache, accumulates=True)
-    return memory.needed_bytes(phase.peak_bytes) > (1 - _HEADROOM) * memory_bytes
+    return phase.needed_bytes > (1 - _HEADROOM) * memory_bytes
 
 
 def _largest_micro_batch(policy: PolicyConfig) -> int:

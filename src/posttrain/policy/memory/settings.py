@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
 
@@ -105,11 +105,9 @@ def run_settings(
     ranks: int,
     scores_answers: bool = False,
     checkpointing: bool | None = None,
-    checkpoint_copy: CheckpointCopy = "none",
-    num_engines: int = 0,
-    engine_shares: int = 1,
+    **others: Any,
 ) -> RunSettings:
-    """`ranks` are all that train. `checkpointing` is used if the config has auto."""
+    """`ranks` are all that train. `checkpointing` is used if the config has auto; `others` are fields of the result."""
     engine = None
     if policy.generation is not None:
         native = policy.generation.native_cfg
@@ -139,12 +137,10 @@ def run_settings(
         scores_answers=scores_answers,
         ranks=ranks // (policy.dtensor_cfg.dp_replicate_size or 1),
         engine=engine,
-        checkpoint_copy=checkpoint_copy,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
         row_shares=policy.dtensor_cfg.context_parallel_size,
-        num_engines=num_engines,
-        engine_shares=engine_shares,
         fp8=policy.fp8,
+        **others,
     )
 
 

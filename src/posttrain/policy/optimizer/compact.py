@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.errors import InputError
 from posttrain.policy.fused.accumulate import move_to_sum, sum_of
 from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, class_name, parameter_of
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, parameter_of
 from posttrain.policy.optimizer.schedule import SchedulerSpec, resolve
 from posttrain.policy.parallel.fsdp import as_shard, local_part
 
@@ -118,9 +118,6 @@ class CompactOptimizer(MixedPrecisionOptimizer):
         if "master" in state:
             weight.copy_(state["master"])
         return {entry: tensor for entry, tensor in state.items() if entry != "master"}
-
-    def _class_name(self) -> str:
-        return class_name(AdamW if self.optimizer.decoupled else Adam)
 
     def _kinds(self) -> dict[str, list[str]]:
         in_fp32 = all(parameter.dtype == torch.float32 for parameter in self.parameters.values())

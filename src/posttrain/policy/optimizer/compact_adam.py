@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from posttrain.policy.host_memory import pinned_like
 from posttrain.policy.optimizer.low_precision import (
@@ -105,6 +105,7 @@ class CompactAdam(Optimizer):
         self.form = form
         self.seed = seed
         self.decoupled = decoupled
+        self.torch_class = AdamW if decoupled else Adam  # whose arithmetic this is
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
         self.gradient_scale = 1.0  # they are multiplied with it on their way
         on_cuda = any(local_part(parameter).is_cuda for parameter in self.named.values())

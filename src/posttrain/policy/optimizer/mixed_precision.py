@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -176,13 +176,10 @@ class MixedPrecisionOptimizer:
         """What optimizer and schedule are, by the settings that choose them."""
         schedule = [] if self.scheduler is None else getattr(self.scheduler, "_schedulers", [self.scheduler])
         return {
-            "policy.optimizer.name": [self._class_name()],
+            "policy.optimizer.name": [class_name(getattr(self.optimizer, "torch_class", type(self.optimizer)))],
             "policy.scheduler": [class_name(type(part)) for part in schedule],
             **ORDINARY,
         }
-
-    def _class_name(self) -> str:
-        return class_name(type(self.optimizer))
 
     def check_kinds(self, state: JsonMapping) -> None:
         """Raise CheckpointError if a saved state is from another optimizer or schedule."""
@@ -248,7 +245,3 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     else:  # torch's norm on a CPU adds one number after another and loses a percent of a hundred million
         squares = own.float().square().sum()
     return squares / num_copies(gradient) if isinstance(gradient, DTensor) else squares
-
-
-def trainable(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters if p.requires_grad)

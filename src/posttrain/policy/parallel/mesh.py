@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from posttrain.config.policy import DtensorConfig
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ class Mesh:
     replicas: int = 1  # groups of ranks that each hold a full model and exchange only gradients
 
     @classmethod
-    def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
+    def over(cls, num_ranks: int, parallel: DtensorConfig) -> Mesh:
         """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
         cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
         replicas = parallel.dp_replicate_size or 1
@@ -72,14 +74,6 @@ class Mesh:
         # torch warns that a tensor which is spread over two axes is gathered in two operations
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows)
-
-
-class ParallelSizes(Protocol):
-    """The config section `policy.dtensor_cfg`."""
-
-    context_parallel_size: int
-    tensor_parallel_size: int
-    dp_replicate_size: int | None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.fused.trials import is_near
-from posttrain.policy.head import project, without_adapter_wrapper
+from posttrain.policy.head import Head, project, without_adapter_wrapper
 from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, mark
@@ -69,18 +69,7 @@ class _RowProduct(torch.autograd.Function):
 # -- splitting a model -------------------------------------------------------------------------------------------------
 
 
-class _Head(Protocol):
-    """The head of a model: `OutputHead` or `RewardHead`."""
-
-    decoder: Any
-    embedding: Any
-    module: Any
-    is_vocabulary: bool  # the module has a row for each token
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
-
-
-def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
+def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
     """Leave this rank its part of `model`, on `device`. Before `fully_shard`. `field` of the config asks for it."""
     group = TensorGroup(mesh)
     config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
@@ -148,7 +137,7 @@ def _check_sizes(config: PretrainedConfig, size: int, field: str) -> None:
             )
 
 
-def _roles(head: _Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
+def _roles(head: Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
     roles: dict[nn.Module, str] = {}
     for name, module in head.decoder.named_modules():
         adapted, _, matrix = name.partition(".lora_")
@@ -230,7 +219,7 @@ class _VocabularyRows:
 
 
 @torch.no_grad()
-def _trial(head: _Head) -> Tensor:
+def _trial(head: Head) -> Tensor:
     """Hidden states of a few tokens."""
     weight: Any = head.embedding.weight
     positions = torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
@@ -239,7 +228,7 @@ def _trial(head: _Head) -> Tensor:
         return head.hidden(positions * (len(weight) // _TRIAL_TOKENS), positions).cpu()
 
 
-def _compare(head: _Head, config: PretrainedConfig, expected: Tensor, field: str) -> None:
+def _compare(head: Head, config: PretrainedConfig, expected: Tensor, field: str) -> None:
     """Tests the split model: a family may use its modules in a way that its plan does not describe."""
     found, dtype = _trial(head), head.embedding.weight.dtype
     if not is_near(found, expected, dtype):

@@ -118,9 +118,7 @@ def test_training_that_did_not_succeed_stops_the_pipeline_with_the_reason(
 )
 def test_newest_or_best_checkpoint_is_used(tmp_path: Path, which: str, higher_is_better: bool, step: int) -> None:
     overrides = ["checkpointing.metric_name=val:accuracy", f"checkpointing.higher_is_better={higher_is_better}"]
-    store = CheckpointStore(
-        tmp_path, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=2, say=lambda line: None
-    )
+    store = CheckpointStore(tmp_path, save_period=2, say=lambda line: None)
     for number, accuracy in ((2, 0.1), (4, 0.9), (6, 0.5)):
         with store.writing(number) as folder:
             store.save_info(folder, {"val:accuracy": accuracy})

@@ -186,14 +186,7 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
 
 def choose_checkpoint(run: Path, loaded: LoadedConfig[RunConfig], which: str) -> Path:
     settings = loaded.config.checkpointing
-    store = CheckpointStore(
-        run,
-        keep_top_k=None,
-        metric_name=settings.metric_name,
-        higher_is_better=settings.higher_is_better,
-        save_period=settings.save_period,
-        say=lambda line: None,
-    )
+    store = CheckpointStore(run)
     newest = store.latest()
     if newest is None:
         raise InputError(f"train: {run} has no complete checkpoint")
