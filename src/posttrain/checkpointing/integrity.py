@@ -34,9 +34,7 @@ _READ_BYTES = 4 * 2**20
 _MAX_THREADS = 16
 _LOADED_FOLDER = "policy"
 _LOADED = ("config.yaml", "train_dataloader.pt", "training_info.json")
-_SYSTEM_FILES = re.compile(
-    r"\.DS_Store|\.nfs.*|\._.*|Thumbs\.db"
-)  # left by operating systems and network mounts; never loaded
+_SYSTEM_FILES = re.compile(r"\.DS_Store|\.nfs.*|\._.*|Thumbs\.db")  # of systems and network mounts; never loaded
 
 
 @dataclass(frozen=True)

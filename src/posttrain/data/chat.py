@@ -94,7 +94,7 @@ class ChatFormat:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens after which the assistant has finished: EOS, and the end of a turn when that is another token."""
-        end = self._encode([self.end_of_turn])[0] if self.end_of_turn else []
+        end = self.encode_prompts([self.end_of_turn])[0] if self.end_of_turn else []
         eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         return tuple(dict.fromkeys([*eos, *(end if len(end) == 1 else [])]))
 
@@ -124,7 +124,7 @@ class ChatFormat:
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
         # A vocabulary does not determine merges and normalisation. What a few texts become does, and is the same for
         # every version of the tokenizer library.
-        probes = self._encode(_PROBES)
+        probes = self.encode_prompts(_PROBES)
         template = {"template": self.template, "kwargs": self.kwargs, "end_of_turn": self.end_of_turn}
         return {
             "tokenizer": sha256_of(json.dumps([vocabulary, probes])),
@@ -134,15 +134,11 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message]) -> tuple[str, Ids]:
         """The prompt of a conversation, as text and as tokens."""
         text = self.render(messages)
-        return text, self._encode([text])[0]
+        return text, self.encode_prompts([text])[0]
 
     def turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[Ids, Ids]:
         """Tokens of the prompt and of the answer with its end of turn."""
-        return self.turns([(prompt_messages, response)])[0]
-
-    def turns(self, conversations: Sequence[tuple[Sequence[Message], str]]) -> list[tuple[Ids, Ids]]:
-        """`turn` for many at once, which is much faster."""
-        return self.encode_turns([self.render_turn(messages, response) for messages, response in conversations])
+        return self.encode_turns([self.render_turn(prompt_messages, response)])[0]
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of `prompt`."""
@@ -194,9 +190,6 @@ class ChatFormat:
         spans[-1] = TrainedSpan(spans[-1].start, len(closed))
         return closed, spans
 
-    def encode_prompts(self, texts: Sequence[str]) -> list[Ids]:
-        return self._encode(texts)
-
     def encode_turns(self, turns: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
         """Tokens of (prompt text, response text). A prompt has the same tokens here as on its own."""
         return [(turn.prompt, turn.response) for turn in self.split_turns(turns)]
@@ -208,8 +201,8 @@ class ChatFormat:
         that it would produce. The prompt is unchanged, because the two answers of a pair share it.
         """
         distinct = list(dict.fromkeys(before for before, _ in turns))  # the two answers of a pair share one
-        prompts = dict(zip(distinct, self._encode(distinct), strict=True))
-        wholes = self._encode([before + answer for before, answer in turns])
+        prompts = dict(zip(distinct, self.encode_prompts(distinct), strict=True))
+        wholes = self.encode_prompts([before + answer for before, answer in turns])
         split: list[EncodedTurn] = []
         for (before, answer), whole in zip(turns, wholes, strict=True):
             prompt = prompts[before]
@@ -220,13 +213,13 @@ class ChatFormat:
 
     def _continue(self, prompt: Ids, before: str, answer: str) -> Ids:
         """Tokens of an answer that a tokenizer would merge with its prompt."""
-        alone = self._encode([answer])[0]
+        alone = self.encode_prompts([answer])[0]
         end = self.tokenizer.eos_token or ""
         if not end or self._decode([*prompt, *alone]) == before + answer:
             return alone
         # Some tokenizers put a space before the first word of a text. After a special token the answer is not the
         # first.
-        (fence, fenced) = self._encode([end, end + answer])
+        (fence, fenced) = self.encode_prompts([end, end + answer])
         inside = fenced[len(fence) :]
         return inside if self._decode([*prompt, *inside]) == before + answer else alone
 
@@ -258,7 +251,7 @@ class ChatFormat:
         pieces: list[Ids] = []
         for edge, end in pairwise(edges):
             before = [token for piece in pieces for token in piece]
-            whole, alone = self._encode([text[:end], text[edge:end]])
+            whole, alone = self.encode_prompts([text[:end], text[edge:end]])
             pieces.append(whole[len(before) :] if whole[: len(before)] == before else alone)
         return pieces
 
@@ -313,7 +306,7 @@ class ChatFormat:
         ends = [after.index(token) + len(token) for token in special if token in after]
         return after[: min(ends)] if ends else after.rstrip()
 
-    def _encode(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_prompts(self, texts: Sequence[str]) -> list[Ids]:
         """The text already contains special tokens, so none are added."""
         if not texts:
             return []
@@ -359,9 +352,9 @@ class WholeChatFormat(ChatFormat):
 
     def split_turns(self, turns: Sequence[tuple[str, str]]) -> list[EncodedTurn]:
         """Tokens of the whole text, cut after the last token that all answers to one prompt share with the prompt."""
-        wholes = self._encode([before + answer for before, answer in turns])
+        wholes = self.encode_prompts([before + answer for before, answer in turns])
         distinct = list(dict.fromkeys(before for before, _ in turns))
-        shared = dict(zip(distinct, self._encode(distinct), strict=True))
+        shared = dict(zip(distinct, self.encode_prompts(distinct), strict=True))
         for (before, _), whole in zip(turns, wholes, strict=True):
             shared[before] = shared[before][: shared_length(shared[before], whole[:-1])]
         return [

@@ -238,31 +238,18 @@ class PackedFile:
 
 
 def _pairs_of(batch: pa.RecordBatch, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
-    tokens = {name: _lists(batch.column(name)) for name in TOKEN_COLUMNS}
+    tokens: dict[str, list[Any]] = {}  # one numpy array per row, without a Python object per token
+    for name in TOKEN_COLUMNS:
+        values = batch.column(name).values.to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
+        tokens[name] = [values[start:stop] for start, stop in pairwise(batch.column(name).offsets.to_numpy())]
     plain = {name: batch.column(name).to_pylist() for name in ("pack", "id", "chosen_reward", "rejected_reward")}
     for index in range(batch.num_rows):
         row = {name: column[index] for name, column in tokens.items()}
         if len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) > max_total_tokens:
             yield f"longer than {max_total_tokens} tokens"
             continue
-        pair = Pair(
-            -1,
-            plain["id"][index],
-            (),
-            (),
-            (),
-            plain["chosen_reward"][index],
-            plain["rejected_reward"][index],
-            first_pack + plain["pack"][index],
-        )
-        yield Read(pair, row)
-
-
-def _lists(column: pa.ListArray) -> list[Any]:
-    """One numpy array per row, without a Python object per token."""
-    values = column.values.to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
-    offsets = column.offsets.to_numpy()
-    return [values[start:stop] for start, stop in pairwise(offsets)]
+        rewards = plain["chosen_reward"][index], plain["rejected_reward"][index]
+        yield Read(Pair(-1, plain["id"][index], (), (), (), *rewards, first_pack + plain["pack"][index]), row)
 
 
 def read_header(path: str) -> PackedHeader:

@@ -17,17 +17,6 @@ from itertools import groupby
 from posttrain.data.bin_packing import PackingAlgorithm, PackingStatistics, pack
 from posttrain.types import TokenBatch
 
-__all__ = [
-    "PACK",
-    "Bundle",
-    "MicroBatching",
-    "PackingAlgorithm",
-    "cost",
-    "pack",
-    "packing_metrics",
-    "plan_micro_batches",
-]
-
 PACK = "pack"  # the column with the precomputed pack that a response belongs to
 
 

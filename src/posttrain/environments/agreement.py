@@ -82,10 +82,15 @@ def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> st
     rewards = [v.reward for v in scored if v.reward is not None]
     if rewards:
         lines.append(f"reward: mean {statistics.fmean(rewards):.4g}, min {min(rewards):.4g}, max {max(rewards):.4g}")
-    lines += _parts(verdicts)
+    for name in dict.fromkeys(name for v in verdicts for name in v.score.parts):
+        values = [v.score.parts[name] for v in verdicts if name in v.score.parts]
+        lines.append(f"  {name}: mean {statistics.fmean(values):.4g} over {len(values)}")
     compared = [v for v in verdicts if v.is_compared]
     if compared:
-        lines += ["", *_cross_table(compared), "", _summary(compared)]
+        agree, failing = sum(v.agrees for v in compared), len(unscored(compared))
+        counts = f"disagree {len(compared) - agree - failing}, unscored {failing}"
+        lines += ["", *_cross_table(compared), ""]
+        lines.append(f"agree {agree} of {len(compared)} ({agree / len(compared):.2%}), {counts}")
         if len(compared) < len(verdicts):
             lines.append(f"{len(verdicts) - len(compared)} samples have no recorded reward and were not compared")
     else:
@@ -108,22 +113,6 @@ def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> st
         if len(reasons) > num_shown:
             lines.append(f"  … and {len(reasons) - num_shown} more reasons (--show {len(reasons)})")
     return "\n".join(lines)
-
-
-def _parts(verdicts: Sequence[Verdict]) -> list[str]:
-    names = dict.fromkeys(name for v in verdicts for name in v.score.parts)
-    lines = []
-    for name in names:
-        values = [v.score.parts[name] for v in verdicts if name in v.score.parts]
-        lines.append(f"  {name}: mean {statistics.fmean(values):.4g} over {len(values)}")
-    return lines
-
-
-def _summary(compared: Sequence[Verdict]) -> str:
-    agree = sum(v.agrees for v in compared)
-    failed = len(unscored(compared))
-    differ = len(compared) - agree - failed
-    return f"agree {agree} of {len(compared)} ({agree / len(compared):.2%}), disagree {differ}, unscored {failed}"
 
 
 def _cross_table(compared: Sequence[Verdict]) -> list[str]:

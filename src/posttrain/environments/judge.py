@@ -28,7 +28,7 @@ from posttrain.config.rewards import (
     check_shows_answer,
 )
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable
-from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
+from posttrain.environments.judge_endpoint import Endpoint, EndpointError
 from posttrain.files import durable
 from posttrain.files.digests import digest
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
@@ -114,11 +114,8 @@ class _Judge:
                 usage.cached += 1
                 return score
         text = self._ask(body, key, noise_key, usage)
-        if self.cache and kept is None:
-            # There may be concurrent requests: both use the verdict that came first.
-            text = self.cache.put(key, redact_values(text))
-        elif self.cache:
-            self.cache.replace(key, redact_values(text))
+        if self.cache:
+            text = self.cache.put(key, redact_values(text), replaces=kept is not None)
         return read_score(text, self.setup)
 
     def _result(self, score: float, usage: Usage) -> dict[str, float]:
@@ -188,12 +185,12 @@ class _Judge:
         return asked_to_wait_s + 0.1 * jitter * self.setup["retry_base_s"]
 
 
-def _content(reply: Reply, usage: Usage) -> str:
+def _content(reply: bytes, usage: Usage) -> str:
     """The text of the first choice. Its cost is counted first, independent of the text."""
     try:
-        body = parse_json(reply.body, parse_int=_integer)
+        body = parse_json(reply, parse_int=_integer)
     except ValueError:
-        raise NoVerdict(f"the reply is not JSON: {_shown(reply.body.decode('utf-8', 'replace'))}") from None
+        raise NoVerdict(f"the reply is not JSON: {_shown(reply.decode('utf-8', 'replace'))}") from None
     spent = body.get("usage") if isinstance(body, dict) else None
     if isinstance(spent, dict):
         usage.prompt_tokens += _count(spent.get("prompt_tokens"))
@@ -328,19 +325,15 @@ class VerdictCache:
                 return None if row is None else str(row[0])
         return None
 
-    def put(self, key: str, text: str) -> str:
-        """Store a verdict unless there is one already. Returns the stored verdict."""
+    def put(self, key: str, text: str, *, replaces: bool = False) -> str:
+        """Store a verdict unless there is one already, or in place of one that can no longer be read. Returns the
+        stored verdict: of concurrent requests all use the one that came first."""
         with self._or_without():
             if self._connection is not None:
-                self._connection.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, text))
+                either = "REPLACE" if replaces else "IGNORE"
+                self._connection.execute(f"INSERT OR {either} INTO verdicts VALUES (?, ?)", (key, text))
                 return self.get(key) or text
         return text
-
-    def replace(self, key: str, text: str) -> None:
-        """Replace a verdict that can no longer be read."""
-        with self._or_without():
-            if self._connection is not None:
-                self._connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
 
     @contextlib.contextmanager
     def _or_without(self) -> Any:

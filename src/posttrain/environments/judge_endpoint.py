@@ -35,19 +35,13 @@ class EndpointError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
-    status: int
-    body: bytes
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """A URL that takes JSON. Proxies come from the environment, as for other programs (`https_proxy`, `no_proxy`)."""
 
     url: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)  # may contain an API key
 
-    def post(self, body: JsonObject, limit_s: float) -> Reply:
+    def post(self, body: JsonObject, limit_s: float) -> bytes:
         """The reply with status 200, or `EndpointError`."""
         connection, target = self._connection(limit_s)
         expired = threading.Event()
@@ -85,7 +79,7 @@ class Endpoint:
             raise EndpointError(f"the reply is longer than {_MAX_REPLY_BYTES >> 20} MiB", may_pass=True)
         if response.status != 200:
             raise self._refusal(response, content)
-        return Reply(response.status, content)
+        return content
 
     def _connection(self, limit_s: float) -> tuple[http.client.HTTPConnection, str]:
         parts = urlsplit(self.url)

@@ -51,22 +51,19 @@ class RankActor:
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
     def build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
-        with self.log.operation("build"):
-            self._build(build, address)
-
-    def _build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
         rank, size = self.layout.place_in_group(self.place)
-        if size > 1:
-            cuda = torch.cuda.is_available() and self.layout.device != "cpu"
-            torch.distributed.init_process_group(
-                "cuda:nccl,cpu:gloo" if cuda else "gloo",
-                init_method=f"tcp://{address[0]}:{address[1]}",
-                rank=rank,
-                world_size=size,
-                timeout=collective_timeout(),
-            )
-        self.rank = build()
+        with self.log.operation("build"):
+            if size > 1:
+                cuda = torch.cuda.is_available() and self.layout.device != "cpu"
+                torch.distributed.init_process_group(
+                    "cuda:nccl,cpu:gloo" if cuda else "gloo",
+                    init_method=f"tcp://{address[0]}:{address[1]}",
+                    rank=rank,
+                    world_size=size,
+                    timeout=collective_timeout(),
+                )
+            self.rank = build()
 
     @ray.method(concurrency_group=CONTROL)
     def request_stop(self) -> None:

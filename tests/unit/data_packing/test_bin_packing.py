@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.bin_packing import PackingStatistics
-from posttrain.data.packing import pack
+from posttrain.data.bin_packing import PackingStatistics, pack
 from posttrain.data.row_dataset import keyed_order
 
 ALGORITHMS = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]

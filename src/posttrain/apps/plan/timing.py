@@ -12,7 +12,7 @@ from posttrain.apps.plan.calibration import CALIBRATION, Gpu
 from posttrain.apps.plan.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
 from posttrain.apps.plan.phases import CachePlan
 from posttrain.apps.plan.workload import Workload
-from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
+from posttrain.policy.memory.layer_bytes import FP32, Pass
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings, draft_length
 
@@ -58,10 +58,6 @@ class TimeModel:
     memory: RankMemory
     gpu: Gpu
 
-    @property
-    def _layer(self) -> LayerBytes:
-        return self.memory.layer
-
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def forward_s(self, row: Pass, *, head: bool = True, adapters: bool = True, fp8_share: float = 0.0) -> float:
@@ -69,9 +65,9 @@ class TimeModel:
         FP8."""
         shape = self.memory.shape
         flops = 2.0 * shape.layer_products * row.tokens * self._time_share(fp8_share)
-        moved = shape.layers * row.tokens * self._layer.moved_forward() + shape.layers * self._gather_bytes(row)
+        moved = shape.layers * row.tokens * self.memory.layer.moved_forward() + shape.layers * self._gather_bytes(row)
         if adapters:
-            moved += shape.layers * row.tokens * self._layer.moved_by_adapters()[0]
+            moved += shape.layers * row.tokens * self.memory.layer.moved_by_adapters()[0]
         if head and not self.memory.settings.scores_answers:
             flops += 2.0 * shape.head_products * row.responses
             moved += 2 * FP32 * shape.vocab * row.responses
@@ -82,10 +78,11 @@ class TimeModel:
         sides = 2.0 if settings.lora_rank is None else 1.0  # gradients of inputs, and of weights that are trained
         of_layers = sides - 1 + self._time_share(self._trained_in_fp8)
         flops = 2.0 * of_layers * shape.layer_products * row.tokens
-        moved = self._layer.moved_backward() + self._layer.moved_by_adapters()[1] + self._layer.moved_by_quantising()
+        layer = self.memory.layer
+        moved = layer.moved_backward() + layer.moved_by_adapters()[1] + layer.moved_by_quantising()
         moved = shape.layers * (row.tokens * moved + 1.5 * self._gather_bytes(row))
         if not settings.scores_answers:
-            again = 1.0 if self._layer.recomputes_logits(row) else 0.0
+            again = 1.0 if self.memory.layer.recomputes_logits(row) else 0.0
             flops += 2.0 * (sides + again) * shape.head_products * row.responses
             moved += (FP32 + settings.element + again * FP32) * shape.vocab * row.responses
         seconds = self._products_s(flops) + 2.5 * self._attention_s(row) + self._moved_s(moved)
@@ -204,9 +201,8 @@ class TimeModel:
             shape.layers * CALIBRATION.forward_host_s * tokens / engine.max_prefill_tokens,
         )
         element = self.memory.settings.element
-        prompts += self._moved_s(
-            (element + 1) * self._fp8_share * shape.layer_products
-        )  # the weights are quantised first
+        # The weights are quantised first.
+        prompts += self._moved_s((element + 1) * self._fp8_share * shape.layer_products)
         longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
         count = round(workload.num_sampled_groups * workload.num_sampled)
         mean = longest if workload.fixed_length else workload.lengths.answer
@@ -247,8 +243,8 @@ class TimeModel:
         if shape.window is not None:
             context = min(context, shape.window)
         cached = rows * context * self.memory.cache_bytes_per_token()
-        adapters = self._layer.moved_by_adapters()[0]
-        moved = size * shape.layers * (self._layer.moved_forward() + adapters)
+        adapters = self.memory.layer.moved_by_adapters()[0]
+        moved = size * shape.layers * (self.memory.layer.moved_forward() + adapters)
         layers = self._few_rows_s(shape.layer_products, size, self._fp8_share) + self._moved_s(moved)
         in_fp8 = settings.engine is not None and settings.engine.cache_in_fp8
         attention = CALIBRATION.fp8_decode_attention_share if in_fp8 else CALIBRATION.decode_attention_share

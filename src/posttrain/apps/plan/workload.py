@@ -88,9 +88,7 @@ class Workload:
     train: MicroBatch
     score: MicroBatch
     budget_section: str = "policy.sequence_packing"  # of the config, which says how many tokens a micro-batch may have
-    num_engine_groups: float | None = (
-        None  # sampled by one engine on a GPU of its own; None: a rank samples what it trains
-    )
+    num_engine_groups: float | None = None  # by one engine on a GPU of its own; None: a rank samples what it trains
     in_flight: float = 1.0  # groups sampled at once, as a multiple of those of a step
 
     @property

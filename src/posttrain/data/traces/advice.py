@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from posttrain.data.traces.report import EXACT_DUPLICATE
+from posttrain.data.traces.report import EXACT_DUPLICATE, Tally
 from posttrain.data.traces.statistics import TraceStatistics
 from posttrain.files.json_files import JsonObject
 
@@ -28,9 +28,7 @@ NOISY_REPEATS = 0.1  # of the repeated responses got another reward than the fir
 FEWEST_REPEATS = 20  # below this many they say nothing
 GRADED = 0.5  # of the groups whose rewards differ have three or more different rewards
 FEW_PROMPTS = 100  # too few to learn much from
-USABLE = (
-    0.2  # of the prompts have different rewards; below this, and with few of them, the record is not worth training on
-)
+USABLE = 0.2  # of the prompts have different rewards; below this, and with few of them, training is not worth it
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def _clear(found: TraceStatistics) -> Criterion:
 
 
 def _noisy(found: TraceStatistics) -> Criterion:
-    repeats = found.exact_duplicates + found.read.filtered_count(EXACT_DUPLICATE)
+    repeats = found.exact_duplicates + found.read.filtered.get(EXACT_DUPLICATE, Tally()).count
     conflicts = found.conflicting_duplicates + found.read.conflicting_duplicates
     between = _share(found.between, found.traces)
     contradicted = repeats >= FEWEST_REPEATS and _share(conflicts, repeats) >= NOISY_REPEATS

@@ -18,12 +18,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from posttrain.data.errors import DataError
 from posttrain.data.traces import report as reasons
 from posttrain.data.traces.canonical import place_of
 from posttrain.data.traces.files import Block
 from posttrain.data.traces.grouping import GroupedPart
-from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport, other_value
 from posttrain.data.traces.values import TraceFilters, text_of
 
@@ -32,13 +30,6 @@ NUM_MINIMA, NUM_BANDS = 64, 16
 _RANDOM = np.random.default_rng(20261115)
 _FACTORS = _RANDOM.integers(1, 2**63, NUM_MINIMA, dtype=np.uint64) | np.uint64(1)
 _OFFSETS = _RANDOM.integers(0, 2**63, NUM_MINIMA, dtype=np.uint64)
-
-
-def check_filters(filters: TraceFilters, layout: Layout, file: str) -> None:
-    if filters.by_time and not layout.time:
-        raise DataError(
-            f"{file}: `since` and `until` need a column with the time, and the file has none by a usual name"
-        )
 
 
 def passing(

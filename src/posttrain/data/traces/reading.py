@@ -19,7 +19,7 @@ import pyarrow as pa
 from posttrain.data.errors import DataError
 from posttrain.data.traces.canonical import SCHEMA, canonical_table, trace_of
 from posttrain.data.traces.files import BrokenFiles, ProgressCall, TraceFile, locate, read_blocks
-from posttrain.data.traces.filters import check_filters, passing, without_duplicates
+from posttrain.data.traces.filters import passing, without_duplicates
 from posttrain.data.traces.grouping import MEMORY_BYTES, UNITS_AT_ONCE, GroupedPart, GroupParts, Made, OrderedRuns
 from posttrain.data.traces.layout import Layout, arrow_types, find_layout
 from posttrain.data.traces.pairs import PairRow, pair_rows
@@ -56,7 +56,9 @@ class Reading:
 
         def choose(file: str, has: Any, first_rows: Any) -> tuple[list[str], dict[str, pa.DataType]]:
             layout = find_layout(self.columns, has, file, list(self.filters.where))
-            check_filters(self.filters, layout, file)
+            if self.filters.by_time and not layout.time:
+                need = "`since` and `until` need a column with the time"
+                raise DataError(f"{file}: {need}, and the file has none by a usual name")
             report.pair_files += file not in layouts and layout.shape == "pair"
             layouts[file] = layout
             return layout.names, arrow_types(layout, first_rows) if first_rows else {}

@@ -77,9 +77,6 @@ class ReadReport:
     def filter(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.filtered.setdefault(reason, Tally()).add(count, places)
 
-    def filtered_count(self, reason: str) -> int:
-        return self.filtered[reason].count if reason in self.filtered else 0
-
     @property
     def dropped(self) -> int:
         return sum(tally.count for group in (self.problems, self.filtered) for tally in group.values())

@@ -94,9 +94,7 @@ class TraceFilters:
     since: str | date | None = None  # first moment that counts; a day means its beginning; UTC unless it has a zone
     until: str | date | None = None  # first moment that counts no more; "2026-03-01" leaves that day out
     where: JsonMapping = field(default_factory=dict)  # column -> the value, or the list of values, that it must have
-    duplicates: Duplicates = (
-        "keep"  # of equal (or nearly equal) responses to one prompt, "exact" or "near" keeps the first
-    )
+    duplicates: Duplicates = "keep"  # of equal, or nearly equal, responses to one prompt: else the first is kept
     near_similarity: float = 0.9  # Jaccard similarity of five-word shingles from which "near" calls two texts the same
 
     def __post_init__(self) -> None:
