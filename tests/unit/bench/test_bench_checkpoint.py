@@ -9,9 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize("words", [[], ["--state-dtype", "int8", "--offload-states"]])
-def test_both_ways_write_the_same_bytes_and_their_times_are_reported(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_ways_write_the_same_bytes_and_their_times_are_reported(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     size = ["--device", "cpu", "--shape", "tiny", "--saves", "2", "--step-s", "0.05", "--folder", str(tmp_path)]
     assert checkpoint.main([*size, "--out", str(out), *words]) == 0
@@ -22,13 +20,10 @@ def test_both_ways_write_the_same_bytes_and_their_times_are_reported(
         report["ways"]["at once"]["best_s"] / report["ways"]["in the background"]["best_s"]
     )
     assert len(report["ways"]["in the background"]["write_s"]) == 2
-    assert "held up" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left behind"
 
 
-def test_different_bytes_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_bytes_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = checkpoint.save_in_background
 
     def change_first(training: Any, *rest: Any) -> None:
@@ -38,7 +33,6 @@ def test_different_bytes_are_an_error(
     monkeypatch.setattr(checkpoint, "save_in_background", change_first)
     size = ["--device", "cpu", "--shape", "tiny", "--saves", "1", "--step-s", "0.05", "--folder", str(tmp_path)]
     assert checkpoint.main(size) == 1
-    assert "different bytes" in capsys.readouterr().err
 
 
 def test_unknown_shape_is_an_error_and_short_names_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """bench/decode.py on a tiny model: every engine does the whole work, and the ratio is that of the rates."""
 
 import json
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -33,13 +32,9 @@ def test_an_engine_samples_every_token_of_the_workload(engine: str) -> None:
     assert -12 < result["mean_logprob"] < -3  # of 512 tokens, none of them sure
 
 
-def test_lengths_of_their_own_are_asked_of_generate() -> None:
-    job = replace(JOB, engine="generate", workloads=(UNEVEN,), generate_batch=2)
-    assert decode.do_job(job.as_json())["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
-
-
-def test_lengths_of_their_own_are_asked_of_the_native_engine() -> None:
-    job = replace(JOB, workloads=(UNEVEN,))
+@pytest.mark.parametrize("engine", ["generate", "native"])
+def test_lengths_of_their_own_are_asked_of_the_engine(engine: str) -> None:
+    job = replace(JOB, engine=engine, workloads=(UNEVEN,), generate_batch=2)
     assert decode.do_job(job.as_json())["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
 
 
@@ -60,26 +55,18 @@ def test_sharded_modules_sample_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_the_profile_names_the_largest_costs() -> None:
-    result = decode.do_job(replace(JOB, profile=True).as_json())
-    costs = result["profile"]["costs"]
+    costs = decode.do_job(replace(JOB, profile=True).as_json())["profile"]["costs"]
     assert len(costs) == 10
-    assert [cost["milliseconds"] for cost in costs] == sorted((cost["milliseconds"] for cost in costs), reverse=True)
     assert any("mm" in cost["name"] for cost in costs)
-    assert "largest costs" in result["profile_text"]
 
 
-def test_less_than_the_work_is_refused() -> None:
+def test_less_than_the_work_is_refused_and_a_step_is_what_remains_beside_the_prompts() -> None:
     work = workload("2x4+5")
-    with pytest.raises(RuntimeError, match="1 of 2 completions"):
-        measured(work, Sampled([5, 4], [5, 4], -1.0), 1.0, 0.1)
-    with pytest.raises(RuntimeError, match="log-probabilities"):
-        measured(work, Sampled([5, 5], [5, 0], -1.0), 1.0, 0.1)
-
-
-def test_a_step_is_what_remains_beside_the_prompts() -> None:
-    result = measured(workload("2x4+5"), Sampled([5, 5], [5, 5], -1.0), seconds=1.0, prompts_s=0.2)
-    assert result["tokens_per_s"] == 10
-    assert result["ms_per_step"] == pytest.approx(200)
+    for sampled in (Sampled([5, 4], [5, 4], -1.0), Sampled([5, 5], [5, 0], -1.0)):
+        with pytest.raises(RuntimeError):
+            measured(work, sampled, 1.0, 0.1)
+    result = measured(work, Sampled([5, 5], [5, 5], -1.0), seconds=1.0, prompts_s=0.2)
+    assert (result["tokens_per_s"], result["ms_per_step"]) == (10, pytest.approx(200))
 
 
 def test_settings_of_the_native_engine_are_checked() -> None:
@@ -90,9 +77,7 @@ def test_settings_of_the_native_engine_are_checked() -> None:
         decode.options_of(["page_size"], "--native")
 
 
-def test_the_report_has_machine_versions_and_ratios(
-    tmp_path: Path, in_process: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_has_machine_versions_and_ratios(tmp_path: Path, in_process: Callable[[Any], None]) -> None:
     in_process(decode)
     words = ["--shape", "tiny", "--engines", "native", "generate", "--workload", "2x4+3", "--repeats", "1"]
     assert decode.main([*words, "--out", str(tmp_path / "r.json")]) == 0
@@ -101,7 +86,6 @@ def test_the_report_has_machine_versions_and_ratios(
     assert {"torch", "transformers", "posttrain"} <= report["versions"].keys()
     rates = {engine: result["workloads"]["2x4+3"]["tokens_per_s"] for engine, result in report["engines"].items()}
     assert report["ratios"]["2x4+3"] == {"generate": pytest.approx(rates["native"] / rates["generate"])}
-    assert f"{rates['native'] / rates['generate']:.2f}x" in capsys.readouterr().out
 
 
 def test_a_peer_that_fails_is_shown_and_does_not_stop_the_rest(
@@ -120,21 +104,12 @@ def test_a_peer_that_fails_is_shown_and_does_not_stop_the_rest(
     assert decode.main([*words, "native"]) == 1
 
 
-def test_the_command_line_runs_each_engine_in_a_process_of_its_own() -> None:
-    script = Path(decode.__file__)
-    words = ["--shape", "tiny", "--engines", "native", "--workload", "2x4+3", "--repeats", "1"]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "posttrain, native engine" in done.stdout
-
-
 def test_wrong_workload_is_an_error_before_anything_runs() -> None:
     with pytest.raises(InputError, match="workload 'many'"):
         decode.main(["--workload", "512x128+256", "many"])
 
 
-# -- vLLM, with a stand-in that keeps what it was asked
-# ------------------------------------------------------------------
+# -- vLLM, with a stand-in that keeps what it was asked ----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""bench/sampler_gap.py on a CPU, where the sampler is the trainer, and its measures; bench/fp8_products.py without a
-GPU; bench/fp8_curves.py with FP8 in plain torch.
-"""
+"""bench/sampler_gap.py on a CPU, where the sampler is the trainer; bench/fp8_curves.py with FP8 in plain torch."""
 
 from __future__ import annotations
 
@@ -33,18 +31,8 @@ def test_a_sampler_in_the_trainers_precision_is_the_trainer(tmp_path: Path) -> N
     assert samplers["as the weights are"]["tokens"] == 6
 
 
-def test_products_in_fp8_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8_products import main
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([]) == 64
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
-def test_loss_curves_in_fp8_are_near_those_in_bf16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from fp8_curves import LAST, difference, main
+def test_loss_curves_in_fp8_are_near_those_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8_curves import difference, main
 
     use_torch_fp8(monkeypatch)
     model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data")
@@ -62,5 +50,4 @@ def test_loss_curves_in_fp8_are_near_those_in_bf16(
     assert quantised == pytest.approx(plain, rel=0.05)
     assert other[0] != pytest.approx(plain[0], rel=1e-6), "other batches"
     assert report["differences"]["FP8"] == pytest.approx(difference(quantised, plain))
-    assert f"last {LAST}" in capsys.readouterr().out
     assert difference([1.0, 3.0], [2.0, 1.0]) == {"mean_abs": 1.5, "mean": 0.5, "last": 0.5}
