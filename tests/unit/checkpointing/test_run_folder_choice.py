@@ -42,21 +42,15 @@ def chosen(*overrides: str, accept_changes: bool = False) -> str:
 def test_run_folder_is_that_of_the_checkpoints_unless_another_is_given() -> None:
     assert run_folder(None, "results/a") == Path("results/a")
     assert run_folder("logs/a", "results/a") == Path("logs/a")
+    assert choose_checkpoint_dir(load(), accept_changes=False) == ("results/sft", []), "the first has no number"
 
 
-def test_default_folder_of_the_first_run_has_no_number() -> None:
-    assert choose_checkpoint_dir(load(), accept_changes=False) == ("results/sft", [])
-
-
-def test_unfinished_run_with_equal_settings_is_resumed() -> None:
-    save_run("results/sft", step=4)
-    folder, notes = choose_checkpoint_dir(load(), accept_changes=False)
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_a_run_with_equal_settings_or_more_steps_is_resumed(status: str) -> None:
+    save_run("results/sft", step=4, status=status)
+    folder, (note,) = choose_checkpoint_dir(load(), accept_changes=False)
     assert folder == "results/sft"
-    assert notes == ["resuming the run in results/sft: it is not finished and has the same settings"]
-
-
-def test_longer_run_is_resumed_in_its_default_folder() -> None:
-    save_run("results/sft", step=4)
+    assert folder in note
     assert chosen("sft.max_num_steps=50") == "results/sft"
 
 
@@ -64,20 +58,11 @@ def test_other_settings_get_the_next_default_folder() -> None:
     save_run("results/sft", step=4)
     folder, notes = choose_checkpoint_dir(load(f"{LR}=1e-3"), accept_changes=False)
     assert folder == "results/sft-2"
-    (note,) = notes
-    assert note.startswith(f"a new run in results/sft-2: results/sft holds a run with other settings ({LR}: ")
+    assert LR in notes[0]
     save_run("results/sft-2", f"{LR}=1e-3", step=4)
     assert chosen(f"{LR}=1e-3") == "results/sft-2"
     assert chosen(f"{LR}=1e-4") == "results/sft-3"
     assert chosen() == "results/sft", "an older run with the same settings is resumed, too"
-
-
-def test_finished_run_with_equal_settings_is_not_trained_again() -> None:
-    save_run("results/sft", step=4, status="finished")
-    folder, notes = choose_checkpoint_dir(load(), accept_changes=False)
-    assert folder == "results/sft"
-    assert "results/sft is finished and has the same settings" in notes[0]
-    assert chosen("sft.max_num_steps=50") == "results/sft", "a longer run continues"
 
 
 def test_numbers_are_compared_as_numbers() -> None:
@@ -98,7 +83,7 @@ def test_default_folder_that_is_in_use_is_not_chosen() -> None:
     second = prepare_run_folder(lambda extra: load(*extra))
     names = [prepared.loaded.config.checkpointing.checkpoint_dir for prepared in (first, second)]
     assert names == ["results/sft", "results/sft-2"]
-    assert f"results/sft is in use by process {os.getpid()} on" in second.notes[0]
+    assert f"process {os.getpid()}" in second.notes[0]
     for prepared in (second, first):
         prepared.access.end(64)
     assert not Path("results").exists()
@@ -130,15 +115,8 @@ def test_metrics_of_two_runs_do_not_share_a_log_folder() -> None:
 
 def test_given_folder_is_used_as_given() -> None:
     save_run("results/sft", step=4, status="finished")
-    assert choose_checkpoint_dir(load("checkpointing.checkpoint_dir=results/sft"), accept_changes=False) == (
-        "results/sft",
-        [],
-    )
-
-
-def test_folder_with_equal_settings_has_nothing_to_name() -> None:
-    save_run("results/sft", step=4)
-    assert check_run_folder(load(), accept_changes=False) == []
+    given = load("checkpointing.checkpoint_dir=results/sft")
+    assert choose_checkpoint_dir(given, accept_changes=False) == ("results/sft", [])
 
 
 def test_change_of_training_is_refused_with_key_values_and_remedies() -> None:
@@ -148,20 +126,21 @@ def test_change_of_training_is_refused_with_key_values_and_remedies() -> None:
     message = str(refused.value)
     assert f"  {LR}: 0.001 -> 0.0001\n" in message
     assert "max_num_steps" not in message
-    for remedy in ("results/sft/step_4/config.yaml", "checkpointing.checkpoint_dir", "--resume-with-changes"):
-        assert remedy in message
 
 
-def test_accepted_changes_are_named() -> None:
-    save_run("results/sft", f"{LR}=1e-3", step=4)
-    lines = check_run_folder(load(f"{LR}=1e-4"), accept_changes=True)
-    assert lines == ["settings that differ from step 5 on:", f"  {LR}: 0.001 -> 0.0001"]
-
-
-def test_longer_run_is_named_and_not_refused() -> None:
-    save_run("results/sft", "sft.max_num_steps=5", step=4)
-    lines = check_run_folder(load("sft.max_num_steps=50"), accept_changes=False)
-    assert lines[1:] == ["  sft.max_num_steps: 5 -> 50"]
+@pytest.mark.parametrize(
+    ("step", "then", "now", "accepted"),
+    [
+        pytest.param(4, f"{LR}=0.001", f"{LR}=0.0001", True, id="accepted"),
+        pytest.param(4, "sft.max_num_steps=5", "sft.max_num_steps=50", False, id="longer run"),
+        pytest.param(0, f"{LR}=0.001", f"{LR}=0.0001", False, id="no checkpoint"),
+    ],
+)
+def test_changes_that_are_not_refused_are_named(step: int, then: str, now: str, accepted: bool) -> None:
+    save_run("results/sft", then, step=step)
+    lines = check_run_folder(load(now), accept_changes=accepted)
+    assert lines[1:] == [f"  {then.replace('=', ': ')} -> {now.partition('=')[2]}"]
+    assert check_run_folder(load(then), accept_changes=False) == []
 
 
 def test_checkpoint_counts_and_not_a_config_that_was_replaced_later() -> None:
@@ -169,7 +148,7 @@ def test_checkpoint_counts_and_not_a_config_that_was_replaced_later() -> None:
     save_run("results/sft", f"{LR}=1e-3", step=4)
     Path("results/sft/config.yaml").write_text(load(f"{LR}=1e-4").to_yaml())
     assert check_run_folder(load(f"{LR}=1e-3"), accept_changes=False) == []
-    with pytest.raises(InputError, match=r"0\.001 -> 0\.0001"):
+    with pytest.raises(InputError, match=LR):
         check_run_folder(load(f"{LR}=1e-4"), accept_changes=False)
 
 
@@ -179,14 +158,8 @@ def test_change_accepted_after_the_checkpoint_is_in_force() -> None:
     assert check_run_folder(load(f"{LR}=1e-4"), accept_changes=False) == []
 
 
-def test_folder_without_checkpoint_is_not_refused() -> None:
-    save_run("results/sft", f"{LR}=1e-3")
-    lines = check_run_folder(load(f"{LR}=1e-4"), accept_changes=False)
-    assert lines[1:] == [f"  {LR}: 0.001 -> 0.0001"]
-
-
 def test_folder_of_another_kind_of_run_is_refused() -> None:
     save_run("results/sft", step=4)
     loaded = load_config("dpo", None, ["checkpointing.checkpoint_dir=results/sft"])
-    with pytest.raises(InputError, match=r"config of a sft run(?s:.*)another folder"):
+    with pytest.raises(InputError, match="sft run"):
         check_run_folder(loaded, accept_changes=True)

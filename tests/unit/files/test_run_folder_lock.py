@@ -12,6 +12,7 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,11 +84,8 @@ def test_a_second_process_is_refused_with_the_holder_and_writes_nothing(tmp_path
 
 
 def test_the_next_attempt_of_a_run_in_a_cluster_takes_over_from_a_live_one(tmp_path: Path) -> None:
-    def no_wait(seconds: float) -> None:
-        raise AssertionError("it does not wait for the heartbeat")
-
     elsewhere(tmp_path, heartbeat=1000.0, run="grpo-run")
-    new = take(tmp_path, clock=lambda: 1001.0, sleep=no_wait, run="grpo-run")
+    new = take(tmp_path, clock=lambda: 1001.0, sleep=pytest.fail, run="grpo-run")
     assert new.number == 2
     assert read_attempts(tmp_path)[-1].run == "grpo-run"
 
@@ -112,7 +110,7 @@ def test_an_attempt_that_was_taken_over_stops_before_its_checkpoint_gets_its_nam
             (folder / "weights").write_text("of the old attempt")
             take(tmp_path, run="grpo-run")  # in another pod
 
-    with pytest.raises(Superseded, match="started again in its cluster"):
+    with pytest.raises(Superseded):
         save()
     assert store.steps() == []
 
@@ -135,7 +133,7 @@ def test_a_process_with_the_pid_of_a_dead_holder_does_not_block(tmp_path: Path) 
 def test_on_another_machine_the_heartbeat_decides(tmp_path: Path, age: float, is_refused: bool) -> None:
     elsewhere(tmp_path, heartbeat=1000.0)
     if is_refused:
-        with pytest.raises(FolderHeld, match=f"4242 on node-7 .* its heartbeat is {age:.0f} s old"):
+        with pytest.raises(FolderHeld, match=f"4242 on node-7 .*{age:.0f} s"):
             take(tmp_path, clock=lambda: 1000.0 + age)
     else:
         slept: list[float] = []
@@ -150,7 +148,7 @@ def test_a_clock_that_is_ahead_does_not_take_a_healthy_run_over(tmp_path: Path) 
         elsewhere(tmp_path, heartbeat=1005.0)
 
     before = files(tmp_path)
-    with pytest.raises(FolderHeld, match=r"its heartbeat moves on, and is 295 s old .* clocks differ"):
+    with pytest.raises(FolderHeld, match="295 s"):
         take(tmp_path, clock=lambda: 1300.0, sleep=beat_meanwhile)
     assert list(files(tmp_path)) == list(before)
 
@@ -176,7 +174,7 @@ def test_an_attempt_that_has_ended_is_not_watched(tmp_path: Path) -> None:
 
 def test_a_heartbeat_in_the_future_is_named_as_a_difference_of_the_clocks(tmp_path: Path) -> None:
     elsewhere(tmp_path, heartbeat=1300.0)
-    with pytest.raises(FolderHeld, match=r"300 s in the future, so its clock is ahead .* free in 330 s"):
+    with pytest.raises(FolderHeld, match="300 s"):
         take(tmp_path, clock=lambda: 1000.0)
 
 
@@ -188,14 +186,8 @@ def test_a_process_that_cannot_be_looked_up_is_judged_by_its_heartbeat(
     holder = replace(Holder.this(), pid=4242)
     write_record(tmp_path / "attempts" / "0001.json", AttemptRecord(1, "token", holder, heartbeat=1000.0))
 
-    def forbidden(pid: int, number: int) -> None:
-        raise PermissionError
-
-    def hidden(path: Path, *arguments: Any, **options: Any) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(os, "kill", forbidden)
-    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
     assert holder.is_alive is None
     assert holder_of(tmp_path, lambda: 1001.0) is not None
     assert holder_of(tmp_path, lambda: 1000.0 + STALE_S) is None
@@ -207,7 +199,7 @@ def test_a_live_holder_whose_record_cannot_be_parsed_keeps_the_folder(content: s
     record = tmp_path / "attempts" / "0001.json"
     record.write_text(content)
     os.utime(record, (1000.0, 1000.0))
-    with pytest.raises(FolderHeld, match="its record cannot be read"):
+    with pytest.raises(FolderHeld):
         take(tmp_path, clock=lambda: 1001.0)
     first.confirm()
     first.beat()
@@ -277,10 +269,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path: Path, monkeypa
 
 
 def test_file_systems_without_hard_links_are_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*arguments: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
     first = take(tmp_path)
     assert [record.token for record in read_attempts(tmp_path)] == [first.record.token]
     with pytest.raises(FolderHeld):
@@ -289,47 +278,34 @@ def test_file_systems_without_hard_links_are_supported(tmp_path: Path, monkeypat
 
 def test_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"logger.log_dir: .*file/run cannot be written \(Not a directory\)"):
+    with pytest.raises(InputError, match=r"logger.log_dir: .*file/run.*Not a directory"):
         take(tmp_path / "file" / "run", setting="logger.log_dir")
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+@pytest.mark.parametrize(
+    ("number", "has_earlier_attempts", "kind"),
+    [
+        (errno.EIO, False, StorageError),
+        (errno.ESTALE, False, StorageError),
+        (errno.ENOSPC, False, StorageError),
+        (errno.EROFS, True, StorageError),  # it was written before
+        (errno.EROFS, False, InputError),
+        (errno.EACCES, False, InputError),
+    ],
+)
 def test_storage_that_fails_at_the_start_is_no_bad_input(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, has_earlier_attempts: bool, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, text: str, partial: Path) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(durable, "create", fail)
-    with pytest.raises(StorageError, match="cannot be written"):
-        take(tmp_path / "run")
-    assert not (tmp_path / "run" / "attempts" / "0001.json").exists()
-
-
-@pytest.mark.parametrize(("has_earlier_attempts", "kind"), [(True, StorageError), (False, InputError)])
-def test_a_read_only_folder_is_a_fault_of_the_storage_if_it_was_written_before(
-    has_earlier_attempts: bool, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder = tmp_path / "run"
     if has_earlier_attempts:
-        attempt = take(tmp_path)
+        attempt = take(folder)
         attempt.has_begun = True
         attempt.end(74)
-
-    def read_only(path: Path, text: str, partial: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(durable, "create", read_only)
-    with pytest.raises(kind, match="Read-only file system"):
-        take(tmp_path)
-
-
-def test_the_path_that_was_denied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Path, text: str, partial: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path.parent))
-
-    monkeypatch.setattr(durable, "create", denied)
-    with pytest.raises(InputError, match=r": .*/run cannot be written \(.*/run/attempts: Permission denied\)"):
-        take(tmp_path / "run")
+    error = OSError(number, os.strerror(number), str(folder / "attempts"))
+    monkeypatch.setattr(durable, "create", Mock(side_effect=error))
+    with pytest.raises(kind, match=os.strerror(number)):
+        take(folder)
+    assert (folder / "attempts" / "0001.json").exists() is has_earlier_attempts
 
 
 # -- fence -------------------------------------------------------------------------------------------------------------
@@ -339,7 +315,7 @@ def test_an_attempt_stops_when_a_newer_one_exists(tmp_path: Path) -> None:
     attempt = take(tmp_path)
     attempt.confirm()
     elsewhere(tmp_path, heartbeat=1.0, number=2)
-    with pytest.raises(Superseded, match="taken over by attempt 2: process 4242 on node-7") as stopped:
+    with pytest.raises(Superseded, match="4242 on node-7") as stopped:
         attempt.confirm()
     assert stopped.value.exit_code == 76
 
@@ -379,22 +355,13 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, number: int, how_often: int) 
     monkeypatch.setattr(attempts, "read_at_most", fail_or_read)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize(("number", "how_often"), [(errno.ESTALE, 2), (errno.EIO, 2), (errno.ENOENT, 1)])
 def test_a_record_that_cannot_be_read_for_a_moment_takes_nothing_over(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = take(tmp_path)
-    failing_reads(monkeypatch, number, how_often=2)
-    attempt.confirm()
-    assert attempt.num_losses == 0
-
-
-def test_a_record_that_is_missing_for_a_moment_takes_nothing_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, how_often: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache of a network file system may be behind."""
     attempt = take(tmp_path)
-    failing_reads(monkeypatch, errno.ENOENT, how_often=1)
+    failing_reads(monkeypatch, number, how_often)
     attempt.confirm()
     assert attempt.num_losses == 0
 
