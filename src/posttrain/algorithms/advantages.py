@@ -169,9 +169,7 @@ class AdvantagesPerReward:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Advantages minus their mean, divided by their standard deviation, over the scored rollouts or the
-    trained tokens.
-    """
+    """Advantages minus their mean, by their standard deviation, over scored rollouts or trained tokens."""
 
     over: Literal["rollouts", "tokens"]
     spread: Spread

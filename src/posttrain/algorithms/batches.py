@@ -31,9 +31,7 @@ def scored_places(groups: Sequence[Group]) -> list[Place]:
 
 
 def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) -> TokenBatch:
-    """All scored rollouts of the step. Rollouts dropped by `overlong_filtering` are masked but still count for
-    advantages.
-    """
+    """All scored rollouts of the step. Those dropped by `overlong_filtering` are masked, and count for advantages."""
     places = scored_places(groups)
     prompts = {g: groups[g].task.prompt_ids for g, _ in places}
     index = {g: i for i, g in enumerate(prompts)}
@@ -73,8 +71,7 @@ def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenB
 
 
 def with_anchor(batch: TokenBatch, *, several_updates: bool) -> TokenBatch:
-    """Adds `prev_logprobs` if an anchor other than the current policy is needed; drops `current_logprobs` and
-    `at_sampler`.
+    """Adds `prev_logprobs` where an anchor is not the current policy; drops `current_logprobs`, `at_sampler`.
 
     `at_sampler` marks tokens whose anchor is the policy that sampled them. Where `prev_is_current`
     is 1, the anchor is the current policy, and no forward pass is made for it beforehand.

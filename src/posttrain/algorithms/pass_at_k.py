@@ -91,9 +91,7 @@ def _losing_ways(others: Sequence[Sequence[int]], num_abstain: int, num_votes: i
 
 @lru_cache(maxsize=4096)
 def _factor(num_votes: int, limit: int, num_later: int, left: int) -> tuple[int, ...]:
-    """Ways to choose 0, 1, … votes of an answer that has `num_votes`: fewer than `limit`, or exactly `limit` later
-    ones.
-    """
+    """Ways to choose 0, 1, … votes of an answer that has `num_votes`: fewer than `limit`, or `limit` later ones."""
     fewer = [math.comb(num_votes, count) for count in range(min(num_votes, limit - 1, left) + 1)]
     tied = math.comb(num_later, limit) if limit <= left else 0
     return (*fewer, tied) if tied else tuple(fewer)

@@ -37,8 +37,7 @@ class BackgroundWrite:
         assert self.is_over, "one write at a time"
         self._over.clear()
         self._given_up.clear()
-        # A daemon thread: a process that exits immediately does not wait for it, and leaves a folder without its final
-        # name.
+        # A daemon: a process that exits at once does not wait for it, and leaves a folder without its final name.
         threading.Thread(target=self._run, args=(write,), name=CHECKPOINT_THREAD, daemon=True).start()
 
     def _run(self, write: Write) -> None:

@@ -110,6 +110,5 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: TensorReader, *, no_dist
 
 
 def silence_dcp_warning() -> None:
-    """DCP warns when there is no process group, even with `no_dist`. Filters are global, so no thread may restore
-    them."""
+    """DCP warns without a process group, even with `no_dist`. Filters are global: no thread may restore them."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -268,9 +268,7 @@ class CheckpointSaver:
         return info
 
     def _check_metric(self, step: int, report: StepReport, validation: StepReport | None) -> None:
-        """Warn early about a metric that does not exist: checkpoints could not be ranked, and good ones would be
-        removed.
-        """
+        """Warn early of a metric that does not exist: unranked, good checkpoints would be removed."""
         name = self.settings.metric_name
         if name is None:
             return

@@ -119,9 +119,7 @@ class Interruption:
             raise StopRequested
 
     def commit(self) -> None:
-        """Call before the step changes the model: from then on the step will be finished. Raises StopRequested like
-        `check`.
-        """
+        """Call before the step changes the model: from then on it is finished. Raises StopRequested like `check`."""
         was_committed, self._is_committed = self._is_committed, True  # first: `_tell` must not miss it
         if self.is_asked() and not was_committed:
             self._is_committed = False

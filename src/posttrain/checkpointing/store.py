@@ -110,8 +110,7 @@ class CheckpointStore:
         (tmp / INFO).write_text(text + "\n", encoding="utf-8")
 
     def _tidy_up_after(self, step: int) -> None:
-        """Cleanup after a complete checkpoint. It must not fail a run whose state is saved, so errors become
-        messages."""
+        """Cleanup after a complete checkpoint. The state is saved, so errors become messages and fail no run."""
         status = {
             "last_checkpoint_step": step,
             "last_successful_ckpt_save_completion": time.time(),

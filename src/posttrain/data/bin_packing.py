@@ -114,8 +114,7 @@ class _RoomTree:
 
 
 def _modified_first_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Bins:
-    """Gives each large item (over half a bin) the partner that fills it best, then packs the rest
-    first-fit-decreasing."""
+    """Gives each item over half a bin the partner that fills it best, then packs the rest first-fit-decreasing."""
     large = [i for i in order if 2 * sizes[i] > capacity]
     medium = _Descending(sizes, [i for i in order if 2 * sizes[i] <= capacity < 3 * sizes[i]])
     small = _Descending(sizes, [i for i in order if 3 * sizes[i] <= capacity])
@@ -152,8 +151,7 @@ class _Descending:
         self._sizes = [sizes[i] for i in items]
         self._negative = [-size for size in self._sizes]  # ascending, for bisection
         self._taken = [False] * len(items)
-        # From each position, a position at or after it with nothing left in between: paths are halved as they are
-        # walked.
+        # From each position, one at or after it with nothing left in between: paths are halved as they are walked.
         self._next = list(range(len(items) + 1))
         self._last = len(items) - 1  # the smallest that is left
 

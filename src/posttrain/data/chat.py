@@ -28,14 +28,12 @@ Ids = list[int]
 DEFAULT_TEMPLATE = "default"
 TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "extra_id.jinja"}
 
-# Placeholder for a turn's content, to find where a template prints it. Letters and digits only: no template trims or
-# escapes it.
+# Placeholder for a turn's content, to find where a template prints it. Letters and digits: none trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
 # Errors raised by expressions in a template: they call methods of strings and lists, and compute.
 _ERRORS_IN_TEMPLATES = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
 
-# Texts whose tokens distinguish two tokenizers with the same vocabulary: words, numbers, spaces, line breaks, accents,
-# code.
+# Texts that distinguish two tokenizers with one vocabulary: words, numbers, spaces, line breaks, accents, code.
 _PROBES = (
     "The quick brown fox jumps over 12345 lazy dogs, doesn't it?",
     "  def f(x):\n\treturn x ** 2  # \u00e4\u00f6\u00fc \u4f60\u597d \U0001f642\r\n\n",
@@ -52,8 +50,7 @@ class TrainedSpan:
 
 
 class EncodedTurn(NamedTuple):
-    """A prompt and an answer in tokens. `crossed`: the tokenizer would have merged the end of one with the start of the
-    other."""
+    """A prompt and an answer in tokens. `crossed`: the tokenizer would have merged the end of one with the other."""
 
     prompt: Ids
     response: Ids
@@ -105,9 +102,7 @@ class ChatFormat:
 
     @property
     def recorded_template(self) -> Any:
-        """The template as it is saved with a model: with `kwargs` written into it, so that it needs no posttrain
-        settings.
-        """
+        """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings."""
         if self.template is None or not self.kwargs:
             return self.template
         # transformers itself defines `tools` and `documents`, as none where the caller gives none.
@@ -162,8 +157,7 @@ class ChatFormat:
         return before, response if closed else self._close(response)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[str, list[TrainedSpan]]:
-        """The text of a conversation that ends with an assistant's turn, and where each assistant's turn stands in
-        it."""
+        """The text of a conversation that ends with an assistant's turn, and where each such turn stands in it."""
         assert is_answer(messages[-1]), "the caller cuts the conversation after its last answer"
         text = self._write(messages, opens_answer=False)
         spans: list[TrainedSpan] = []
@@ -217,8 +211,7 @@ class ChatFormat:
         end = self.tokenizer.eos_token or ""
         if not end or self._decode([*prompt, *alone]) == before + answer:
             return alone
-        # Some tokenizers put a space before the first word of a text. After a special token the answer is not the
-        # first.
+        # Some tokenizers put a space before the first word of a text. After a special token it is not the first.
         (fence, fenced) = self.encode_prompts([end, end + answer])
         inside = fenced[len(fence) :]
         return inside if self._decode([*prompt, *inside]) == before + answer else alone
@@ -369,9 +362,7 @@ def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def is_answer(message: Message) -> bool:
-    """Whether a turn is to be learnt. An assistant's turn without text (a bare tool call) would train on an empty
-    answer.
-    """
+    """Whether a turn is to be learnt. One without text (a bare tool call) would train on an empty answer."""
     return message["role"] == "assistant" and bool(message["content"].strip())
 
 

@@ -89,8 +89,7 @@ class PromptFiles:
         return cls(template, _read(system_prompt_file, "system_prompt_file").strip() if system_prompt_file else "")
 
     def messages(self, question: str | list[Message], system: str = "") -> list[Message]:
-        """The conversation for a question. One that is a conversation already keeps its turns; the template is for
-        text.
+        """The conversation for a question. One that is a conversation keeps its turns; the template is for text.
 
         `system` is the row's own system message; it takes precedence over the file.
         """

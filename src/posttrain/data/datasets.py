@@ -156,8 +156,7 @@ class _Loading(Generic[Item]):
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        """`rows` are the entry's own unless given; `left_out` returns, once they have been read, what did not become a
-        row."""
+        """`rows` are the entry's own unless given; `left_out`, once they are read, says what did not become one."""
         name = _label(entry, known)
         numbered = ((f"{name}:{index}", row) for index, row in enumerate(entry.rows(known) if rows is None else rows))
         chunks = iter(lambda: list(islice(numbered, ROWS_PER_CHUNK)), [])

@@ -1,5 +1,4 @@
-"""The datasets that can be given by name: where they are and which field means what; and those that are refused by
-name.
+"""The datasets that can be given by name, where they are and what their fields mean; and names that are refused.
 
 Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well. Checks names
 only; also used by `posttrain config check`.
@@ -44,8 +43,7 @@ _OPEN_ASSISTANT_ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
 def best_conversations(rows: Iterable[Row]) -> Iterator[Row]:
-    """OpenAssistant's trees: one conversation of each, along the replies that people ranked best, as rows with
-    `messages`.
+    """OpenAssistant's trees: of each the conversation along the best-ranked replies, as rows with `messages`.
 
     Rows are single messages that name their parent, as on the hub, or whole trees, as in the `.trees.jsonl.gz` files.
     Trees come as they are read; of single messages, all have to be read first. Deleted messages, and what replies to

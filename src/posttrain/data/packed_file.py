@@ -1,5 +1,4 @@
-"""A file of preference pairs in tokens, sorted into packs: Parquet with one row per pair, and a JSON header in its
-metadata.
+"""A file of preference pairs in tokens, in packs: Parquet with a row per pair, and a JSON header in its metadata.
 
 `posttrain data pack` writes it and `dataset_name: PackedPairs` reads it. Tokens are valid only for the tokenizer and
 chat template that produced them, so the header has a fingerprint of both, and a mismatch is rejected.

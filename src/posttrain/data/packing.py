@@ -135,9 +135,7 @@ def _precomputed(batch: TokenBatch, max_tokens: int) -> list[Bundle]:
 
 
 def _deal(batch: TokenBatch, bins: list[tuple[int, ...]], num_ranks: int) -> list[list[tuple[int, ...]]]:
-    """Assigns the heaviest first, to the lightest rank. Equal counts, because every rank takes part in every
-    collective.
-    """
+    """The heaviest first, to the lightest rank; equal counts, because every rank takes part in every collective."""
     per_rank = max(1, -(-len(bins) // num_ranks))
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks

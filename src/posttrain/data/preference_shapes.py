@@ -38,8 +38,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 @dataclass(frozen=True)
 class PreferenceKeys:
-    """Which columns to read. `templated`: whether a prompt that is text holds the chat template already; None: by
-    shape."""
+    """Which columns to read. `templated`: whether a prompt that is text holds the template; None: by shape."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -204,8 +203,7 @@ def _from_ranks(row: Row) -> Preference:
 
 
 def _from_helpsteer(row: Row) -> Preference:
-    """`overall_preference` is negative where the first response is the better one and 0 for a tie; its size is how
-    much."""
+    """`overall_preference`: negative where the first response is better, 0 for a tie; its size is how much."""
     prompt = as_prompt(row.field("context"), row, "context")
     first, second = (as_text(row.field(key), row, key) for key in ("response1", "response2"))
     preference = _number(row.get("overall_preference"), row, "overall_preference")
@@ -226,8 +224,7 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 def _transcript(text: str) -> list[Message]:
-    """The turns of "\\n\\nHuman: … \\n\\nAssistant: …", as Anthropic's hh-rlhf writes conversations; none for other
-    texts."""
+    """The turns of "\\n\\nHuman: … \\n\\nAssistant: …", as in Anthropic's hh-rlhf; none for other texts."""
     pieces = _SPEAKER.split(text if text.startswith("\n\n") else f"\n\n{text}")
     if pieces[0].strip() or len(pieces) < 3:
         return []

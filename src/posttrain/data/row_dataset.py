@@ -108,8 +108,7 @@ class HoldOut:
 
 
 class RowDataset(Generic[Item]):
-    """A sequence of items. `dropped` counts the rows that were left out, `noted` those with something remarkable, by
-    reason."""
+    """A sequence of items. By reason, `dropped` counts rows that were left out, `noted` remarkable ones."""
 
     def __init__(
         self,
@@ -166,8 +165,7 @@ class RowDataset(Generic[Item]):
         return summary.hexdigest()
 
     def held_out(self) -> tuple[Self, Self | None]:
-        """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any
-        back."""
+        """Training and validation rows by the entries' `split_validation_size`; None when no entry keeps any back."""
         training: list[int] = []
         validation: list[int] = []
         for part in self._hold_outs:
@@ -214,9 +212,7 @@ class RowDataset(Generic[Item]):
 
 
 class Stream(Generic[Item]):
-    """Iterates over a dataset endlessly; (seed, epoch) determines the order of each epoch. Its position is part of a
-    checkpoint.
-    """
+    """Iterates over a dataset endlessly, in an order by (seed, epoch). Its position is part of a checkpoint."""
 
     def __init__(self, dataset: RowDataset[Item], seed: int, shuffle: bool = True) -> None:
         if len(dataset) == 0:

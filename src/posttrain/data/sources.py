@@ -1,5 +1,4 @@
-"""Reads rows from files and hubs: jsonl, json, csv and parquet (local or wherever fsspec reaches), and Hugging Face
-datasets.
+"""Reads rows: jsonl, json, csv and parquet, local or wherever fsspec reaches, and Hugging Face datasets.
 
 A row has its origin, so that errors can name the file and the line. Independent of the meaning of fields.
 """
@@ -52,8 +51,7 @@ class Row:
         return f"{self.origin}, row {self.number}"
 
     def field(self, *names: str, setting: str = "") -> Any:
-        """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the
-        name."""
+        """The first of `names` that this row has; a dot reaches into a record. `setting` chooses the name."""
         for name in names:
             value = self.get(name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -88,8 +86,7 @@ def looks_like_path(name: str) -> bool:
 def read_local(
     path: str, split: str | None = None, subset: str | None = None, default_split: str = "train"
 ) -> Iterator[Row]:
-    """The rows of a file, of the files of a folder that belong to a split, or of a pattern such as
-    `s3://b/x/*.parquet`."""
+    """The rows of a file, of a folder's files of a split, or of a pattern such as `s3://b/x/*.parquet`."""
     if split and "[" in split:
         raise DataError(
             f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"

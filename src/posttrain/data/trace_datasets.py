@@ -67,8 +67,7 @@ class TraceRows:
 
         found = iter_pair_rows(self._path, *self._settings, self._rules, report=self._read, pair_report=self._paired)
         for number, values in enumerate(found, start=1):
-            # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the
-            # first.
+            # Turns of tools or users in between must not be trained, and the answers share no prompt beyond the first.
             if not all(isinstance(values[key], str) for key in ALIGNER):
                 self._of_several_turns += 1
                 continue
@@ -167,8 +166,7 @@ class RecordedReader:
     def _turns(
         self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[JsonMapping]
     ) -> tuple[list[int], tuple[bool, ...]] | str:
-        """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the
-        model's."""
+        """What followed the prompt, to the last turn with text of the model, and which tokens are the model's."""
         turns = [{**turn, "content": turn.get("content") or ""} for turn in response]
         while turns and not is_answer(turns[-1]):
             turns.pop()
@@ -181,8 +179,7 @@ class RecordedReader:
         except DataError:
             return "an answer left out: the chat template cannot write its turns"
         before, after, mask = self._chat.encode_conversation(text, spans)
-        # What stands between the prompt and the first text of the model, a bare tool call and its result, is read, not
-        # trained.
+        # What stands between the prompt and the model's first text, a tool call and its result, is not trained.
         opening = before[len(prompt_ids) :]
         if list(before[: len(prompt_ids)]) != list(prompt_ids):
             return "an answer left out: the chat template writes its prompt in another way"

@@ -1,5 +1,4 @@
-"""Stored answers, and how their rewards agree with recorded ones: any rows with a response, a run's rollouts, labelled
-traces.
+"""Stored answers (rows with a response, rollouts, traces), and how their rewards agree with recorded ones.
 
 Columns can be named; those that are not named are looked for under the usual names. Independent of how rewards are
 computed.

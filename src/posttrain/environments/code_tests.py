@@ -32,8 +32,7 @@ ATTEMPTS = 2  # processes or memory may be available again
 
 
 def code_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
-    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox of the required
-    strictness."""
+    """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox as strict as required."""
     wall_s = float(setup["wall_time_limit_s"] or 3 * setup["time_limit_s"])
     timeout_s = float(setup["timeout_s"] or CodeRewardConfig.default_timeout_s)
     # Must be shorter than the pool's limit: running out of time is a verdict on the code, a killed worker is not.

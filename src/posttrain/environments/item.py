@@ -1,5 +1,4 @@
-"""Messages to and from a worker process for one completion: the item, and a reward or an error. Does not import
-torch."""
+"""Messages to and from a worker for one completion: the item, and a reward or an error. Does not import torch."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 
 
 def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """The scorer for a reward of type math. Importing sympy, about a second, happens here and not at the first
-    completion."""
+    """The scorer for a reward of type math. sympy, about a second, is imported here, not at the first completion."""
     verifier_type = setup.get("verifier_type") or "math"
     if verifier_type != "math":
         return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
@@ -113,8 +112,7 @@ def _math_verify_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
         expected = read_reference(reference)
         if not expected:
             raise Unscored(f"the reference answer {reference[:80]!r} cannot be read as mathematics")
-        # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other
-        # agrees.
+        # Each side is a list of readings of one answer. One that cannot be compared counts only if no other agrees.
         first_error: Exception | None = None
         for answer in read_response(item.response):
             if divides_by_zero(answer):
@@ -229,9 +227,7 @@ def equal_only_when_cut_off(truth: Any, answer: Any, precision: int) -> bool:
 
 
 def divides_by_zero(answer: object) -> bool:
-    """Whether the parsed answer contains nan, 1/0 or 0/0. Such an answer equals nothing; its comparison may not
-    terminate.
-    """
+    """Whether the parsed answer contains nan, 1/0 or 0/0. It equals nothing, and comparing it may not terminate."""
     from sympy import Basic, Pow, nan, zoo
 
     if not isinstance(answer, Basic):

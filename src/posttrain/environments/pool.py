@@ -106,8 +106,7 @@ class ScoringPool:
             worker.send(number, batch.payloads[number])
 
     def _collect(self, batch: _Batch) -> None:
-        """Wait until something happens; then replies first, deaths second, limits last: a reply in time always
-        counts."""
+        """Wait until something happens; then replies, deaths, limits, in this order: a reply in time always counts."""
         if not self._workers:
             return
         now = time.monotonic()

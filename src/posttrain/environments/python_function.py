@@ -200,9 +200,8 @@ def _arguments_for(
     if known_in_place and _binds(signature, _POSITIONS, {}):
         return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
     raise FunctionLoadError(
-        f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} "
-        "(in any order, others need a default), or exactly three: prompt, response, reference; or TRL's, with "
-        "completions"
+        f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} (in any order, "
+        "others need a default), or exactly three: prompt, response, reference; or TRL's, with completions"
     )
 
 

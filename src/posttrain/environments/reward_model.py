@@ -191,8 +191,7 @@ def _device(setting: str, path: str) -> torch.device:
 
 
 def _load(name: str, dtype: torch.dtype | None, device: torch.device, field: str) -> nn.Module:
-    """The reward model, in the precision of its saved weights if `dtype` is None: rounding would undo a part of
-    training."""
+    """The reward model; `dtype` None: in the precision of its saved weights. Rounding would undo some training."""
     adapters = Path(name) / "adapter_config.json"
     if not adapters.is_file():
         model = load_reward_model(name, dtype or "auto", device, seed=None, pad_token_id=None, field=field)

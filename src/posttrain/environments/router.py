@@ -1,5 +1,4 @@
-"""The environments of a config: each task goes to the one that it names; its rewards are one, or a weighted sum of
-several.
+"""The environments of a config: a task goes to the one that it names; its rewards are one, or a weighted sum.
 
 Each reward has its own pool, number of workers and time limit, and rewards score in parallel. If one of them cannot
 score a completion, that completion is unscored with the name of that reward; the values of the others are kept.

@@ -1,5 +1,4 @@
-"""Rewards by the text of a completion: equal to the reference, matched by a pattern, a choice, JSON, length,
-repetition.
+"""Rewards by a completion's text: equal to the reference, a pattern, a choice, JSON, length, repetition.
 
 All run in worker processes, whose time limit stops catastrophic backtracking of regular expressions.
 """
@@ -181,8 +180,7 @@ _FENCED = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MUL
 
 
 def json_schema_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """1.0 if the completion is JSON as in RFC 8259 (`NaN` and duplicate keys are invalid) that matches the schema, else
-    0.0.
+    """1.0 if the completion is JSON of RFC 8259 (no `NaN`, no duplicate keys) that matches the schema, else 0.0.
 
     The schema is checked against its own dialect when the worker starts. A `$ref` to another document is not followed:
     nothing is ever fetched.
@@ -258,8 +256,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def length_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
-    """1.0 up to the limit or at the target, falling to 0.0 over the tolerance (or, as a cosine, from 0 to the
-    limit)."""
+    """1.0 up to the limit or at the target, falling to 0.0 over the tolerance; as a cosine from 0 to the limit."""
     unit, tolerance = setup["unit"], setup["tolerance"]
 
     def score(item: ScoringItem) -> float:

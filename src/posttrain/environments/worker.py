@@ -60,8 +60,7 @@ def main() -> None:
 
 
 def build_scorer(setup: JsonObject) -> Callable[[ScoringItem], object]:
-    """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time
-    limit."""
+    """The function from an item to its worth. Slow imports happen here, outside of any completion's time limit."""
     from posttrain.environments.reward_types import worker_scorer
     from posttrain.files.redaction import name_credentials
 

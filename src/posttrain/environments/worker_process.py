@@ -36,8 +36,7 @@ _DUMP_GRACE_S = 0.1
 
 
 class WorkerProcess:
-    """A started worker. `ready` once its scorer is built; `failed_start` is the reason why that failed; `gone` when
-    dead."""
+    """A started worker. `ready` once its scorer is built; `failed_start`: why it could not be; `gone` when dead."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.ready = False

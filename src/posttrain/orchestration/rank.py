@@ -159,9 +159,7 @@ class Rank:
         self._sender.fill(lot)
 
     def receive_weights(self, sent: Sequence[SentWeights], lot: int | None = None) -> str:
-        """`sent` by rank. Reads everything from files, or one batch from buckets; returns why those
-        cannot be opened.
-        """
+        """`sent` by rank. Reads everything from files, or a batch from buckets; returns why those cannot be opened."""
         if lot is not None and (why := self._receiver.open_buckets(sent)):
             return why
         if self._receiver.receive(sent, lot) and self.engine is not None:

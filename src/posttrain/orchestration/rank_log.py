@@ -1,5 +1,4 @@
-"""The log of one rank or engine, in the run folder: a line for each operation with its seconds, errors with their
-tracebacks.
+"""The log of a rank or engine in the run folder: a line for each operation with its seconds, and tracebacks.
 
 A line is started when its operation starts, so the last line shows what a rank was doing when it died or hung. For a
 hung rank, the stacks of its threads follow shortly before the driver's deadline.

@@ -38,8 +38,7 @@ _START = (
 
 
 def connect(layout: RankLayout, say: Say) -> str | None:
-    """Joins the cluster of RAY_ADDRESS, or the one that `ray start` has recorded on this machine; else starts a private
-    Ray.
+    """Joins the cluster of RAY_ADDRESS or the one that `ray start` recorded on this machine; else starts a private Ray.
 
     Returns the cluster's address; None: a private Ray.
     """
@@ -148,9 +147,7 @@ def _join(address: str) -> None:
 
 
 def _use_token() -> None:
-    """Ray sends no token to an address that is given, unless configured to. A cluster without authentication ignores
-    it.
-    """
+    """Ray sends no token to a given address unless told to. A cluster without authentication ignores it."""
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # the mode was read when ray was imported
@@ -227,9 +224,7 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
 
 
 def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
-    """Checks the cluster's GPUs, not the driver's: a head node often has none. Ranks use CPUs only if no node has a
-    GPU.
-    """
+    """Looks at the cluster's GPUs: a head node often has none. Ranks use CPUs only if no node has a GPU."""
     is_announced = False
     while True:
         nodes = alive_nodes()

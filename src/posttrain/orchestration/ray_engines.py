@@ -29,9 +29,7 @@ _GRACE_S = 10.0  # the wait for all engines times out before that for one, with 
 
 
 class RayEngine:
-    """One engine: an actor, or several that share its layers and run every call together. Calls run in the order of
-    `submit`.
-    """
+    """One engine: an actor, or several that share its layers and run every call together, in order of `submit`."""
 
     def __init__(
         self, index: int, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]

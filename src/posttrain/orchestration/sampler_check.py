@@ -65,9 +65,7 @@ class CheckedEngine:
         return after
 
     def compare_short_answers(self, tasks: Sequence[Task], sampling: Sampling, key: NoiseKey) -> None:
-        """Between rounds that run while the trainer has other weights: sample a few short answers for the comparison
-        alone.
-        """
+        """Between rounds beside which the trainer changes weights: sample a few short answers to compare alone."""
         if self._is_due(key.step):
             short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, _NUM_SHORT_TOKENS))
             self.generate(tasks[:_NUM_ANSWERS], 1, short, key)

@@ -158,9 +158,7 @@ class ShardedTrainer:
     def _pass(
         self, label: str, operation: Callable[..., dict[str, float]], shards: Sequence[MicroBatches], *shared: object
     ) -> list[dict[str, float]]:
-        """Metrics by rank. Callbacks cannot be sent to other processes; there, progress is shown when the
-        call is done.
-        """
+        """Metrics by rank. Callbacks cannot be sent to other processes; there, progress is shown after the call."""
         with self.show_progress(label, len(shards[0])) as progress:
             local = progress if self.group.in_process else None
             calls = [
@@ -174,8 +172,7 @@ class ShardedTrainer:
 
 
 class ShardedEngine:
-    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the
-    tasks.
+    """Whole groups go to one data-parallel rank: a prompt is computed once. Results keep the order of the tasks.
 
     Ranks that share layers get the same groups and draw the same tokens.
     """

@@ -115,9 +115,7 @@ def call_all(
 
 
 def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> list[T]:
-    """Results by rank. An error names the rank that failed, died or did not answer, the operation and the
-    time waited.
-    """
+    """Results by rank. An error names the rank that failed, died or did not answer, operation and time waited."""
     limit_s = deadline_s(operation)
     start = time.monotonic()
     _, missing = wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
@@ -214,9 +212,7 @@ def start_workers(
     build_engine: Callable[[], object] | None = None,
     quiet: bool = False,
 ) -> WorkerGroup:
-    """`build` creates a rank and `build_engine` a sampling-only rank, both in the process it runs in. Both are
-    picklable.
-    """
+    """`build` makes a rank and `build_engine` one that only samples, in the process that calls it. Picklable."""
     size = layout.num_places
     if launcher == "local" and size > 1:
         raise InputError(

@@ -24,9 +24,7 @@ _NUM_THREADS = 4
 
 
 class _Mapping(mmap.mmap):
-    """Memory that is unregistered from CUDA before it is freed. Tensors made from it, and their views,
-    keep it alive.
-    """
+    """Memory that is unregistered from CUDA before it is freed. Tensors made from it and their views keep it alive."""
 
     registered_at: int | None = None
 
@@ -71,8 +69,7 @@ def flush(buffer: Tensor) -> None:
 
 
 def register(buffer: Tensor) -> bool:
-    """Pin memory from `allocate` or `map_file`, until it is freed. False if CUDA refuses: copies then work, but block
-    the caller.
+    """Pin memory from `allocate` or `map_file` until it is freed. False if CUDA refuses: then copies block the caller.
 
     Not while another thread captures a CUDA graph: capturing forbids this call.
     """

@@ -1,6 +1,4 @@
-"""Log-probabilities of response tokens, from hidden states, a chunk at a time: the logits of a batch never exist at
-once.
-"""
+"""Log-probabilities of response tokens from hidden states, in chunks: the logits of a batch never exist at once."""
 
 from __future__ import annotations
 
@@ -105,8 +103,7 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: Tensor | None = None  # what is not in the weight's own sum
-        # Once also without tokens, as ranks that share rows may be: FSDP needs a gradient of the weight, of zeros, on
-        # every rank.
+        # Once also without tokens, as ranks that share rows may be: FSDP needs a gradient on every rank, of zeros.
         for start in range(0, max(len(hidden), 1), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept

@@ -44,9 +44,7 @@ class LayerShape:
 
 
 def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer stores per token, found by a forward pass over one token. Rejects
-    unsupported models.
-    """
+    """What each attention layer stores per token, found by a pass over one token. Rejects unsupported models."""
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
@@ -69,9 +67,7 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
 
 
 def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) -> None:
-    """Refuse models that give a window to `transformers`' mask and not to the attention function, which is all that we
-    use.
-    """
+    """Refuse models that give a window to `transformers`' mask but not to the attention function that we use."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     for layer, window in windows.items():
         kind = "sliding_attention" if kinds is None else kinds[layer]

@@ -66,9 +66,7 @@ class PackedAttention:
 
     @cached_property
     def _varlen_layout(self) -> tuple[Tensor | None, VarlenLengths]:
-        """Indices of each segment's keys, with prefixes repeated before them; cumulative lengths of
-        queries and keys.
-        """
+        """Indices of each segment's keys, prefixes repeated before them; cumulative lengths of queries and keys."""
         index: list[Tensor] = []
         for s in self.segments:
             index += [torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)]
@@ -93,9 +91,7 @@ class PackedAttention:
 
     @cached_property
     def _blocks(self) -> list[list[list[Segment]]]:
-        """Trees that are computed together. One masked product over many small trees costs less than one
-        call per tree.
-        """
+        """Trees that are computed together: one masked product of many small trees costs less than a call for each."""
         blocks: list[list[list[Segment]]] = []
         for tree in self._trees:
             fits = blocks and tree[-1].end - blocks[-1][0][0].start <= _DENSE_BLOCK_TOKENS

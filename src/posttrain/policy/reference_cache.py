@@ -44,9 +44,7 @@ Logprobs = NDArray[np.float32]
 
 
 class CachedReference:
-    """`folder` None: the cache is in memory only; `max_bytes` 0: no cache. `warn` gets a message when
-    the file fails.
-    """
+    """`folder` None: the cache is in memory only; `max_bytes` 0: no cache. `warn` is told when the file fails."""
 
     def __init__(
         self,

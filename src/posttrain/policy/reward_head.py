@@ -1,5 +1,4 @@
-"""A model that gives a whole answer one number: the decoder body of a language model and a linear layer on the last
-token.
+"""A model that gives an answer one number: the body of a language model and a linear layer on the last token.
 
 `RewardHead` is to a reward model what `OutputHead` is to a language model, `SequenceScores` what `TokenLogprobs` is.
 The score is at the position of the answer's last token, and every other token has 0, so that batches, packing, shared
@@ -39,9 +38,7 @@ HEAD = "score"  # what `transformers` calls the linear layer
 
 
 class RewardHead(Head):
-    """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be
-    wrapped by peft.
-    """
+    """The decoder body of a reward model, and the way from its hidden states to scores. peft may wrap `model`."""
 
     is_vocabulary = False
 
@@ -151,8 +148,7 @@ def load_reward_model(
 
 
 def padding_for_scores(tokenizer: PreTrainedTokenizerBase, answer_ends: Collection[int]) -> int | None:
-    """A token to pad with that no answer ends with; None if there is none, and then others can score one answer at a
-    time.
+    """A token to pad with that no answer ends with; None if there is none: then others can score one at a time.
 
     `transformers` scores the last token that is not padding. Where the end of a turn is used as padding too, that is
     the token before it, which is not the one that was trained.

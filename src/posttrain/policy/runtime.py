@@ -24,8 +24,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def enable_expandable_segments() -> None:
-    """Before training, in a process with a GPU: memory that one phase frees must be usable by the next, whatever the
-    sizes.
+    """Before training, in a process with a GPU: memory that one phase frees must be usable by the next.
 
     Otherwise torch keeps blocks of the sizes that were requested. One small tensor that stays, such as an optimizer's,
     keeps the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
@@ -36,9 +35,7 @@ def enable_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """GPU memory that is allocated inside can be shared with another process: containers forbid that for expandable
-    segments.
-    """
+    """GPU memory that is allocated inside can be shared with another process; not so that of expandable segments."""
     given = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     _set_expandable_segments(False)
     try:
@@ -69,9 +66,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class PeakMemory:
-    """The most memory that a GPU held during each phase (`torch.cuda.max_memory_allocated`). Nothing is measured on a
-    CPU.
-    """
+    """The most memory that a GPU held in each phase (`torch.cuda.max_memory_allocated`). Not on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,8 +94,7 @@ class PeakMemory:
 def prepare_determinism() -> None:
     """Call before the first matrix product of the process: cuBLAS reads its setting once."""
     os.environ.setdefault(_WORKSPACE, ":4096:8")
-    # The mode would also fill every new tensor, to make reads of unwritten memory visible. Our tests poison memory for
-    # that.
+    # The mode would also fill new tensors, to show reads of unwritten memory. Our tests poison memory for that.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

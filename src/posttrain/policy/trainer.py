@@ -190,9 +190,7 @@ class PolicyTrainer:
             raise InputError(f"policy.fp8 = true: {obstacle}; set policy.fp8=false")
 
     def _refuse_unsupported(self, setup: RankSetup) -> None:
-        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes
-        of the logits.
-        """
+        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of logits."""
         config = base_config(self.model).get_text_config()
         if setup.trains:
             refuse_dropout(config)
@@ -216,9 +214,7 @@ class PolicyTrainer:
     def update(
         self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
     ) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the
-        gradient norm.
-        """
+        """One optimizer step over this rank's micro-batches. Returns its share of the metrics and the gradient norm."""
         with self._phase("training"):
             metrics = self._update(parts, objective, seed, progress)
         return {**metrics, **self.peak_memory.take()}
@@ -313,9 +309,7 @@ class PolicyTrainer:
 
     @contextmanager
     def _products_in_fp8(self, forward: Forward, *, gradients: bool = False) -> Iterator[None]:
-        """With `policy.fp8` inside: quantised now, released at the end. An optimizer step or an engine has the memory
-        again.
-        """
+        """With `policy.fp8` inside: quantised now, released at the end: optimizer steps and engines need memory."""
         copies = None
         if self._in_fp8:
             decoder: Any = forward.head.decoder

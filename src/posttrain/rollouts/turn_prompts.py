@@ -186,6 +186,5 @@ def describe(tools: Tools) -> str:
     return (
         f"You can use these tools:\n{listed}\n"
         'To use one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and end your turn; the result '
-        "comes "
-        "in the next message. When you know the answer, give it without a tool call."
+        "comes in the next message. When you know the answer, give it without a tool call."
     )

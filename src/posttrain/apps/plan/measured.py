@@ -76,8 +76,7 @@ def read_measured(folder: Path) -> Measured:
 
 
 def compare(found: RunEstimate, measured: Measured) -> list[PredictedAndMeasured]:
-    """Quantities that both have. A measured step has more stages than the prediction; the total is over the common
-    ones."""
+    """Quantities that both have. A measured step has more stages; the total is over the common ones."""
     rows = []
     shared_s = 0.0
     for stage, seconds in found.time.stages.items():

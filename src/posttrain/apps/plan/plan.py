@@ -168,9 +168,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         )
     if found.settings.fp8:
         lines.append(
-            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as "
-            "measured for "
-            "products alone; the run is refused on GPUs before Ada and Hopper"
+            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured "
+            "for products alone; the run is refused on GPUs before Ada and Hopper"
         )
     if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
         lines.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")

@@ -294,9 +294,8 @@ def advice(config: RunConfig, error: OutOfGpuMemoryError, folder: Path) -> str:
         return "\n".join([*lines, explain(found)])
     used = found.workload.lengths
     lines.append(
-        "  by its count this fits. Other processes may hold memory of the GPU (`nvidia-smi`), or sequences are "
-        "longer than the "
-        f"prompts of {used.prompt:.0f} and answers of {used.answer:.0f} tokens that it takes ({used.source})"
+        "  by its count this fits. Other processes may hold memory of the GPU (`nvidia-smi`), or sequences are longer "
+        f"than the prompts of {used.prompt:.0f} and answers of {used.answer:.0f} tokens that it takes ({used.source})"
     )
     for words, freed_bytes in savings(found, _PHASES.get(error.stage, (OPTIMIZER,)))[:_MOST_SHOWN]:
         lines.append(f"  try {words}: {freed_bytes / GIB:.1f} GiB less")

@@ -1,5 +1,4 @@
-"""How GPUs are split between training and sampling: the splits that a config allows, simulated on the planner's stage
-times.
+"""How GPUs are split between training and sampling: splits that a config allows, simulated on the planner's times.
 
 Candidates are the config with other values of `policy.generation.colocated` and `grpo.async_grpo`, as far as its checks
 accept them. Rounds and what a step waits for are simulated (`simulation.py`); memory is that of the plan of each
@@ -75,8 +74,7 @@ class Splits:
 
     @property
     def best(self) -> Split | None:
-        """The fastest that fits and whose answers are at most as old as the config allows, or 1 step; None: as it
-        is."""
+        """The fastest that fits, with answers at most as old as the config allows, or 1 step; None: as it is."""
         oldest = max(self.now.max_age, 1)
         fitting = [split for split in self.others if not split.found.too_large and split.max_age <= oldest]
         best = min(fitting, key=lambda split: split.step_s, default=self.now)
@@ -106,9 +104,8 @@ class Splits:
     @property
     def assumptions(self) -> list[str]:
         lines = [
-            "splits: the lengths of all answers are drawn independently, and a step waits for its slowest GPU; "
-            "speed is beside "
-            "shared GPUs without asynchronous sampling"
+            "splits: the lengths of all answers are drawn independently, and a step waits for its slowest GPU; speed "
+            "is beside shared GPUs without asynchronous sampling"
         ]
         if self.now.config.policy.generation.uses_vllm:
             lines.append("splits: vLLM samples as fast as the native engine")

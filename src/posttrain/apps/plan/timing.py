@@ -61,8 +61,7 @@ class TimeModel:
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def forward_s(self, row: Pass, *, head: bool = True, adapters: bool = True, fp8_share: float = 0.0) -> float:
-        """On the device: one forward pass; `head`: with the logits of response tokens; `fp8_share` of the layers in
-        FP8."""
+        """On the device: one forward pass; `head`: with logits of response tokens; `fp8_share` of layers in FP8."""
         shape = self.memory.shape
         flops = 2.0 * shape.layer_products * row.tokens * self._time_share(fp8_share)
         moved = shape.layers * row.tokens * self.memory.layer.moved_forward() + shape.layers * self._gather_bytes(row)
@@ -146,8 +145,7 @@ class TimeModel:
         )
 
     def scoring_s(self, workload: Workload) -> float:
-        """One pass over all samples. The device waits while the next row is packed: each result is fetched before
-        it."""
+        """One pass over all samples. The device waits while the next row is packed: results are fetched before."""
         row, count = workload.passes(workload.score, self.memory.shape.window)
         host = self.memory.shape.layers * CALIBRATION.forward_host_s
         device = self.forward_s(row, adapters=False, fp8_share=self._trained_in_fp8)

@@ -54,8 +54,7 @@ class SharedPrompt:
 
     @property
     def gathered(self) -> float:
-        """Keys that attention is given. Shared ones are repeated in front of every answer; not shared, none is
-        copied."""
+        """Keys that attention is given: shared ones are repeated in front of every answer; else none is copied."""
         return self.prompt + self.size * (self.prompt + self.answer - 1) if self.size > 1 else 0.0
 
     def pairs(self, window: int | None) -> float:

@@ -61,8 +61,7 @@ Encoded = TypeVar("Encoded", bound=tuple[object, ...])
 
 @dataclass
 class Draft:
-    """The columns of some rows before conversion to a table. `problem` is the reason that a row cannot be used, or
-    ""."""
+    """The columns of some rows before they are a table. `problem`: why a row cannot be used, or ""."""
 
     rows: NDArray[np.int64]
     prompt: pa.Array

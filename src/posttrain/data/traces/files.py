@@ -1,5 +1,4 @@
-"""Files of traces as blocks of rows: Parquet and jsonl(.gz), one file, a folder or a pattern, local or wherever fsspec
-reaches.
+"""Files of traces as blocks of rows: Parquet and jsonl(.gz); a file, folder or pattern, wherever fsspec reaches.
 
 A block is bounded in bytes, so memory does not depend on the size of a file or of a Parquet row group. Only the columns
 that were asked for are read. The meaning of the columns is decided elsewhere.
@@ -185,8 +184,7 @@ def _rows_per_batch(source: Any, names: Sequence[str]) -> int:
     columns = [group.column(place) for group in groups for place in range(group.num_columns)]
     wanted = [column for column in columns if column.path_in_schema.split(".")[0] in names]
     size = sum(column.total_uncompressed_size for column in wanted)
-    # Dictionary encoding hides repeated text: assume that it hides a factor of two, and bound the rest by the row
-    # count.
+    # Dictionary encoding hides repeated text: assume a factor of two, and bound the rest by the row count.
     return int(min(32_768, max(64, BLOCK_BYTES * metadata.num_rows // (2 * size + 1))))
 
 
@@ -267,8 +265,7 @@ def _unpacked(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _parse_columns(data: bytes, file: str, first_line: int, types: Mapping[str, pa.DataType]) -> Block | None:
-    """Parsed by Arrow, about ten times as fast; None where some line is not as expected, or lines and rows do not
-    agree."""
+    """Parsed by Arrow, ten times as fast; None where some line is not as expected, or lines are not rows."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 

@@ -77,8 +77,7 @@ def _has_value(block: Block, column: str, wanted: object) -> NDArray[np.bool_]:
 
 
 def _matches(value: object, accepted: Sequence[object]) -> bool:
-    """Whether a value is one of those. Typed at a command line everything is text, so "1" is also 1 and "true" is
-    True."""
+    """Whether a value is one of those. Typed at a command line, "1" is also 1 and "true" is True."""
     for one in accepted:
         if value == one and isinstance(value, bool) == isinstance(one, bool):
             return True

@@ -111,8 +111,7 @@ class _PartFile:
 
 
 class OrderedRuns(Generic[Made]):
-    """Values in the order of a number, more of them than memory holds: sorted runs on disk, merged while they are
-    read."""
+    """Values in the order of a number, more than memory holds: sorted runs on disk, merged while read."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -151,8 +150,7 @@ def _stored(file: IO[bytes]) -> Iterator[tuple[int, Made]]:
 
 @dataclass(frozen=True)
 class GroupedPart:
-    """A part in the order of its units. Rows are addressed by their position in that order; the table itself is not
-    sorted.
+    """A part in the order of its units. Rows are addressed by their position in it; the table is not sorted.
 
     A *unit* is the traces with the same group and the same prompt; with `split_prompts` off, all of a group. Within a
     unit rows keep the order of the input.

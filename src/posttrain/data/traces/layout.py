@@ -1,5 +1,4 @@
-"""Which columns of a file are the prompt, the response, the reward: `TraceColumns` matched with the columns of a
-file."""
+"""Which columns of a file are the prompt, the response, the reward: `TraceColumns` matched with its columns."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Layout:
 
 
 def find_layout(columns: TraceColumns, has: Sequence[str], file: str, where: Sequence[str] = ()) -> Layout:
-    """The layout of a file with the columns `has`. A column that must be there and is not is an error that lists them
-    all."""
+    """The layout of a file with the columns `has`. One that must be there and is not: an error that lists all."""
 
     def pick(role: str, *, required: bool = False) -> str:
         wanted = getattr(columns, role)
@@ -111,8 +109,7 @@ def _missing(shown: str, wanted: str, role: str, has: Sequence[str], file: str) 
 
 
 def arrow_types(layout: Layout, rows: Sequence[JsonMapping]) -> dict[str, pa.DataType]:
-    """As which types Arrow may parse the columns of a jsonl file, judged by its first rows. {}: only record by
-    record."""
+    """As which types Arrow may parse the columns of a jsonl file, by its first rows. {}: record by record."""
     import pyarrow as pa
 
     if layout.shape != "text":

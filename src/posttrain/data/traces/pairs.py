@@ -115,8 +115,7 @@ def choose_pairs(rewards: Sequence[float], identities: Sequence[int], rules: Pai
 def clear_best_worst(
     rewards: NDArray[np.float64], identities: NDArray[np.int64], starts: NDArray[np.int64], rules: PairRules
 ) -> tuple[list[int], list[int], list[bool]]:
-    """The best and the worst row of many prompts at once, and for which of them these are what `choose_pairs` would
-    say.
+    """The best and the worst row of many prompts at once, and where these are what `choose_pairs` would say.
 
     Prompt n has the rows from `starts[n]` to `starts[n + 1]`. Only a short cut: nearly all prompts of a large file need
     no more.

@@ -166,8 +166,7 @@ def iter_pair_rows(
     memory_bytes: int = MEMORY_BYTES,
     on_progress: ProgressCall | None = None,
 ) -> Iterator[PairRow]:
-    """Preference pairs made from the traces at `path`, with NeMo-Aligner's keys, in the order in which prompts first
-    appear.
+    """Preference pairs of the traces at `path`, with NeMo-Aligner's keys, in the order in which prompts first appear.
 
     `prompt` is a text or a list of messages, as the traces have it. `chosen_response` and `rejected_response` are the
     texts of the answers, or lists of messages where a trace goes on for several turns. `chosen_reward`,

@@ -1,5 +1,4 @@
-"""Row counts by outcome and reason, with the first locations of each. Contains locations and numbers, never text of a
-trace.
+"""Row counts by outcome and reason, with the first locations of each; never text of a trace.
 
 Invariant at the end: rows = kept + problems + filtered.
 """

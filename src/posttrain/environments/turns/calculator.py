@@ -1,5 +1,4 @@
-"""A calculator for the model: `env.<name>.turns: calculator`. Exact arithmetic on rational numbers, and nothing
-else."""
+"""A calculator for the model: `env.<name>.turns: calculator`. Exact arithmetic on rational numbers, no more."""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ class StagingArea:
 
 
 class HostCopy:
-    """One copy under way: `add` and `seal` where the tensors are used, `finish` in another thread, `wait` before a
-    change.
-    """
+    """One copy under way: `add`, `seal` where the tensors are used, `finish` in a thread, `wait` before a change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -87,9 +87,7 @@ def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files:
 
 
 def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Everything that stays the same during a run: configs, tokenizer, description. A large vocabulary
-    takes a second.
-    """
+    """All that stays the same during a run: configs, tokenizer, description. A large vocabulary takes a second."""
     files = {str(MODEL): json.dumps(describe(model, tokenizer), indent=2, default=str).encode()}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -128,9 +126,7 @@ def named_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
-    """Whether this family's files have a different tensor layout than the model, so that only `save_pretrained` can
-    write them.
-    """
+    """Whether this family's files have another tensor layout than the model: only `save_pretrained` can write them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}

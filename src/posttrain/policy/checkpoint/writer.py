@@ -88,8 +88,7 @@ class CheckpointWriter:
     def begin(self, folder: Path, *, optimizer: bool) -> None:
         assert self._begun is None, "the previous save has not been written yet"
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
-            # Ranks agree on what each writes. Training uses other groups at the same time: threads must not share a
-            # group.
+            # Ranks agree on what each writes. Training uses other groups meanwhile: threads must not share one.
             self._group = dist.new_group(backend="gloo")
         now = self._contents(optimizer)
         places = self._area.views(self._to_stage(now))

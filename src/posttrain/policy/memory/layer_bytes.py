@@ -154,8 +154,7 @@ class LayerBytes:
         return (self.settings.element + 1) * sum(outputs for _, outputs in self.shape.linears)
 
     def moved_by_adapters(self) -> tuple[float, float]:
-        """Forward and backward, per layer and token: reading inputs again and adding to outputs, and the same for
-        gradients."""
+        """Forward and backward, per layer and token: inputs read again and outputs added to; the same of gradients."""
         if self.settings.lora_rank is None:
             return 0.0, 0.0
         e = self.settings.element

@@ -79,8 +79,7 @@ class RankMemory:
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs; those of ranks that train with shared layers are not
-        (engines/native/engine.py)."""
+        """Whether decode steps are CUDA graphs; not where ranks that train share layers (engines/native/engine.py)."""
         engine = self.settings.engine
         shares_layers = self.is_sharded and self.settings.layer_shares > 1
         return not shares_layers or (engine is not None and engine.has_own_weights)
@@ -157,8 +156,7 @@ class RankMemory:
         return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_products}
 
     def quantised_weights(self, *, gradients: bool) -> dict[str, float]:
-        """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, and again along the other axis for
-        gradients."""
+        """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, for gradients along the other axis too."""
         if not self.settings.fp8:
             return {}
         return {"FP8 weights of training": (2.0 if gradients else 1.0) * self.shape.layer_products}

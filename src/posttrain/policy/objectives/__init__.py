@@ -1,5 +1,4 @@
-"""Losses. Each is a small picklable value that turns the log-probabilities of one micro-batch into its share of the
-loss.
+"""Losses: small picklable values that turn the log-probabilities of a micro-batch into its share of the loss.
 
 Two rules hold for all of them. The loss and every metric are sums already divided by the denominators of the whole
 optimizer batch, so adding up micro-batches and ranks gives the value of the batch. Metrics whose name ends in `_min` or

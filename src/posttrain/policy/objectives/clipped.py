@@ -147,9 +147,7 @@ class ClippedPolicyGradient:
         return kl
 
     def _kl_weight(self, frame: _Frame, ratio: Tensor) -> Tensor:
-        """The importance weight of the estimate under the current policy. `on_policy` has value 1 but a non-zero
-        gradient.
-        """
+        """The importance weight of the estimate under the current policy. `on_policy` is 1 with a non-zero gradient."""
         lc = frame.current
         kind = self.config.kl_importance_weight or (
             "sampler" if self.config.use_on_policy_kl_approximation else "on_policy"

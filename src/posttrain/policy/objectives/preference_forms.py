@@ -3,15 +3,16 @@
 A reward is a sum or a mean over the tokens of an answer of log p - log p_reference, or of log p alone for the losses
 without a reference (simpo, orpo). m = chosen reward - rejected reward, b = beta, s = the logistic function:
 
-    dpo         -log s(b m)                                         arXiv:2305.18290 cdpo        -(1-e) log s(b m) - e
-    log s(-b m)                   label smoothing e; OpenRLHF calls this dpo robust      (-(1-e) log s(b m) + e log s(-b
-    m)) / (1-2e)        arXiv:2403.00409 hinge       max(0, 1 - b m)
-    arXiv:2305.10425 ipo         (m - 1/(2b))^2                                      arXiv:2310.12036 rpo_sq      (b m -
-    g)^2                                         NVIDIA's reward-aware preference optimisation, rpo_bwd_kl
-    KL(Bernoulli(s(g)) || Bernoulli(s(b m)))            arXiv:2406.11704; g is the margin of the rewards that rpo_fwd_kl
-    KL(Bernoulli(s(b m)) || Bernoulli(s(g)))            came with the data, scaled simpo       -(1-e) log s(b m - gamma)
-    - e log s(gamma - b m)    arXiv:2405.14734; e is 0 unless set orpo        -log s(log odds(chosen) - log
-    odds(rejected))       arXiv:2403.07691, without its likelihood term
+    dpo         -log s(b m)                                         arXiv:2305.18290
+    cdpo        -(1-e) log s(b m) - e log s(-b m)                   label smoothing e; OpenRLHF calls this dpo
+    robust      (-(1-e) log s(b m) + e log s(-b m)) / (1-2e)        arXiv:2403.00409
+    hinge       max(0, 1 - b m)                                     arXiv:2305.10425
+    ipo         (m - 1/(2b))^2                                      arXiv:2310.12036
+    rpo_sq      (b m - g)^2                                         NVIDIA's reward-aware preference optimisation,
+    rpo_bwd_kl  KL(Bernoulli(s(g)) || Bernoulli(s(b m)))            arXiv:2406.11704; g is the margin of the rewards
+    rpo_fwd_kl  KL(Bernoulli(s(b m)) || Bernoulli(s(g)))            that came with the data, scaled
+    simpo       -(1-e) log s(b m - gamma) - e log s(gamma - b m)    arXiv:2405.14734; e is 0 unless set
+    orpo        -log s(log odds(chosen) - log odds(rejected))       arXiv:2403.07691, without its likelihood term
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from posttrain.types import TokenBatch
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The loss of a reward model: how likely the better answer of a pair is to win (Bradley and Terry;
-    arXiv:1706.03741).
+    """The loss of a reward model: how likely the better of two answers is to win (Bradley-Terry; arXiv:1706.03741).
 
         loss = -log sigmoid(score(chosen) - score(rejected) - margin)  +  c * (score(chosen) + score(rejected))^2
 

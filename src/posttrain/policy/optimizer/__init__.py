@@ -1,6 +1,4 @@
-"""The optimizer of one rank: `mixed_precision` with fp32 state and masters, `compact` with smaller or
-offloaded state.
-"""
+"""The optimizer of one rank: `mixed_precision` has fp32 state and masters, `compact` smaller or offloaded state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The optimizer with state in fewer bits, without masters, or in host memory: `CompactAdam` behind the interface of the
-ordinary one."""
+"""State in fewer bits, without masters, or in host memory: `CompactAdam` behind the ordinary optimizer's interface."""
 
 from __future__ import annotations
 
@@ -68,9 +67,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As the ordinary optimizer names them, so that moving the state to host memory and back changes
-        no checkpoint.
-        """
+        """As the ordinary optimizer names them: moving the state to host memory and back changes no checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for entry, value in self.optimizer.state.get(parameter, {}).items():

@@ -66,8 +66,7 @@ class _Stream:
         self.outgoing.wait_stream(self.current)
         with torch.cuda.stream(self.outgoing):
             for target, source in away:
-                # Its memory was allocated on one stream and is used on two others: it must not be reused before they
-                # are done.
+                # Its memory is of one stream and used on two others: it must not be reused before they are done.
                 source.record_stream(self.current)
                 source.record_stream(self.outgoing)
                 target.copy_(source, non_blocking=True)

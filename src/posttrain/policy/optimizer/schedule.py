@@ -1,6 +1,4 @@
-"""The learning-rate schedule of `policy.scheduler`, by dotted name: one of torch's or the user's, or
-several in a row.
-"""
+"""The learning-rate schedule of `policy.scheduler`, by dotted name: torch's or the user's, or several in a row."""
 
 from __future__ import annotations
 

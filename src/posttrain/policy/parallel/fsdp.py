@@ -1,6 +1,4 @@
-"""Sharded parameters (FSDP2), which are whole only while sampling or saving, and the part of a tensor that a rank
-holds.
-"""
+"""Sharded parameters (FSDP2), whole only while sampling or saving, and the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 

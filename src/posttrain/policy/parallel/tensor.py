@@ -197,9 +197,7 @@ class _RowLinear:
 
 
 class _VocabularyRows:
-    """The forward of an embedding that has the rows of some tokens: others come out as zero, and all
-    ranks' are added.
-    """
+    """The forward of an embedding that has the rows of some tokens: others are zero, and all ranks' are added."""
 
     def __init__(self, module: Any, group: TensorGroup) -> None:
         self.module, self.group = module, group
