@@ -128,6 +128,7 @@ PROCESSES = {
     "swap": "escaped(libc.swapon(b'x', 0) == 0)",
     "set-clock": "escaped(libc.syscall(227, 0, ctypes.create_string_buffer(16)) == 0)",
     "host-name": "socket.sethostname('planted'); escaped()",
+    "name-of-host": f"escaped({socket.gethostname()!r} in (socket.gethostname(), os.uname().nodename))",
     "nice": "os.nice(-10); escaped()",
     "daemon": """
 if os.fork() == 0:
@@ -147,7 +148,114 @@ if os.fork() == 0:
             pass
     time.sleep(600)""",
 }
-TRIES = {**READ, **WRITE, **NETWORK, **PROCESSES}
+# Memory that is not mapped, of which a program that may have 256 MiB gets more; or what would give it without end.
+_MMAP = """
+import mmap
+libc.mmap.restype = ctypes.c_void_p
+def many(fd):
+    for _ in range(8):
+        shared = mmap.mmap(fd, 100 << 20)
+        if os.fork() == 0:
+            time.sleep(60)
+        for start in range(0, 100 << 20, 1 << 20):
+            shared[start : start + (1 << 20)] = b"x" * (1 << 20)
+        shared.close()
+    time.sleep(1)
+    escaped()
+    os._exit(0)
+"""
+_FILES_OF_15_PROCESSES = """
+import fcntl, select
+def fill(take):
+    for _ in range(15):
+        if os.fork() == 0:
+            kept = []
+            try:
+                while True:
+                    kept.append(take())
+            except OSError:
+                time.sleep(60)
+    time.sleep(5)
+    escaped()
+def sockets():
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for end in pair:
+        end.setblocking(False)
+        try:
+            end.send(bytes(200_000))
+            end.send(bytes(200_000))
+        except BlockingIOError:
+            pass
+    return pair
+"""
+MEMORY = {
+    "memfd": "kept = [os.memfd_create('x') for _ in range(8)]; escaped(all(os.write(fd, bytes(2**26)) for fd in kept))",
+    "memfd-secret": "escaped(libc.syscall(447, 0) >= 0)",
+    "sockets": _FILES_OF_15_PROCESSES + "fill(sockets)",
+    "epolls": _FILES_OF_15_PROCESSES + "fill(select.epoll)",
+    "socket-buffers": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**25); escaped()",
+    "sockets-of-others": "escaped(libc.socketpair(30, 2, 0, (ctypes.c_int * 2)()) == 0 or ctypes.get_errno() != 1)",
+    "files-in-flight": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [b.fileno()]); escaped()",
+    "pipe-size": "import fcntl; fcntl.fcntl(os.pipe()[1], 1031, 2**20); escaped()",
+    "huge-page-in-pipe": """
+page = ctypes.create_string_buffer(4096)
+vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+escaped(libc.vmsplice(os.pipe()[1], vector, ctypes.c_ulong(1), 0) > 0)""",
+    "file-in-pipe": "open('a', 'w').write('x'); os.splice(os.open('a', 0), os.pipe()[1], 1); escaped()",
+    "library-in-pipe": "os.sendfile(os.pipe()[1], os.open(os.__file__, 0), 0, 1); escaped()",
+    "tee": "a, b = os.pipe(), os.pipe(); os.write(a[1], b'x'); escaped(libc.tee(a[0], b[1], ctypes.c_long(1), 0) > 0)",
+    "shared-memory-of-children": _MMAP + "many(-1)",
+    "zero-device": _MMAP + "many(os.open('/dev/zero', os.O_RDWR))",
+    "futex-table": "escaped(libc.prctl(78, *map(ctypes.c_ulong, (1, 1 << 23, 0, 0))) == 0)",
+    "events": "escaped(libc.inotify_init1(0) >= 0)",
+    "events-of-mounts": "escaped(libc.syscall(300, 0x200, 0) >= 0)",
+    "rules": "escaped(libc.syscall(444, (ctypes.c_uint64 * 2)(0, 3), ctypes.c_size_t(16), 0) >= 0)",
+    "policies": """
+import mmap
+open('a', 'wb').write(bytes(8192))
+file = open('a', 'r+b')
+first = ctypes.c_char.from_buffer(mmap.mmap(file.fileno(), 8192))
+place = ctypes.addressof(first)
+mask = ctypes.c_ulong(1)
+words = (ctypes.c_void_p(place), ctypes.c_ulong(4096), 2, ctypes.byref(mask), ctypes.c_ulong(65), 0)
+escaped(libc.syscall(237, *words) == 0)""",
+    "asynchronous-input": "escaped(libc.syscall(206, 1024, ctypes.byref(ctypes.c_ulong(0))) == 0)",
+    "filters": "escaped(libc.syscall(317, 2, 0, ctypes.byref(ctypes.c_uint(0x7FFF0000))) == 0)",
+    "signals": """
+import signal
+signal.pthread_sigmask(0, [34])
+signal_of = (ctypes.c_int * 32)(34, 0, -1)
+count = 0
+while count < 50_000 and libc.syscall(129, os.getpid(), 34, signal_of) == 0:
+    count += 1
+escaped(count == 50_000)""",
+    "message-queue": "escaped(libc.syscall(240, b'x', 0o102, 0o600, None) >= 0)",
+    "messages": "escaped(libc.msgget(0, 0o1600) >= 0)",
+    "shared-segment": "escaped(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600) >= 0)",
+    "semaphores": "escaped(libc.semget(0, 1, 0o1600) >= 0)",
+    "files": """
+for index in range(200):
+    open(str(index), 'wb').write(bytes(2**20))
+escaped()""",
+    "deleted-files": """
+kept = []
+for index in range(100):
+    kept.append(open('a', 'wb'))
+    kept[-1].write(bytes(2**20))
+    os.unlink('a')
+escaped()""",
+    "links": """
+for index in range(8192):
+    os.symlink('x' * 4000, str(index))
+escaped()""",
+    "attributes": """
+for index in range(4000):
+    open(f'{index // 100}', 'a').close()
+    os.setxattr(f'{index // 100}', f'user.{index}', bytes(60_000))
+escaped()""",
+}
+ON_DISK_WITH_LANDLOCK = ("files", "deleted-files", "links")
+TRIES = {**READ, **WRITE, **NETWORK, **PROCESSES, **MEMORY}
 SHORT = (
     "open",
     "hard-link",
@@ -158,6 +266,8 @@ SHORT = (
     "abstract-socket",
     "ptrace-parent",
     "daemon",
+    "memfd",
+    "sockets",
 )
 REAL_WITHOUT_SANDBOX = (
     "open",
@@ -169,6 +279,12 @@ REAL_WITHOUT_SANDBOX = (
     "unix-socket",
     "listen",
     "passwd",
+    "memfd",
+    "socket-buffers",
+    "huge-page-in-pipe",
+    "zero-device",
+    "events",
+    "rules",
 )
 
 
@@ -176,13 +292,14 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
     for name, code in TRIES.items():
         if not short or name in SHORT:
             yield Case(name, partial(held_in, "namespaces", code))
-        if not short and name in (*READ, *WRITE, *NETWORK):
+        if not short and name in (*READ, *WRITE, *NETWORK, *MEMORY) and name not in ON_DISK_WITH_LANDLOCK:
             yield Case(f"landlock:{name}", partial(held_in, "landlock", code))
     for name in ("open", "tcp") if short else REAL_WITHOUT_SANDBOX:
         yield Case(f"without-sandbox:{name}", partial(succeeds_without_sandbox, TRIES[name]))
 
 
-PART = Part("sandbox", "code in an answer reads, changes and reaches nothing outside of its sandbox", cases, 1)
+PROMISE = "code in an answer reads, changes and reaches nothing outside of its sandbox, and holds no memory beyond it"
+PART = Part("sandbox", PROMISE, cases, 1)
 
 
 class Outside:
@@ -274,7 +391,8 @@ def try_it(level: str, code: str, folder: Path) -> tuple[str, list[str]]:
         name = f"{outside.marker}.py"
         values = {"secret": str(outside.secret), "port": outside.port, "marker": outside.marker}
         source = PRELUDE.format(**values, outside=str(outside.folder)) + code
-        outcome = sandbox.run(Program(interpreter.command(name), {name: source.encode()}), Limits(cpu_s=10, wall_s=20))
+        limits = Limits(cpu_s=10, wall_s=20, max_memory_bytes=256 << 20)
+        outcome = sandbox.run(Program(interpreter.command(name), {name: source.encode()}), limits)
         return outcome.stdout.decode(errors="replace"), outside.changes()
     finally:
         outside.close()

@@ -80,6 +80,12 @@ def pivot_root(new_root: str, put_old: str) -> None:
     _checked("pivot_root", _libc.syscall(ctypes.c_long(number), os.fsencode(new_root), os.fsencode(put_old)))
 
 
+def set_host_name(name: bytes) -> None:
+    """In a new namespace: hide the name and the domain of the machine."""
+    _checked("sethostname", _libc.sethostname(name, ctypes.c_size_t(len(name))))
+    _checked("setdomainname", _libc.setdomainname(name, ctypes.c_size_t(len(name))))
+
+
 def _prctl(name: str, option: int, *arguments: int | ctypes.c_void_p) -> int:
     words: list[object] = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in arguments]
     words += [ctypes.c_ulong(0)] * (4 - len(words))
@@ -186,14 +192,16 @@ _FILE_ONLY_READ = _EXECUTE | _READ_FILE
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # later versions: 16
 _SCOPE_SINCE = 6
 _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_ZERO = "/dev/zero"  # opened for writing, it could be mapped as memory that nobody counts
 
 
 def restrict_files(read_only: Iterable[str], writable_folder: str) -> None:
     """From here on: reading beneath `read_only`, anything beneath `writable_folder`, nothing anywhere else."""
     version = landlock_version()
     everything = (1 << _NUM_RIGHTS.get(version, 16)) - 1
-    rules = {path: _READ if os.path.isdir(path) else _FILE_ONLY_READ for path in read_only}
+    zero = [_ZERO] if os.path.exists(_ZERO) else []
+    rules = {path: _READ if os.path.isdir(path) else _FILE_ONLY_READ for path in (*read_only, *zero)}
     rules |= {device: _READ_FILE | _WRITE_FILE for device in _DEVICES if os.path.exists(device)}
     rules[writable_folder] = everything
     scoped = _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if version >= _SCOPE_SINCE else 0

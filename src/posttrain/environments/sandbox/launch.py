@@ -41,6 +41,7 @@ _NAMESPACES = (
     (kernel.CLONE_NEWUTS, "host name"),
 )
 _GIVE_UP_KILLING_S = 10.0
+_MAX_PENDING_SIGNALS = 1024  # timers count
 
 
 class LaunchSpec(TypedDict):
@@ -82,6 +83,7 @@ def _launch_in_namespaces(spec: LaunchSpec, status_fd: int, report_fd: int) -> N
         _unshare_user()
     for flag, name in _NAMESPACES:
         kernel.unshare(flag, f"{name} namespace")
+    kernel.set_host_name(b"sandbox")
     lifeline, our_end = os.pipe()
     first = os.fork()
     if first == 0:
@@ -252,6 +254,7 @@ def _limit(limits: dict[str, int], extra_processes: int) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
     for which, value in values.items():
         _, hard = resource.getrlimit(which)

@@ -13,7 +13,8 @@ from posttrain.environments.sandbox import kernel
 BOX = "/box"  # the writable folder, as a path inside the sandbox
 WRITABLE = (BOX, f"{BOX}/tmp", f"{BOX}/shm")
 _OLD = "/.old"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+# Name -> device. `full` reads as zeros too. Unlike `zero` it cannot be mapped, as memory that nobody counts.
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 _BASE_OPTIONS = "size=8m,nr_inodes=20000,mode=755"
 _MAX_FILES = 4096
 
@@ -27,8 +28,8 @@ def enter_private_root(read_only: list[str], box_bytes: int) -> None:
     kernel.pivot_root("/tmp", "/tmp" + _OLD)
     os.chdir("/")
     os.mkdir("/dev")
-    for name in _DEVICES:
-        _bind(f"{_OLD}/dev/{name}", f"/dev/{name}")
+    for name, device in _DEVICES.items():
+        _bind(f"{_OLD}/dev/{device}", f"/dev/{name}")
     os.mkdir(BOX)
     options = f"size={box_bytes},nr_inodes={_MAX_FILES},mode=755"
     kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)

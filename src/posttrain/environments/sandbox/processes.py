@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 
 def descendants(process_id: int) -> list[int]:
     """All living descendants, parents before their children."""
@@ -47,26 +45,76 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def memory_bytes(process_ids: list[int], enough: int) -> int:
-    """Memory that the processes hold together. Shared pages count once, which is slow to find out: only beyond
+    """Memory that the processes hold together: their pages, in memory and in swap, the tables of these, and what their
+    sockets, pipes and sets of watched files can hold. Shared pages count once, which is slow to find out: only beyond
     `enough`."""
-    resident = sum(_resident_bytes(process_id) for process_id in process_ids)
-    if resident <= enough:
-        return resident
-    return sum(_proportional_bytes(process_id) for process_id in process_ids)
+    statuses = {process_id: _status(process_id) for process_id in process_ids}
+    tables = sum(status.get("VmPTE", 0) for status in statuses.values()) * 1024
+    files = _bytes_in_files(statuses)
+    pages = sum(status.get("VmRSS", 0) + status.get("VmSwap", 0) for status in statuses.values()) * 1024
+    if pages + tables + files > enough:
+        pages = sum(_proportional_bytes(process_id, status) for process_id, status in statuses.items())
+    return pages + tables + files
 
 
-def _resident_bytes(process_id: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process_id}/statm") as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+# What the kernel keeps for an open file, at most: the default buffer of a socket and one message beyond it, the default
+# size of a pipe, and for an epoll every pair of a file and a descriptor of 128.
+_BYTES_BY_KIND = {"socket": 512 << 10, "pipe": 64 << 10, "anon_inode:[eventpoll]": 3 << 20}
+
+
+def _bytes_in_files(statuses: dict[int, dict[str, int]]) -> int:
+    counted: set[str] = set()
+    total = num_unknown = 0
+    for process_id, status in statuses.items():
+        folder = f"/proc/{process_id}/fd"
+        try:
+            names = os.listdir(folder)
+        except PermissionError:
+            num_unknown += _num_descriptors(folder, status)
+            continue
+        except OSError:
+            continue  # it has ended
+        for name in names:
+            try:
+                target = os.readlink(f"{folder}/{name}")
+            except PermissionError:  # root in a container may list them, but not read them
+                num_unknown += 1
+                continue
+            except OSError:
+                continue
+            kind = target.partition(":[")[0]
+            if kind in _BYTES_BY_KIND and target not in counted:
+                counted.add(target)  # processes share them
+                total += _BYTES_BY_KIND[kind]
+            total += _BYTES_BY_KIND.get(target, 0)  # an epoll has no number of its own
+    return total + num_unknown * max(_BYTES_BY_KIND.values())
+
+
+def _num_descriptors(folder: str, status: dict[str, int]) -> int:
+    """How many are open where they may not be listed. Kernels before 6.2 show the size of the table only."""
+    with contextlib.suppress(OSError):
+        return os.stat(folder).st_size or status.get("FDSize", 0)
     return 0
 
 
-def _proportional_bytes(process_id: int) -> int:
+def _status(process_id: int) -> dict[str, int]:
+    """The numbers in /proc/PID/status, sizes in KiB."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), open(f"/proc/{process_id}/status") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name in ("VmRSS", "VmSwap", "VmPTE", "FDSize"):
+                found[name] = int(value.split()[0])
+    return found
+
+
+def _proportional_bytes(process_id: int, status: dict[str, int]) -> int:
+    total = 0
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{process_id}/smaps_rollup") as file:
         for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return _resident_bytes(process_id)
+            if line.startswith(("Pss:", "SwapPss:")):
+                total += int(line.split()[1]) * 1024
+    return total or (status.get("VmRSS", 0) + status.get("VmSwap", 0)) * 1024
 
 
 def num_processes_of_user(user: int) -> int:

@@ -60,6 +60,7 @@ class _Run:
     def __init__(self, sandbox: Sandbox, program: Program, limits: Limits, folder: str | None) -> None:
         self.program = program
         self.limits = limits
+        self.level = sandbox.level
         self.stopped: Stopped | None = None
         self.running_since: float | None = None
         self.texts: dict[str, bytearray] = {name: bytearray() for name in ("stdout", "stderr", "report", "status")}
@@ -165,6 +166,8 @@ class _Run:
         running = descendants(self.process.pid)
         if len(running) > self.limits.max_processes + _OWN_PROCESSES:
             return "processes"
+        if self.level == "namespaces":
+            running = running[1:]  # without the process in front of the program, whose files we may not be able to list
         if memory_bytes(running, self.limits.max_memory_bytes) > self.limits.max_memory_bytes:
             return "memory"
         return None

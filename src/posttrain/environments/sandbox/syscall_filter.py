@@ -2,7 +2,8 @@
 
 A deny list: the private root, the namespaces and the lack of privileges are the main protection, and this blocks calls
 that could bypass them. No sockets (`socketpair`, which asyncio and multiprocessing use, stays), no namespaces or mounts
-of its own, no access to other processes, no kernel interfaces with a history of vulnerabilities.
+of its own, no access to other processes, no kernel interfaces with a history of vulnerabilities, and no memory that
+belongs to the kernel or to a file without a name: `processes.py` counts what is mapped, and could not see it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from collections.abc import Sequence
 
 from posttrain.environments.sandbox import kernel
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# name -> number on x86-64 and on 64-bit ARM; None where the architecture has no such call.
-_FORBIDDEN: dict[str, tuple[int | None, int]] = {
+# name -> number on x86-64 and on 64-bit ARM; 0xFFFF where the architecture has no such call.
+_FORBIDDEN: dict[str, tuple[int, int]] = {
     "socket": (41, 198),
     "bind": (49, 200),
     "listen": (50, 201),
@@ -77,12 +79,47 @@ _FORBIDDEN: dict[str, tuple[int | None, int]] = {
     "personality": (135, 92),
     "vhangup": (153, 58),
     "lookup_dcookie": (212, 18),
+    # Memory that is not mapped: files without a name, larger buffers of sockets, files in flight between sockets, pages
+    # (whole huge pages, even) that a pipe refers to, queues of events, rules, policies, filters.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "setsockopt": (54, 208),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "sendfile": (40, 71),
+    "inotify_init": (253, 0xFFFF),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "io_setup": (206, 0),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "set_mempolicy_home_node": (450, 450),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+    "seccomp": (317, 277),
 }
+_FIRST_UNKNOWN = 463  # calls that are newer than this list; libraries go on without them
+_MMAP = (9, 222)
+_SOCKETPAIR = (53, 199)
+_PRCTL = (157, 167)
+_FCNTL = (72, 25)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _IOCTL = (16, 29)
 _PRLIMIT64 = (302, 261)
 _TIOCSTI = 0x5412  # types into the terminal that posttrain was started from
+_AF_UNIX = 1
+_MAP_SHARED_ANONYMOUS = 0x21  # it remains while any process maps it, and counts where its pages have been touched only
+_F_SETPIPE_SZ = 1031
+# The parent's end, dumpable, name, timer slack, subreaper, no new privileges, and reading them. Others allocate, such
+# as PR_FUTEX_HASH, or weaken a protection.
+_PRCTL_ALLOWED = (1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39)
 _NAMESPACE_FLAGS = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWUTS
@@ -94,11 +131,11 @@ _NAMESPACE_FLAGS = (
     | 0x00000080  # CLONE_NEWTIME
 )
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW = 0x7FFF0000
 _KILL_PROCESS = 0x80000000
 _REFUSE = 0x00050000  # or-ed with an error number
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _X32 = 0x40000000
 
 
@@ -106,7 +143,6 @@ def syscall_filter(machine: str | None = None) -> bytes:
     """The program for this machine. A forbidden call fails with EPERM, so that a program may continue without it."""
     machine = machine or platform.machine()
     column = {"x86_64": 0, "aarch64": 1}[machine]
-    refuse = _instruction(_RETURN, 0, 0, _REFUSE | errno.EPERM)
     # Calls of another architecture have other numbers: such a process is killed.
     program = [
         _instruction(_LOAD, 0, 0, _ARCHITECTURE),
@@ -114,35 +150,49 @@ def syscall_filter(machine: str | None = None) -> bytes:
         _instruction(_RETURN, 0, 0, _KILL_PROCESS),
         _instruction(_LOAD, 0, 0, _NUMBER),
     ]
+    missing = _instruction(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     if machine == "x86_64":
-        program += [_instruction(_JUMP_AT_LEAST, 0, 1, _X32), refuse]
+        program += [_instruction(_JUMP_AT_LEAST, 0, 1, _X32), _EPERM]
+    program += [_instruction(_JUMP_AT_LEAST, 0, 1, _FIRST_UNKNOWN), missing]
     for numbers in _FORBIDDEN.values():
         number = numbers[column]
-        if number is not None and number != 0xFFFF:
-            program += [_instruction(_JUMP_EQUAL, 0, 1, number), refuse]
+        if number != 0xFFFF:
+            program += [_instruction(_JUMP_EQUAL, 0, 1, number), _EPERM]
     # The arguments of `clone3` are in memory, which a filter cannot read: libraries fall back to `clone`.
-    missing = _instruction(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     program += [_instruction(_JUMP_EQUAL, 0, 1, _CLONE3[column]), missing]
-    program += [
-        _instruction(_JUMP_EQUAL, 0, 4, _CLONE[column]),
-        _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),
-        _instruction(_JUMP_BITS, 0, 1, _NAMESPACE_FLAGS),
-        refuse,
-        _instruction(_RETURN, 0, 0, _ALLOW),
-        _instruction(_JUMP_EQUAL, 0, 4, _IOCTL[column]),
-        _instruction(_LOAD, 0, 0, _SECOND_ARGUMENT),
-        _instruction(_JUMP_EQUAL, 0, 1, _TIOCSTI),
-        refuse,
-        _instruction(_RETURN, 0, 0, _ALLOW),
-        # Only own limits may be changed: with others', the process that waits for the program could be killed.
-        _instruction(_JUMP_EQUAL, 0, 3, _PRLIMIT64[column]),
-        _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),
-        _instruction(_JUMP_EQUAL, 1, 0, 0),
-        refuse,
-        _instruction(_RETURN, 0, 0, _ALLOW),
-    ]
+    program += _only(_CLONE[column], 0, (0,), mask=_NAMESPACE_FLAGS)
+    program += _not(_MMAP[column], 3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)
+    program += _only(_SOCKETPAIR[column], 0, (_AF_UNIX,))
+    program += _only(_PRCTL[column], 0, _PRCTL_ALLOWED)
+    program += _not(_FCNTL[column], 1, (_F_SETPIPE_SZ,))
+    program += _not(_IOCTL[column], 1, (_TIOCSTI,))
+    # Only own limits may be changed: with others', the process that waits for the program could be killed.
+    program += _only(_PRLIMIT64[column], 0, (0,))
+    program.append(_instruction(_RETURN, 0, 0, _ALLOW))
     return b"".join(program)
+
+
+def _only(number: int, argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[bytes]:
+    """Refuse this call unless its argument, counted from 0, has one of these values in the bits of `mask`."""
+    return _by_argument(number, argument, values, mask, _instruction(_RETURN, 0, 0, _ALLOW), _EPERM)
+
+
+def _not(number: int, argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[bytes]:
+    """Refuse this call if its argument has one of these values."""
+    return _by_argument(number, argument, values, mask, _EPERM, _instruction(_RETURN, 0, 0, _ALLOW))
+
+
+def _by_argument(
+    number: int, argument: int, values: Sequence[int], mask: int, found: bytes, other: bytes
+) -> list[bytes]:
+    tests = [_instruction(_JUMP_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
+    load = _instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+    body = [load, _instruction(_AND, 0, 0, mask), *tests, other, found]
+    return [_instruction(_JUMP_EQUAL, 0, len(body), number), *body]
 
 
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+_EPERM = _instruction(_RETURN, 0, 0, _REFUSE | errno.EPERM)
