@@ -38,8 +38,8 @@ from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
 from posttrain.recipes.grpo import GrpoRecipe, build_credit, build_objective
-from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import RecorderSettings
+from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import TOTAL_STEP, Hardware, top_level_stages
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts

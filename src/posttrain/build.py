@@ -34,10 +34,10 @@ from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts, header_lines
-from posttrain.reporting import RunRecorder
 from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.machines import GpuMonitor
 from posttrain.reporting.presentation import Presentation, RecorderSettings
+from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces

@@ -84,8 +84,7 @@ def _train(
             prepare(loaded)
             for note in prepared.notes if not quiet else ():
                 print(note)
-            for warning in loaded.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
+            loaded.print_warnings()
             _refuse_missing(loaded.config)
             if not quiet and sys.stdout.isatty():  # some seconds pass before the header
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)

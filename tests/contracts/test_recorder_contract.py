@@ -11,8 +11,8 @@ from fakes import FakeAlgorithm, FakeRecorder, FakeSaver
 from posttrain.checkpointing import SaveDeadline
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.recipes.grpo import GrpoRecipe
-from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import RecorderSettings
+from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.roles import Recorder
 from posttrain.types import StepReport

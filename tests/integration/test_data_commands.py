@@ -176,7 +176,7 @@ def test_pairs_stops_at_a_damaged_file_by_default(capsys: pytest.CaptureFixture[
         (["inspect", "{t}", "--since", "soon"], "since: 'soon' is no date"),
         (["inspect", "{t}", "--tokenizer", "no/such-tokenizer"], "--tokenizer: no folder 'no/such-tokenizer'"),
         (["pairs", "{t}", "out.txt"], "the name must end in .jsonl"),
-        (["pairs", "{t}", "a.jsonl", "--format", "trl", "b.jsonl"], "unexpected 'b.jsonl'"),
+        (["pairs", "{t}", "a.jsonl", "--format", "trl", "b.jsonl"], "unexpected: 'b.jsonl'"),
         (["pairs", "{t}", "a.jsonl", "--strategy", "by_margin"], "min_margin"),
         (["pairs", "{t}", "a.jsonl", "--strategy", "some"], "invalid choice"),
         (["inspect"], "required: PATH"),

@@ -181,6 +181,6 @@ def test_from_an_evaluation_to_production(
     assert main(["registry", "resolve", "registry:sums"]) == 64
     assert "is not what was registered" in capsys.readouterr().err
     assert main(["registry", "show", "sums", "1", "what"]) == 64
-    assert "unexpected: what" in capsys.readouterr().err
+    assert "unexpected: 'what'" in capsys.readouterr().err
     assert main(["registry", "show", "sums", "what"]) == 64
     assert "sums@what: no such version" in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_a_run_goes_on_when_the_command_that_follows_it_is_killed(tmp_path: Path
     script = tmp_path / "laptop.py"
     script.write_text(
         "import json, sys\n"
-        "from posttrain.cli.launch_submit import follow\n"
+        "from posttrain.apps.launch.submit import follow\n"
         "from posttrain.apps.launch.local.local_cluster import LocalCluster\n"
         "cluster = LocalCluster()\n"
         "cluster.create(json.load(open(sys.argv[1])))\n"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
-from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
+from posttrain.config import ALL_KINDS, KINDS, LoadedConfig, RunConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.loader import presets
+from posttrain.config.loader import load_words, presets
+from posttrain.data.named_datasets import check_dataset_names
 
 SHOW_EPILOG = """\
 examples:
@@ -50,19 +50,11 @@ def _add(commands: Subparsers, name: str, summary: str, epilog: str, action: Cal
 
 
 def run(args: argparse.Namespace) -> int:
-    words = list(args.words)
-    kind = words.pop(0) if words and words[0] in ALL_KINDS else None
-    if kind is None:
-        if args.config is None:
-            raise ConfigError(f"give the kind of run ({', '.join(ALL_KINDS)}), or give --config FILE")
-        kind = guess_kind(args.config)
-    loaded = load_config(kind, args.config, words)
-    return int(args.action(loaded, args))
+    return int(args.action(load_words(args.words, args.config), args))
 
 
 def _show(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    loaded.print_warnings()
     if args.json:
         entries = {key: {"value": value, "origin": loaded.origins[key]} for key, value in loaded.flat().items()}
         print(json.dumps(entries, indent=2, ensure_ascii=False))
@@ -93,8 +85,6 @@ def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
 
         benchmark_of(loaded.config.data)
     else:
-        from posttrain.data.named_datasets import check_dataset_names
-
         check_dataset_names(loaded.config)
     for warning in loaded.warnings:
         print(f"warning: {warning}")

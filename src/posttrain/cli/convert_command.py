@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 from posttrain.run import quieten_libraries, refuse_missing_model
@@ -35,6 +37,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 def add_arguments(parser: OverridesParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.meant_by_a_word = "a folder to write is named by --to {}"
     parser.add_argument("model", metavar="MODEL", help="what to convert")
     parser.option("--to FOLDER", "the folder to write; must not exist, or be empty", type=Path)
     parser.option("--gguf FILE", "also, or only, write a GGUF file for llama.cpp", type=Path)
@@ -68,8 +71,6 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"convert takes one MODEL; a folder to write is named by --to {args.words[0]}")
     if args.to is None and args.gguf is None:
         raise InputError("give a target: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
     refuse_missing_model(args.model)
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
     done = _convert(args, model, target)
     what = "adapter" if done.is_adapter else f"model, {done.num_files} weight file{'s' * (done.num_files != 1)}"
-    print(f"Wrote {done.folder}: {what}, {_readable(done.num_bytes)}")
+    print(f"Wrote {done.folder}: {what}, {decimal(done.num_bytes)}")
     if (check := done.verification) is not None:
         print(f"Verified: {check.how} again, its logits equal the source's within {check.max_difference:.2g}")
     else:
@@ -120,19 +121,12 @@ def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
 def _export(export: Any, folder: Path, file: Path, settings: Any) -> None:
     with _progress("Writing GGUF") as advance:
         written = export(folder, file, settings, say=_say, advance=advance)
-    print(f"Wrote {written.file}: {written.num_tensors} tensors, {settings.type}, {_readable(written.num_bytes)}")
+    print(f"Wrote {written.file}: {written.num_tensors} tensors, {settings.type}, {decimal(written.num_bytes)}")
     print(f"Verified: read back, every tensor equals its source within {written.max_error:.2g}")
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _readable(num_bytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 @contextmanager
@@ -163,13 +157,9 @@ def run_as_script(arguments: list[str] | None = None) -> int:
     parser.add_argument("--adapter-only", dest="merge_lora", action="store_false", help="do not merge a LoRA adapter")
     _add_settings(parser)
     parser.set_defaults(merge_lora=True)
-    args = parser.parse_args(arguments)
 
     def work() -> int:
-        if args.words:
-            raise InputError(
-                f"unexpected: {args.words[0]!r}. The paths are given with --dcp-ckpt-path and --hf-ckpt-path"
-            )
+        args = parser.parse_args(arguments)
         quieten_libraries()
         run_conversion(args, args.dcp_ckpt_path, args.hf_ckpt_path)
         return 0

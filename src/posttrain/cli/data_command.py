@@ -9,15 +9,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from posttrain.cli import data_pack, data_screen
+from posttrain.cli.data_views import check_picture, show_advice, show_losses, show_pairs, show_statistics, write_picture
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command, add_option
+from posttrain.cli.tables import console
+from posttrain.config.base import Section, members
+from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
+from posttrain.run import quieten_libraries
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.data.traces.files import ProgressCall
@@ -51,42 +58,13 @@ EXAMPLES = {
 }
 
 
-# Options by the fields of `TraceColumns`, `TraceFilters` and `PairRules`: metavar, help and default.
-Options = dict[str, tuple[str, str, Any]]
-_USUAL = " (default: the usual name, where there is one)"
-COLUMNS: Options = {
-    "reward": ("NAME", "reward", "final_reward"),
-    "input": ("NAME", f"prompt{_USUAL}", None),
-    "output": ("NAME", f"response{_USUAL}", None),
-    "messages": ("NAME", f"whole conversation{_USUAL}", None),
-    "prompt_len": ("NAME", f"how many leading messages are the prompt{_USUAL}", None),
-    "group_id": ("NAME", f"what belongs together; '' groups by prompt{_USUAL}", None),
-    "trace_id": ("NAME", f"name of a trace{_USUAL}", None),
-    "model": ("NAME", f"who answered{_USUAL}", None),
-    "time": ("NAME", f"when{_USUAL}", None),
+# Options and settings of a run have the same names; the section of the config describes them.
+SECTIONS: dict[str, type[Section]] = {
+    "columns": TraceColumnsConfig,
+    "filters": TraceFiltersConfig,
+    "pairs": PairRulesConfig,
 }
-FILTERS: Options = {
-    "min_reward_threshold": ("R", "leave out traces with a reward below R", None),
-    "since": ("DATE", "leave out what is older, such as 2026-03-01; UTC", None),
-    "until": ("DATE", "leave out what is not older", None),
-    "where": ("COLUMN=VALUE", "only rows with this value; the same column again allows another one", []),
-    "duplicates": ("", "of equal, or nearly equal, responses to a prompt keep the first", "keep"),
-    "near_similarity": ("S", "what counts as nearly equal", 0.9),
-}
-RULES: Options = {
-    "preferred": ("R", "preferred from R on", 0.7),
-    "rejected_below": ("R", "rejected below R", 0.5),
-    "strategy": ("", "which preferred response meets which rejected one; best_worst: one pair a prompt", "best_worst"),
-    "min_margin": ("D", "least difference of two rewards", 0.0),
-    "max_pairs_per_prompt": ("N", "most pairs of one prompt", None),
-}
-SETTINGS: dict[str, JsonObject] = {  # of argparse
-    "min_reward_threshold": {"type": float},
-    "where": {"action": "append"},
-    "duplicates": {"choices": ("keep", "exact", "near")},
-    "strategy": {"choices": ("best_worst", "all", "one_per_preferred", "by_margin")},
-    "max_pairs_per_prompt": {"type": int},
-}
+_METAVARS = {"since": "DATE", "until": "DATE", "near_similarity": "S", "max_pairs_per_prompt": "N", "min_margin": "D"}
 
 
 def add_arguments(parser: OverridesParser) -> None:
@@ -120,15 +98,27 @@ def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[...
     parser = add_command(actions, name, summary, epilog=EPILOG + EXAMPLES[name], usage=usage)
     parser.set_defaults(run=run)
     parser.add_argument("paths", nargs="+", metavar=path, help=PATHS_HELP)
-    for title, options in (("columns", COLUMNS), ("filters", FILTERS), ("pairs", RULES)):
-        group = parser.add_argument_group(title)
-        for option, (metavar, text, default) in options.items():
-            words = f"--{option.replace('_', '-')} {metavar}"
-            add_option(group, words, text, default=default, **SETTINGS.get(option, {}))
+    for title, section in SECTIONS.items():
+        group = parser.add_argument_group(title, section.__doc__)
+        for name, info in section.model_fields.items():
+            _add_field(group, name, info)
     parser.option("--scratch FOLDER", "where temporary files go (default: the system's place)")
     parser.switch("--json", "print the numbers as JSON")
     parser.switch("--quiet", "no progress bar")
     return parser
+
+
+def _add_field(group: argparse._ActionsContainer, name: str, info: FieldInfo) -> None:
+    flag, text = f"--{name.replace('_', '-')}", (info.description or "").rstrip(".")
+    kind: Any = next(member for member in members(info.annotation) if member is not NoneType)
+    if name == "where":
+        further = "only rows with this value; the same column again allows another one"
+        add_option(group, f"{flag} COLUMN=VALUE", further, action="append", default=[])
+    elif get_origin(kind) is Literal:
+        add_option(group, flag, text, choices=get_args(kind), default=info.default)
+    else:
+        metavar = _METAVARS.get(name) or {str: "NAME", float: "R"}[kind]
+        add_option(group, f"{flag} {metavar}", text, type=kind, default=info.default)
 
 
 # -- parsing options ---------------------------------------------------------------------------------------------------
@@ -138,12 +128,10 @@ def _reading(args: argparse.Namespace, on_progress: ProgressCall | None, *, skip
     from posttrain.data.traces.reading import Reading
     from posttrain.data.traces.values import TraceColumns, TraceFilters
 
-    if args.words:
-        raise InputError(f"unexpected {' '.join(map(repr, args.words))}; options go before or after all paths")
     return Reading(
         args.paths[0] if len(args.paths) == 1 else tuple(args.paths),
-        TraceColumns(**{name: getattr(args, name) for name in COLUMNS}),
-        TraceFilters(**{name: getattr(args, name) for name in FILTERS} | {"where": _where(args.where)}),
+        TraceColumns(**_given(args, "columns")),
+        TraceFilters(**_given(args, "filters") | {"where": _where(args.where)}),
         "skip" if skip_broken_files else "error",
         args.scratch,
         on_progress=on_progress,
@@ -160,10 +148,14 @@ def _where(words: list[str]) -> dict[str, list[str]]:
     return wanted
 
 
+def _given(args: argparse.Namespace, section: str) -> JsonObject:
+    return {name: getattr(args, name) for name in SECTIONS[section].model_fields}
+
+
 def _rules(args: argparse.Namespace) -> PairRules:
     from posttrain.data.traces.values import PairRules
 
-    return PairRules(**{name: getattr(args, name) for name in RULES})
+    return PairRules(**_given(args, "pairs"))
 
 
 @contextmanager
@@ -199,9 +191,6 @@ def _statistics(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | N
 
 def _inspect(args: argparse.Namespace) -> int:
     """Broken files are reported, and what can be read of them is used."""
-    from posttrain.cli.data_views import check_picture, show_statistics, write_picture
-    from posttrain.cli.tables import console
-
     if args.picture:
         check_picture(args.picture)
     found = _statistics(args, _tokenizer(args.tokenizer) if args.tokenizer else None)
@@ -221,8 +210,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from posttrain.run import quieten_libraries
-
     quieten_libraries()
     from transformers import AutoTokenizer
 
@@ -236,8 +223,6 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    from posttrain.cli.data_views import show_advice
-    from posttrain.cli.tables import console
     from posttrain.data.traces.advice import advise
 
     found = _statistics(args)
@@ -256,10 +241,10 @@ def _advise(args: argparse.Namespace) -> int:
 def _options_given(args: argparse.Namespace) -> str:
     """The options that define the pairs, as typed, for the next command."""
     words: list[str] = []
-    for name, (_, _, default) in {**COLUMNS, **FILTERS, **RULES}.items():
-        value = getattr(args, name)
-        if value != default:
-            for one in value if isinstance(value, list) else [value]:
+    for section in SECTIONS.values():
+        for name, info in section.model_fields.items():
+            value = getattr(args, name)
+            for one in value if name == "where" else [value] if value != info.default else []:
                 words += [f"--{name.replace('_', '-')}", shlex.quote(str(one))]
     return "".join(f" {word}" for word in words)
 
@@ -271,22 +256,20 @@ def _settings_given(args: argparse.Namespace) -> str:
     else:
         entries = (f"{{dataset_name: TraceGroups, data_path: {json.dumps(path)}}}" for path in args.paths)
         dataset, words = "data.default", [f"data.train=[{', '.join(entries)}]"]
-    for section, options in (("trace_columns", COLUMNS), ("trace_filters", FILTERS)):
-        for name, (_, _, default) in options.items():
-            value = getattr(args, name)
+    for title in ("columns", "filters"):
+        section = f"trace_{title}"
+        for name, value in _given(args, title).items():
             if name == "where":
                 for column, wanted in _where(value).items():
                     # Quoted, or YAML would read `no` as a boolean, and a value with a comma as two.
                     values = ", ".join(json.dumps(one, ensure_ascii=False) for one in wanted)
                     words.append(f"{dataset}.{section}.where.{column}=[{values}]")
-            elif value != default:
+            elif value != SECTIONS[title].model_fields[name].default:
                 words.append(f"{dataset}.{section}.{name}={value}")
     return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def _pairs(args: argparse.Namespace) -> int:
-    from posttrain.cli.data_views import show_losses, show_pairs
-    from posttrain.cli.tables import console
     from posttrain.data.traces.pair_files import write_pairs
     from posttrain.data.traces.report import PairReport, ReadReport
 

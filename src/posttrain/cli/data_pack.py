@@ -57,6 +57,7 @@ def add_parser(actions: Subparsers) -> None:
         type=POSITIVE,
     )
     parser.switch("--json", "print the numbers as JSON")
+    parser.words(help="keys of the dataset")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     template = None if args.chat_template == "null" else args.chat_template
     chat = ChatFormat(load_tokenizer(args.model or args.tokenizer), template, args.chat_template_kwargs)
-    entry = {"data_path": args.source, **_keys(getattr(args, "words", None) or [])}
+    entry = {"data_path": args.source, **_keys(args.words)}
     pairs = load_pair_dataset(entry, None, chat, max_total_tokens=args.max_length or NO_LIMIT, seed=args.seed)
     header = write_packed(
         args.target,

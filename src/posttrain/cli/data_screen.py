@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.data_pack import POSITIVE
 from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.config import GrpoRunConfig, load_config
 from posttrain.config.command_line import short_names
 from posttrain.files.json_files import JsonObject
+from posttrain.models.accepted_names import from_checkpoints
+from posttrain.reporting.console import Console
+from posttrain.run import quieten_libraries
 
 if TYPE_CHECKING:
     from posttrain.apps.evaluate.screening import Screening
@@ -67,21 +71,13 @@ def add_parser(actions: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.config import GrpoRunConfig, load_config
-    from posttrain.models.accepted_names import from_checkpoints
-
     loaded = from_checkpoints(lambda extra: load_config(KIND, args.config, [*args.words, *extra]))([])
     config = loaded.config
     assert isinstance(config, GrpoRunConfig)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-
-    from posttrain.run import quieten_libraries
+    loaded.print_warnings()
 
     quieten_libraries()
     from posttrain.apps.evaluate.screening import RewardRange, Screening
-    from posttrain.reporting.console import Console
-    from posttrain.reporting.wording import Line
 
     console = Console(sys.stderr, quiet=args.quiet)  # results go to standard output
     screening = Screening(
@@ -89,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         num_samples=config.grpo.num_generations_per_prompt if args.samples is None else args.samples,
         keep=RewardRange() if args.keep is None else RewardRange(args.keep[0], args.keep[1], is_default=False),
-        say=lambda text: console.show([Line(text, "muted")]),
+        say=console.note,
         limit=args.limit,
         minutes=args.minutes,
     )

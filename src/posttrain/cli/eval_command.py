@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.config import load_config
 from posttrain.errors import InputError
+from posttrain.files import durable
+from posttrain.reporting.console import Console
+from posttrain.run import quieten_libraries, refuse_missing_model
 
 EPILOG = """\
 examples:
@@ -69,13 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n".join(["benchmarks (data.dataset_name):", *lines_for_people()]))
         return 0
-    from posttrain.config import load_config
-
     loaded = load_config("eval", args.config, _overrides(args))
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-
-    from posttrain.run import quieten_libraries, refuse_missing_model
+    loaded.print_warnings()
 
     if loaded.config.server_url is None:  # else the name is one that the server knows
         refuse_missing_model(str(loaded.config.generation.model_name))
@@ -83,12 +82,10 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.apps.evaluate.build import EvaluationBuild
     from posttrain.apps.evaluate.results import SUMMARY_FILE
     from posttrain.apps.evaluate.summary import block
-    from posttrain.reporting.console import Console
-    from posttrain.reporting.wording import Line
 
     # Results go to standard output, everything else beside it: `--json` can be piped.
     console = Console(sys.stderr, quiet=args.quiet)
-    evaluation = EvaluationBuild(loaded, say=lambda text: console.show([Line(text, "muted")]))
+    evaluation = EvaluationBuild(loaded, say=console.note)
     summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
     if args.json:
         print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
@@ -132,7 +129,6 @@ def run_compare(args: argparse.Namespace) -> int:
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
         from posttrain.apps.evaluate.comparison_html import render
-        from posttrain.files import durable
 
         durable.write_for_user(args.html, render(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))

@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.tables import console, table
+from posttrain.config.gate import GateConfig
+from posttrain.config.loader import load_standalone
 from posttrain.errors import VERDICT_CODES, InputError
 from posttrain.files import durable
+from posttrain.reporting.console import Console
+from posttrain.run import quieten_libraries
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from posttrain.apps.evaluate.results import Evaluation
     from posttrain.apps.ship.gate import BoundResult, GateResult
 
@@ -78,9 +83,6 @@ def run(args: argparse.Namespace) -> int:
             if not args.production
             else "--production and --no-production exclude each other"
         )
-    from posttrain.config.gate import GateConfig
-    from posttrain.config.loader import load_standalone
-
     config = load_standalone(GateConfig, args.config, args.words)
 
     from posttrain.apps.ship.gate import judge
@@ -103,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_result(result: GateResult) -> None:
     from posttrain.apps.ship.gate.report import WORDS
-    from posttrain.cli.tables import console, table
 
     out, numbers = console(), ("candidate", "production", "estimate", "problems")
     rows = table("check", "metric", "demand", *numbers, "outcome", right=numbers)
@@ -121,8 +122,6 @@ def _show_result(result: GateResult) -> None:
 
 
 def _cells(rule: BoundResult) -> list[str | Text]:
-    from rich.text import Text
-
     from posttrain.apps.ship.gate.report import OUTCOMES
 
     estimate = rule.estimate
@@ -173,13 +172,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_measure_kl(args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"unexpected: {' '.join(args.words)}; one evaluation is measured at a time")
-    from posttrain.run import quieten_libraries
-
     quieten_libraries()
     from posttrain.apps.ship.gate.measure_divergence import measure_divergence
-    from posttrain.reporting.console import Console
 
     console = Console(sys.stderr, quiet=False)
     found, path = measure_divergence(

@@ -12,18 +12,21 @@ import os
 import sys
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from posttrain.cli import launch_runs, launch_submit
-from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+from posttrain.apps.launch.admin_objects import gke_node_pool, render_setup
+from posttrain.apps.launch.launch_request import CONFIG_FOLDER, LaunchRequest, request_run
+from posttrain.apps.launch.lint.check import RULES, CustomSchemas, LintReport, check_manifests, check_paths
+from posttrain.apps.launch.manifest_files import read_text, to_yaml, write_manifests
+from posttrain.apps.launch.submit import cluster_of, follow, load_profile, objects_of, offer
+from posttrain.apps.launch.workloads import chart_values, render_run
+from posttrain.apps.options import Option
+from posttrain.cli.overrides_parser import OverridesParser, number
+from posttrain.config import KINDS, LoadedConfig
+from posttrain.config.loader import load_words
 from posttrain.errors import InputError
-
-if TYPE_CHECKING:
-    from posttrain.apps.launch.launch_request import LaunchRequest
-    from posttrain.apps.launch.lint.check import LintReport
-    from posttrain.config.cluster_profile import ClusterProfile
 
 CRDS = "CustomResourceDefinitions, for checking"
 PROFILE = "cluster profile; local is this machine, without a file"
@@ -50,13 +53,28 @@ be reached · 1 the run failed.
 """
 
 
+ACTIONS = {
+    "render": "write the manifests of a run",
+    "check": "check manifests, folders of them and Helm charts",
+    "setup": "write what an administrator creates once: machines, queues, storage",
+    "values": "print values for the chart charts/posttrain-ray",
+    "doctor": "ask a cluster what a run of this profile would miss; creates nothing",
+    "list": "list runs, on this machine and in the cluster of the kubeconfig",
+    "status": "show the pods of a run, its attempts and events",
+    "logs": "print the output of a rank",
+    "checkpoints": "list the checkpoints of a run, with metrics",
+    "stop": "end a run and remove what was created for it; checkpoints are kept",
+    "interrupt": "take the machine of a rank away, with or without notice: a fire drill",
+}
+
+
 def add_arguments(parser: OverridesParser) -> None:
     parser.epilog = EPILOG
     parser.usage = (
         "posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
         "       posttrain launch ACTION …"
     )
-    parser.actions |= {name: (summary, partial(_add_action, name)) for name, (summary, _, _) in _actions().items()}
+    parser.actions |= {name: (summary, partial(_add_action, name)) for name, summary in ACTIONS.items()}
     _add_run(parser)
     parser.option("--crds FOLDER", CRDS, type=Path)
     parser.switch("--yes", "submit without asking")
@@ -64,37 +82,47 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.set_defaults(run=_launch, interrupted="no longer followed; the run goes on (posttrain launch list)")
 
 
-def _actions() -> dict[str, launch_runs.Action]:
-    return {**_ACTIONS, **launch_runs.ACTIONS}
-
-
 def _add_action(name: str, parser: OverridesParser) -> None:
-    _, add_options, run = _actions()[name]
-    add_options(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_render(parser: OverridesParser) -> None:
-    _add_run(parser)
-    _add_folder(parser)
-
-
-def _add_check(parser: OverridesParser) -> None:
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML or JSON file, folder, or Helm chart")
-    parser.option("--crds FOLDER", "CustomResourceDefinitions of the cluster's operators", type=Path)
-    parser.option("--values FILE", "values for the Helm charts", type=Path, action="append", default=[])
-    parser.switch("--json", "print the findings as JSON")
-    parser.switch("--rules", "list the rules")
-
-
-def _add_setup(parser: OverridesParser) -> None:
-    parser.option("--on PROFILE", PROFILE, required=True)
-    _add_folder(parser)
-
-
-def _add_folder(parser: OverridesParser) -> None:
-    parser.option("--to FOLDER", "new folder for the files; else they are printed", type=Path)
-    parser.option("--crds FOLDER", CRDS, type=Path)
+    own = {"render": _render, "check": _check, "setup": _setup, "values": _values}
+    parser.set_defaults(
+        run=own.get(name) or (lambda args: import_module("posttrain.cli.launch_runs").ACTIONS[name](args))
+    )
+    if name in ("render", "values"):
+        _add_run(parser)
+    if name in ("setup", "doctor"):
+        parser.option("--on PROFILE", PROFILE, required=True)
+    if name in ("render", "setup"):
+        parser.option("--to FOLDER", "new folder for the files; else they are printed", type=Path)
+        parser.option("--crds FOLDER", CRDS, type=Path)
+    if name == "check":
+        files = "YAML or JSON file, folder, or Helm chart"
+        parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help=files)
+        parser.option("--crds FOLDER", "CustomResourceDefinitions of the cluster's operators", type=Path)
+        parser.option("--values FILE", "values for the Helm charts", type=Path, action="append", default=[])
+        parser.switch("--rules", "list the rules")
+    if name in ("status", "logs", "checkpoints", "stop", "interrupt"):
+        number_of_names = "?" if name == "checkpoints" else None
+        parser.add_argument("name", nargs=number_of_names, metavar="NAME", help="name of the run (launch list)")
+    if name in ("list", "status", "logs", "checkpoints", "stop", "interrupt"):
+        parser.option("--on PROFILE", "look there: a cluster profile, or local")
+        parser.option("--context", "look in the cluster of this context of the kubeconfig")
+        parser.option("--namespace", "look in this namespace")
+    if name in ("check", "list", "status", "checkpoints"):
+        parser.switch("--json", "print as JSON")
+    if name in ("logs", "interrupt"):
+        parser.option("--rank", "whose output, or machine; 0 is where the driver is", default=0)
+    if name == "logs":
+        parser.option("--attempt", "of which attempt, from 1; else of the newest", type=int)
+        parser.switch("--follow", "go on while the pod lives")
+    if name == "checkpoints":
+        parser.option("--folder", "of checkpoints that are on this machine, instead of a run's name", type=Path)
+        parser.option("--logs FOLDER", "of its metrics, if they are elsewhere", type=Path)
+    if name == "interrupt":
+        at_most_a_day = number(float, Option(at_least=0, at_most=86400))
+        parser.option("--notice S", "seconds from the notice to the end", type=at_most_a_day, default=120.0)
+        parser.switch("--evict", "send SIGTERM, as a drain does, with the pod's own grace period")
+    if name == "doctor":
+        parser.switch("--image", "also start the image in a small pod, to see that posttrain is in it")
 
 
 def _add_run(parser: OverridesParser) -> None:
@@ -104,31 +132,12 @@ def _add_run(parser: OverridesParser) -> None:
     parser.words("KIND key=value", f"{', '.join(KINDS)}, then settings over the file's")
 
 
-def load_profile(name: str) -> ClusterProfile:
-    from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.config.loader import load_standalone
-
-    if name == "local":
-        return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
-    if not Path(name).exists():
-        raise InputError(
-            f"--on {name}: no such file; a cluster profile is expected (docs/launch.md), or the word local"
-        )
-    return load_standalone(ClusterProfile, Path(name))
-
-
 def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[LaunchRequest, LoadedConfig[Any]]:
-    from posttrain.apps.launch.launch_request import CONFIG_FOLDER, request_run
-
-    words = list(args.words)
-    kind = words.pop(0) if words and words[0] in KINDS else None
-    if words and "=" not in words[0]:
-        actions = ", ".join(_actions())
-        raise InputError(f"{words[0]!r} is no kind of run ({', '.join(KINDS)}), and no action of launch ({actions})")
-    if kind is None and args.config is None:
-        raise ConfigError(f"give the kind of run ({', '.join(KINDS)}), or --config FILE")
+    if args.words and "=" not in args.words[0] and args.words[0] not in KINDS:
+        expected = f"no kind of run ({', '.join(KINDS)}), and no action of launch ({', '.join(ACTIONS)})"
+        raise InputError(f"{args.words[0]!r} is {expected}")
     profile = load_profile(args.on)
-    loaded = load_config(kind or guess_kind(args.config), args.config, words)
+    loaded = load_words(args.words, args.config, KINDS)
     is_ray_job = submits and profile.scheduler.kind == "raycluster"
     request = request_run(loaded, profile, args.name, "" if is_ray_job else CONFIG_FOLDER)
     for warning in [*loaded.warnings, *request.warnings]:
@@ -138,33 +147,32 @@ def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[Launch
 
 def _launch(args: argparse.Namespace) -> int:
     request, loaded = _request(args, submits=True)
-    objects = launch_runs.objects_of(request)
+    objects = objects_of(request)
     if request.profile.scheduler.kind != "raycluster":  # a job is no manifest
         _check_own(args, objects, f"run {request.name}", "nothing was created")
-    cluster = launch_runs.cluster_of(request.profile)
+    cluster = cluster_of(request.profile)
     if problems := [check.problem for check in cluster.examine(objects) if check.problem]:
         raise InputError("\n".join([*problems, "nothing was created"]))
-    for line in launch_submit.offer(request, loaded.config, cluster.title):
+    for line in offer(request, loaded.config, cluster.title):
         print(line)
-    if not args.yes and not launch_submit.is_confirmed():
-        print("nothing was created")
-        return 0
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise InputError("there is no terminal to ask at: give --yes to submit. Nothing was created")
+        if input("go? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was created")
+            return 0
     cluster.create(objects)
     print(f"{objects[-1]['kind']} {request.name} is created; it goes on without this command")
-    return 0 if args.detach else launch_submit.follow(cluster, request.name)
+    return 0 if args.detach else follow(cluster, request.name)
 
 
 def _render(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.workloads import render_run
-
     request, _ = _request(args)
     _write(args, render_run(request), f"run {request.name}")
     return 0
 
 
 def _setup(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.admin_objects import gke_node_pool, render_setup
-
     profile = load_profile(args.on)
     _write(args, render_setup(profile), "setup", {"node-pool.txt": gke_node_pool(profile)})
     return 0
@@ -174,8 +182,6 @@ def _write(
     args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None
 ) -> None:
     """Checks the objects as any others, then writes or prints them."""
-    from posttrain.apps.launch.manifest_files import to_yaml, write_manifests
-
     _check_own(args, objects, what, "nothing was written")
     others = {name: text for name, text in (texts or {}).items() if text is not None}
     if args.to is None:
@@ -191,9 +197,6 @@ def _write(
 
 
 def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: str, consequence: str) -> None:
-    from posttrain.apps.launch.lint.check import CustomSchemas, check_manifests
-    from posttrain.apps.launch.manifest_files import read_text, to_yaml
-
     report = check_manifests(
         read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
     )
@@ -204,16 +207,13 @@ def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: st
 
 
 def _check(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.lint.check import RULES, check_paths
-
     if args.rules:
         for rule, sentence in RULES.items():
             print(f"{rule:<24}{sentence}")
         return 0
-    paths = [*args.files, *(Path(word) for word in args.words)]
-    if not paths:
+    if not args.files:
         raise InputError("give files, folders or Helm charts to check")
-    report = check_paths(paths, args.crds, args.values)
+    report = check_paths(args.files, args.crds, args.values)
     if args.json:
         print(json.dumps({"findings": [asdict(f) for f in report.findings], "skipped": report.skipped}, indent=2))
     else:
@@ -233,19 +233,8 @@ def _counts(report: LintReport) -> str:
 
 
 def _values(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.manifest_files import to_yaml
-    from posttrain.apps.launch.workloads import chart_values
-
     print(to_yaml([chart_values(_request(args)[0])]), end="")
     return 0
-
-
-_ACTIONS: dict[str, launch_runs.Action] = {
-    "render": ("write the manifests of a run", _add_render, _render),
-    "check": ("check manifests, folders of them and Helm charts", _add_check, _check),
-    "setup": ("write what an administrator creates once: machines, queues, storage", _add_setup, _setup),
-    "values": ("print values for the chart charts/posttrain-ray", _add_run, _values),
-}
 
 
 # -- node: the first process of the pods -------------------------------------------------------------------------------

@@ -241,6 +241,9 @@ def _main(given: list[str]) -> int:
             return code
         try:
             args = parser.parse_args(given)
+        except InputError as error:
+            print(f"posttrain: error: {error}", file=sys.stderr)
+            return error.exit_code
         except SystemExit as ended:
             if ended.code or not unwritten(out):
                 raise

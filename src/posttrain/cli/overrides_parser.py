@@ -26,6 +26,7 @@ Fill: TypeAlias = "Callable[[OverridesParser], None]"
 
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
+    A command that takes no number of words refuses those that are too many.
 
     `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first
     words with a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional
@@ -37,6 +38,7 @@ class OverridesParser(argparse.ArgumentParser):
         self.fill = fill
         self.actions: dict[str, tuple[str, Fill]] = {}  # summary, and what adds the arguments
         self.short_names: Collection[str] = ()
+        self.meant_by_a_word = ""  # what to say of one that is too many, {}
 
     def option(self, name: str, help: str, **settings: Any) -> None:
         """`--limit N`, with a value of the default's type. The help names the default, unless it does so already."""
@@ -75,11 +77,17 @@ class OverridesParser(argparse.ArgumentParser):
             return action.parse_known_args(given[1:], namespace)
         parsed, rest = super().parse_known_args(given, namespace)
         words = [word for word in rest if not word.startswith("-")]
-        parsed.words = [*(getattr(parsed, "words", None) or []), *words]
         options = [word for word in rest if word.startswith("-")]
         if options and self._subparsers is None:
             # argparse would report it with the usage of the top-level program, which names no option.
             self._refuse(options)
+        several = next((action for action in self._actions if action.nargs == "*"), None)
+        if several is not None:
+            given_first = getattr(parsed, several.dest) or []
+            setattr(parsed, several.dest, [*given_first, *map(several.type or str, words)])  # type: ignore[arg-type]
+        elif words:
+            hint = self.meant_by_a_word.format(words[0]) or f"see `{self.prog} --help`"
+            raise InputError(f"unexpected: {' '.join(map(repr, words))}; {hint}")
         return parsed, options
 
     def _without_dashes(self, given: list[str]) -> list[str]:

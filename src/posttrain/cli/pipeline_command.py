@@ -6,17 +6,34 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.apps.ship.pipeline.records import STAGES
+from rich.text import Text
+
+from posttrain.apps.ship.pipeline.kpi import KpiRow, kpi_rows
+from posttrain.apps.ship.pipeline.page import HEADINGS, PAGE, PICTURE, cells, write_views
+from posttrain.apps.ship.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
+from posttrain.cli.tables import console, table
+from posttrain.config.loader import load_standalone
+from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import ExitCode, Terminated
+from posttrain.reporting.console import Console
+from posttrain.reporting.wording import Line, duration
+from posttrain.run import quieten_libraries
 
 if TYPE_CHECKING:
-    from posttrain.config.pipeline import PipelineConfig
+    from rich.console import Console as RichConsole
+
+    from posttrain.apps.ship.pipeline.iteration_plan import StageDecision
+    from posttrain.apps.ship.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
+
+_STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
+_WORDS = {"run": "run", "reuse": "unchanged", "skip": "skip", "depends": "depends"}
 
 EPILOG = """\
 examples:
@@ -59,35 +76,22 @@ def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int])
     return parser
 
 
-def _load(args: argparse.Namespace) -> PipelineConfig:
-    from posttrain.config.loader import load_standalone
-    from posttrain.config.pipeline import PipelineConfig
-
-    return load_standalone(PipelineConfig, args.file, args.words)
-
-
 def run_pipeline(args: argparse.Namespace) -> int:
-    config = _load(args)
-
-    from posttrain.cli.pipeline_views import show_plan, show_result
-    from posttrain.run import quieten_libraries
-
+    config = load_standalone(PipelineConfig, args.file, args.words)
     quieten_libraries()
-    from posttrain.apps.ship.pipeline.page import write_views
     from posttrain.apps.ship.pipeline.runner import PipelineRunner, RunRequest
     from posttrain.apps.ship.pipeline.stage import Stop
-    from posttrain.reporting.console import Console
-    from posttrain.reporting.wording import Line
 
-    console = Console(sys.stderr, quiet=args.quiet)
+    err = Console(sys.stderr, quiet=args.quiet)
 
     def say(text: str) -> None:
-        console.show([Line(text, "warning" if text.startswith("warning") else "plain")])
+        err.show([Line(text, "warning" if text.startswith("warning") else "plain")])
 
-    runner = PipelineRunner(config, say, console.progress, quiet=args.quiet)
+    runner = PipelineRunner(config, say, err.progress, quiet=args.quiet)
     request = RunRequest(args.until, args.redo_from, args.new_iteration)
     if args.dry_run:
-        return show_plan(runner, request)
+        _show_plan(runner, request)
+        return 0
     if config.schedule is not None:
         say(f"schedule {config.schedule!r}: let a scheduler start this command at that time; it runs once, now")
     try:
@@ -99,7 +103,11 @@ def run_pipeline(args: argparse.Namespace) -> int:
     except KeyboardInterrupt as stopped:
         print("posttrain: stopped; finished stages are kept, and the same command resumes", file=sys.stderr)
         return ExitCode.SAVED if isinstance(stopped, Terminated) else ExitCode.INTERRUPTED
-    show_result(config, write_views(config))
+    out = console()
+    _show_kpi(out, write_views(config))
+    home = Path(config.pipeline.folder)
+    out.print(f"report  {home / PAGE}")
+    out.print(f"plot    {home / PICTURE}")
     return code
 
 
@@ -118,14 +126,69 @@ def _signals_raise() -> Iterator[None]:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    config = _load(args)
-
-    from dataclasses import asdict
-
-    from posttrain.apps.ship.pipeline.kpi import kpi_rows
-    from posttrain.cli.pipeline_views import show_status
-
+    config = load_standalone(PipelineConfig, args.file, args.words)
     if args.json:
         print(json.dumps([asdict(row) for row in kpi_rows(config)], indent=2))
         return 0
-    return show_status(config)
+    out, home = console(), Path(config.pipeline.folder)
+    iterations = read_iterations(home)
+    if not iterations:
+        out.print(f"{home}: nothing has run yet; `posttrain pipeline run` begins")
+        return 0
+    _show_kpi(out, kpi_rows(config))
+    _show_stages(out, iterations[-1])
+    out.print(f"report  {home / PAGE}")
+    return 0
+
+
+def _show_plan(runner: PipelineRunner, request: RunRequest) -> None:
+    out, found = console(), runner.dry_run(request)
+    if found.selected is None:
+        _show_unmade(out, found, runner.config, request.until)
+    else:
+        _show_decisions(out, found.selected, found.decisions)
+    out.print("nothing was changed")
+
+
+def _show_unmade(out: RichConsole, found: DryRun, config: PipelineConfig, until: str) -> None:
+    assert config.demo is not None, "only the demo has something to make"
+    made = f"makes {', '.join(found.unmade)} in {config.demo.folder}; what follows depends on them"
+    out.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
+    out.print(f"checked    the settings of every stage up to {until}, and of the configs that they name")
+    if found.unchecked:
+        out.print(f"unchecked  not made yet: {', '.join(found.unchecked)}")
+
+
+def _show_decisions(out: RichConsole, selected: SelectedIteration, decisions: Sequence[StageDecision]) -> None:
+    iteration = selected.iteration
+    compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
+    for note in selected.notes:
+        out.print(note)
+    out.print(f"iteration {iteration.number}: trains {iteration.start.text}, compares with {compared}")
+    for decision in decisions:
+        line = Text(f"{decision.stage:<10} ")
+        line.append(f"{_WORDS[decision.action]:<10}", style=_STYLES[decision.action])
+        out.print(line + Text(f" {decision.why}"))
+
+
+def _show_kpi(out: RichConsole, rows: Sequence[KpiRow]) -> None:
+    kpi = table(*HEADINGS, right=())
+    for row in rows:
+        kpi.add_row(*(Text(cell) for cell in cells(row)))
+    out.print(kpi)
+
+
+def _show_stages(out: RichConsole, iteration: Iteration) -> None:
+    state = "finished" if iteration.finished else "not finished"
+    out.print(f"\niteration {iteration.number}, {state}; trains {iteration.start.text} ({iteration.start_why})")
+    for name in STAGES:
+        mark, record = iteration.stages.get(name), iteration.record(name)
+        if record is not None:
+            took = "reused" if mark is not None and mark.reused else duration(record.seconds)
+            out.print(f"  {name:<9} {took:>8}  {record.outcome.headline}")
+            if record.report is not None:
+                out.print(f"  {'':<9} {'':>8}  {record.report}", style="dim")
+        elif mark is not None and mark.skipped and not mark.outdated:
+            out.print(f"  {name:<9} {'skipped':>8}  {mark.skipped}", style="dim")
+        else:
+            out.print(f"  {name:<9} {'–':>8}  {'under way, or stopped here' if iteration.running == name else ''}")

@@ -1,26 +1,50 @@
-"""`posttrain plan`: memory and time of a run before it starts, and beside what a run has measured."""
+"""`posttrain plan`: memory and time of a run before it starts, and beside what a run has measured; as JSON, or drawn in
+a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
+from posttrain.apps.launch.cost import CostReport, cost_on_cluster, gpu_of
 from posttrain.apps.options import Option
+from posttrain.apps.plan.measured import Measured, compare, read_measured
+from posttrain.apps.plan.plan import (
+    RunCost,
+    RunEstimate,
+    as_json,
+    assumptions,
+    cost_of,
+    estimate_run,
+    find_gpu,
+    planned_step_s,
+    splits_of,
+)
+from posttrain.apps.plan.proposal import Proposal, explain, propose, remedies
 from posttrain.cli.overrides_parser import OverridesParser, number
-from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
+from posttrain.cli.tables import QUIET, console, table
+from posttrain.config import KINDS, RunConfig
+from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.config.loader import load_standalone, load_words
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
+from posttrain.policy.memory.rank import GIB
+from posttrain.reporting.run_files import CONFIG_FILE, newest_config
 
 if TYPE_CHECKING:
-    from posttrain.apps.plan.measured import Measured
-    from posttrain.apps.plan.plan import RunCost, RunEstimate
-    from posttrain.apps.plan.proposal import Proposal
+    from rich.table import Table
+
+    from posttrain.apps.plan.split import Splits
 
 PRICE = number(float, Option(more_than=0))
+GOAL = 0.15  # an error of the prediction that is still called good
 EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
@@ -57,13 +81,6 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.cost import cost_on_cluster, gpu_of
-    from posttrain.apps.plan.measured import read_measured
-    from posttrain.apps.plan.plan import cost_of, estimate_run, find_gpu, planned_step_s, splits_of
-    from posttrain.apps.plan.proposal import explain, propose
-    from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.config.loader import load_standalone
-
     profile = None if args.on is None else load_standalone(ClusterProfile, args.on)
     gpu = find_gpu(args.gpu or (gpu_of(profile) if profile is not None else "h200"))
     config = _config(args)
@@ -95,8 +112,6 @@ def run(args: argparse.Namespace) -> int:
             result["on_cluster"] = on_cluster.as_json()
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        from posttrain.cli.plan_views import show_plan
-
         show_plan(found, config, measured, proposal, splits, [] if cost is None else cost.lines(), on_cluster)
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
@@ -104,29 +119,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    words = list(args.words)
-    kind = words.pop(0) if words and words[0] in KINDS else None
     path = args.config
     if path is None and args.run_folder is not None:
-        from posttrain.reporting.run_files import CONFIG_FILE, newest_config
-
         path = newest_config(args.run_folder)
         if not args.run_folder.is_dir():
             raise InputError(f"--run {args.run_folder}: no such folder; expected the folder of a run")
         if not path.is_file():
             raise InputError(f"--run {args.run_folder}: no {CONFIG_FILE} there; give the run's config with --config")
-    if kind is None:
-        if path is None:
-            unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
-            raise ConfigError(
-                f"{unknown}give the kind of run ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
-            )
-        kind = guess_kind(path)
-    if kind not in KINDS:
-        raise InputError(f"{path} is the config of an evaluation; the planner is for training: {', '.join(KINDS)}")
-    loaded = load_config(kind, path, words)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    loaded = load_words(args.words, path, KINDS)
+    loaded.print_warnings()
     config: RunConfig = loaded.config
     return config
 
@@ -134,10 +135,6 @@ def _config(args: argparse.Namespace) -> RunConfig:
 def _as_json(
     found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None, cost: RunCost | None
 ) -> JsonObject:
-    from posttrain.apps.plan.measured import compare
-    from posttrain.apps.plan.plan import as_json
-    from posttrain.apps.plan.proposal import remedies
-
     result = as_json(found, config)
     if proposal is not None:
         result["proposal"] = {"settings": proposal.settings, "total_step_time": proposal.found.time.total_s}
@@ -154,3 +151,180 @@ def _as_json(
             ],
         }
     return result
+
+
+def show_plan(
+    found: RunEstimate,
+    config: RunConfig,
+    measured: Measured | None,
+    proposal: Proposal | None,
+    splits: Splits | None,
+    cost_lines: Sequence[str],
+    on_cluster: CostReport | None = None,
+) -> None:
+    out = console()
+    out.print(_headline(found), style="bold")
+    for title, rows in (("GiB on each GPU", _memory(found)), ("seconds of a step", _time(found))):
+        out.print()
+        out.print(title, style=QUIET)
+        out.print(rows)
+    out.print()
+    for line in _cache_lines(found):
+        out.print(line)
+    if measured is not None:
+        out.print(f"\npredicted and measured (median of {measured.num_steps} steps)", style=QUIET)
+        out.print(_comparison(found, measured))
+    if proposal is not None:
+        out.print("\nproposed", style=QUIET)
+        for line in _proposal_lines(found, proposal):
+            out.print(line)
+    if splits is not None:
+        num_gpus = config.cluster.num_workers
+        out.print(f"\nsplit of {num_gpus} GPUs between training and sampling, simulated", style=QUIET)
+        out.print(_splits(splits))
+        for line in _split_lines(splits):
+            out.print(line)
+    for title, lines in (
+        ("cost", cost_lines),
+        ("cost on the cluster", on_cluster.lines() if on_cluster is not None else []),
+    ):
+        if lines:
+            out.print(f"\n{title}", style=QUIET)
+        for line in lines:
+            out.print(line)
+    out.print("\nassumed", style=QUIET)
+    for line in [*assumptions(found, config), *([] if splits is None else splits.assumptions)]:
+        out.print(f"  {line}")
+
+
+def _headline(found: RunEstimate) -> str:
+    workload, settings = found.workload, found.settings
+    trained = "all weights" if settings.lora_rank is None else f"LoRA of rank {settings.lora_rank}"
+    gpus = found.gpu.name if settings.ranks == 1 else f"{settings.ranks} x {found.gpu.name}"
+    each = "" if settings.ranks == 1 else " on each"
+    recomputed = ", activations recomputed" if settings.checkpointing else ""
+    return (
+        f"{workload.kind} of {found.shape.name} ({found.shape.num_weights / 1e9:.2f} billion weights), "
+        f"{trained}{recomputed}, on "
+        f"{gpus}: {workload.num_samples:.0f} samples a step{each}"
+    )
+
+
+def _memory(found: RunEstimate) -> Table:
+    phases = found.memory.phases
+    rows = table("", *[phase.name for phase in phases])
+    names = list(dict.fromkeys(name for phase in phases for name in phase.items))
+    for name in names:
+        rows.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
+    rows.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
+    styles = ["green" if found.fits(phase) else "bold red" for phase in phases]
+    needed = [f"{phase.needed_bytes / GIB:.1f}{'' if found.fits(phase) else ' !'}" for phase in phases]
+    rows.add_row(f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *map(Text, needed, styles))
+    return rows
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "" if not num_bytes else f"{num_bytes / GIB:.1f}" if num_bytes >= 0.05 * GIB else "<0.1"
+
+
+def _time(found: RunEstimate) -> Table:
+    time, tokens = found.time, found.workload.num_tokens
+    rows = table("", "s", "share", "tokens/s")
+    parts = {
+        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "capturing graphs": time.capture_s},
+        "policy_training": {"forward and backward": time.passes_s, "optimizer": time.optimizer_s},
+    }
+    for stage, seconds in time.stages.items():
+        if not seconds:
+            continue
+        rows.add_row(stage, _seconds(seconds), f"{seconds / time.total_s:.0%}", f"{tokens / seconds:,.0f}")
+        for name, part in parts.get(stage, {}).items():
+            if part:
+                rows.add_row(Text(f"  {name}", style=QUIET), Text(_seconds(part), style=QUIET))
+    rows.add_row(
+        "in all", Text(_seconds(time.total_s), style="bold"), "", Text(f"{found.tokens_per_s:,.0f}", style="bold")
+    )
+    return rows
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _cache_lines(found: RunEstimate) -> list[str]:
+    cache, time, engine = found.memory.cache, found.time, found.settings.engine
+    lines = []
+    if cache is not None and engine is not None:
+        kept = "kept while training" if cache.is_kept else "given up for training"
+        lines.append(
+            f"KV cache: {cache.num_bytes / GIB:.1f} GiB for {cache.tokens:,.0f} tokens of {cache.bytes_per_token:,} "
+            f"bytes, {kept}"
+        )
+        if cache.is_short:
+            lines.append(
+                f"  {engine.rows} rows at their longest would take {cache.wanted_bytes / GIB:.1f} GiB: some answers "
+                "may have to wait or be computed again"
+            )
+        lines.append(f"decoding: {time.num_decode_steps:,} steps of {1e3 * time.mean_step_s:.1f} ms")
+    row, count = found.workload.passes(found.workload.train, found.shape.window)
+    lines.append(f"training: {count:,.0f} micro-batches of {row.tokens:,.0f} tokens; a prompt is computed once in each")
+    if items := found.memory.host_items:
+        shown = ", ".join(f"{name} {num_bytes / GIB:.1f} GiB" for name, num_bytes in items.items())
+        lines.append(f"host memory: {shown}")
+    return lines
+
+
+def _comparison(found: RunEstimate, measured: Measured) -> Table:
+    rows = table("", "predicted", "measured", "error")
+    for row in compare(found, measured):
+        style = "green" if abs(row.error) <= GOAL else "yellow"
+        values = [f"{value:,.1f}" if value >= 10 else f"{value:.3f}" for value in (row.predicted, row.measured)]
+        unit = f" {row.unit}" if row.unit else ""
+        rows.add_row(row.what, *[f"{value}{unit}" for value in values], Text(f"{row.error:+.1%}", style=style))
+    return rows
+
+
+def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
+    if not proposal.settings:
+        return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
+    best = proposal.found
+    faster = found.time.total_s / best.time.total_s - 1
+    change = f"{faster:+.0%} speed"
+    if found.too_large:
+        change = "the present settings do not fit"
+    settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
+    return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {best.most_gib:.1f} GiB at most"]
+
+
+def _splits(splits: Splits) -> Table:
+    rows = table("", "train", "sample", "max age", "s a step", "speed", "GiB, training", "GiB, sampling")
+    for index, split in enumerate(splits.shown):
+        engines = split.config.num_engine_gpus
+        fits = not split.found.too_large
+        rows.add_row(
+            "now" if index == 0 else "",
+            str(split.config.num_ranks),
+            str(engines or "the same"),
+            str(split.max_age),
+            _seconds(split.step_s),
+            f"{splits.shared.step_s / split.step_s:.2f}",
+            *[_gib(split.needed_bytes(sampling=sampling)) for sampling in (False, True)],
+            style=None if fits else "red",
+        )
+    return rows
+
+
+def _split_lines(splits: Splits) -> list[str]:
+    best = splits.best
+    if best is None and splits.now.found.too_large:
+        return ["  no split that was tried fits; see what would help above"]
+    if best is None:
+        return ["  nothing better: the split as it is was the fastest of those tried, to 3 %"]
+    lines = [f"  {name}={value}" for name, value in splits.proposed.items()]
+    if best.max_age > splits.now.max_age:
+        steps = "one step" if best.max_age == 1 else f"{best.max_age} steps"
+        lines.append(f"  (trains on answers that are up to {steps} old)")
+    if splits.now.found.too_large:
+        return [*lines, f"  {best.step_s:.1f} s a step; the split as it is does not fit"]
+    faster = splits.now.step_s / best.step_s - 1
+    return [*lines, f"  {best.step_s:.1f} s a step ({faster:+.0%} speed)"]

@@ -7,20 +7,32 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.filesize import pick_unit_and_suffix
+
+from posttrain.apps.ship.registry import Registry, gather_lineage, resolve_version
+from posttrain.apps.ship.registry.lineage import doubtful_evaluations
+from posttrain.apps.ship.registry.model_folder import check_model_folder
+from posttrain.apps.ship.registry.stages import HistoryEntry
+from posttrain.apps.ship.registry.version import ABSENT, Difference, ModelVersion, as_row, differences
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, pairs
+from posttrain.cli.tables import QUIET, console, facts, table
 from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
 from posttrain.models.accepted_names import REGISTRY_PREFIX
+from posttrain.reporting.console import Console
 
 if TYPE_CHECKING:
-    from posttrain.apps.ship.registry import Registry
+    from rich.table import Table
 
 DEFAULT_WAIT_S = 30.0
 EXIT_DAMAGED = 2
+STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": QUIET}
+MAX_SHOWN = 44
 SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less needs no progress bar
 # `show` is for new models and `resolve` for those in use, so their defaults differ.
 WHICH_SHOWN = "a number, production or canary (default: the newest version; `resolve` and `serve` take production)"
@@ -60,7 +72,6 @@ def add_arguments(parser: OverridesParser) -> None:
     add.option("--by WHO", "who does this (default: you)")
     add.switch("--in-place", "leave the files where they are instead of copying them")
     add.switch("--json", "print the version as JSON")
-
     listing = _command(commands, "list", _list)
     listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
     show = _command(commands, "show", _show)
@@ -102,10 +113,6 @@ def _command(commands: Subparsers, name: str, run: Callable[..., int]) -> Overri
 
 
 def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
-    from posttrain.apps.ship.registry import Registry
-
     if getattr(args, "name", None):
         # As `serve` takes it: accepted in every command.
         args.name = args.name.removeprefix(REGISTRY_PREFIX)
@@ -122,11 +129,6 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
 
     The files are copied into the registry and their checksums recorded, with the lineage.
     """
-    from posttrain.apps.ship.registry import gather_lineage
-    from posttrain.apps.ship.registry.lineage import doubtful_evaluations
-    from posttrain.apps.ship.registry.model_folder import check_model_folder
-    from posttrain.apps.ship.registry.version import as_row
-
     folder: Path = args.folder.expanduser()
     check_model_folder(folder)
     metrics = {name: _number(name, value) for name, value in pairs("--metric", args.metric).items()}
@@ -140,8 +142,6 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
         metrics=metrics,
         gate=args.gate,
     )
-    from posttrain.reporting.console import Console
-
     doubts = [f"--eval {name}: {why}" for name, why in doubtful_evaluations(folder, evaluations).items()]
     if other := lineage.judged_another:
         doubts.append(f"the gate judged {other}, whose files are not those in {folder}: promoting needs --force")
@@ -166,16 +166,15 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
         print(json.dumps(as_row(version), indent=2))
     else:
         gate = lineage.verdict or "no gate verdict"
-        print(f"{version.reference}: {len(version.files)} files, {_size(version.num_bytes)}, candidate, {gate}")
+        unit, name = pick_unit_and_suffix(version.num_bytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+        size_shown = f"{version.num_bytes / unit:.{0 if unit == 1 else 1}f} {name}"
+        print(f"{version.reference}: {len(version.files)} files, {size_shown}, candidate, {gate}")
         print(f"  {version.path}")
     return 0
 
 
 def _list(registry: Registry, args: argparse.Namespace) -> int:
     """Show the models and their versions."""
-    from posttrain.apps.ship.registry.version import as_row
-    from posttrain.cli.registry_views import show_versions
-
     names = [args.name] if args.name else registry.names()
     versions = [version for name in names for version in registry.versions(name)]
     if args.json:
@@ -190,9 +189,6 @@ def _list(registry: Registry, args: argparse.Namespace) -> int:
 
 def _show(registry: Registry, args: argparse.Namespace) -> int:
     """Show one version: stage, lineage, metrics, files."""
-    from posttrain.apps.ship.registry.version import as_row
-    from posttrain.cli.registry_views import show_version
-
     name, _, which = args.name.partition("@")
     if which and args.which:
         raise InputError(f"{args.name} names a version already; remove {args.which!r}")
@@ -208,8 +204,6 @@ def _show(registry: Registry, args: argparse.Namespace) -> int:
 
 def _history(registry: Registry, args: argparse.Namespace) -> int:
     """Show every stage change: what, who, when and why."""
-    from posttrain.cli.registry_views import history_row, show_history
-
     entries = registry.history(args.name)
     if args.json:
         print(json.dumps([history_row(entry) for entry in entries], indent=2))
@@ -220,9 +214,6 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
 
 def _diff(registry: Registry, args: argparse.Namespace) -> int:
     """Show what two versions differ in: lineage, config, metrics, files."""
-    from posttrain.apps.ship.registry.version import differences
-    from posttrain.cli.registry_views import show_differences
-
     left, right = registry.get(args.name, args.left), registry.get(args.name, args.right)
     found = differences(left, right)
     if args.json:
@@ -234,8 +225,6 @@ def _diff(registry: Registry, args: argparse.Namespace) -> int:
 
 def _resolve(registry: Registry, args: argparse.Namespace) -> int:
     """Print the folder of a version, after comparing its files with their checksums."""
-    from posttrain.apps.ship.registry import resolve_version
-
     print(resolve_version(args.reference, registry=registry.location.text, wait_s=args.wait_s).path)
     return 0
 
@@ -246,8 +235,6 @@ def _promote(registry: Registry, args: argparse.Namespace) -> int:
     What was in that place is archived. A version whose gate did not say "promote", or is not known to have
     judged this model, needs --force.
     """
-    from posttrain.cli.registry_views import describe_entry
-
     entry = registry.promote(
         args.name,
         args.version,
@@ -267,8 +254,6 @@ def _rollback(registry: Registry, args: argparse.Namespace) -> int:
 
     The version that is taken out is archived.
     """
-    from posttrain.cli.registry_views import describe_entry
-
     entry = registry.rollback(
         args.name, why=args.why, by=args.by, stage=args.stage, to=args.to, verify=not args.no_verify
     )
@@ -299,10 +284,120 @@ def _expected(text: str | None) -> int | None:
     return int(text)
 
 
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def show_versions(versions: Sequence[ModelVersion]) -> None:
+    rows = table("model", "version", "stage", "gate", "base model", "added", "by", "note", right=("version",))
+    for version in versions:
+        rows.add_row(
+            version.name,
+            str(version.version),
+            version.stage,
+            version.lineage.verdict or ABSENT,
+            version.lineage.base_model or ABSENT,
+            _when(version.at),
+            version.by,
+            version.note,
+            style=STAGE_STYLES[version.stage],
+        )
+    console(soft_wrap=False).print(rows)
+
+
+def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage: list[str] | None) -> None:
+    out, lineage = console(soft_wrap=False), version.lineage
+    out.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
+    judged = f"{lineage.judged_unknown}, not known to be this model" if lineage.judged_unknown else None
+    if other := lineage.judged_another:
+        judged = f"the files of {other}, not these"
+    about = {
+        "added": f"{_when(version.at)} by {version.by}",
+        "note": version.note,
+        "files": f"{len(version.files)} in {version.path}" + (" (in place)" if version.in_place else ""),
+        "uploaded to": version.uploaded_to,
+        "base model": lineage.base_model,
+        "data": "\n".join(f"{name}  {_short(digest) or 'not hashed'}" for name, digest in lineage.data.items()),
+        "config": f"{len(lineage.config)} keys, sha256 {_short(lineage.config_sha256)}" if lineage.config else None,
+        "code": lineage.code_version,
+        "judged": judged,
+        "gate": "\n".join([lineage.verdict or ABSENT, *(lineage.gate or {}).get("reasons", [])]),
+        "metrics": "\n".join(f"{name}  {value:.6g}" for name, value in lineage.metrics.items()),
+    }
+    out.print(facts(about))
+    own = [entry for entry in history if any(move.version == version.version for move in entry.moves)]
+    if own:
+        out.print()
+        out.print(_history_table(own))
+    if damage is not None:
+        out.print()
+        for line in damage:
+            out.print(f"damaged: {line}", style="red")
+        if not damage:
+            out.print(f"{len(version.files)} files are what was registered", style="green")
+
+
+def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
+    if not entries:
+        print(f"{name}: nothing has been promoted yet")
+        return
+    console(soft_wrap=False).print(_history_table(entries))
+
+
+def _history_table(entries: Sequence[HistoryEntry]) -> Table:
+    rows = table("#", "when", "who", "what", "why", right=("#",))
+    for entry in entries:
+        change = entry.change
+        what = _moves(entry) + (" (forced)" if change.forced else "")
+        style = QUIET if entry.refused else ""
+        rows.add_row(str(change.ordinal), _when(change.at), change.by, what, change.why, style=style)
+    return rows
+
+
+def describe_entry(entry: HistoryEntry) -> str:
+    return f"{_moves(entry)}; change {entry.change.ordinal}, by {entry.change.by}: {entry.change.why}"
+
+
+def _moves(entry: HistoryEntry) -> str:
+    if entry.refused:
+        return f"{entry.change.action} of version {entry.change.version} refused: {entry.refused}"
+    moves = sorted(entry.moves, key=lambda move: move.version != entry.change.version)
+    changes = [f"version {move.version}: {move.before} -> {move.after}" for move in moves]
+    return ", ".join(changes) or f"version {entry.change.version} was {entry.change.to} already"
+
+
+def history_row(entry: HistoryEntry) -> JsonObject:
+    moves = [{"version": move.version, "from": move.before, "to": move.after} for move in entry.moves]
+    return {"ordinal": entry.change.ordinal, **entry.change.to_row(), "moves": moves, "refused": entry.refused}
+
+
+def show_differences(left: ModelVersion, right: ModelVersion, found: Sequence[Difference]) -> None:
+    if not found:
+        print(f"versions {left.version} and {right.version} of {left.name} do not differ")
+        return
+    rows = table("", "key", f"version {left.version}", f"version {right.version}", "change", right=())
+    section = ""
+    for difference in found:
+        shown = "" if difference.section == section else difference.section
+        section = difference.section
+        rows.add_row(shown, difference.key, _value(difference.left), _value(difference.right), _change(difference))
+    console(soft_wrap=False).print(rows)
+
+
+def _change(difference: Difference) -> str:
+    left, right = difference.left, difference.right
+    if difference.section != "metrics" or not isinstance(left, int | float) or not isinstance(right, int | float):
+        return ""
+    return f"{right - left:+.4g}"
+
+
+def _value(value: object) -> str:
+    text = ABSENT if value is None else f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def _when(timestamp: str) -> str:
+    return timestamp[:19].replace("T", " ")
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else ""

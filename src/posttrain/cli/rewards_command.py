@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.overrides_parser import OverridesParser, add_command, yaml_value
+from posttrain.config import guess_kind, load_config
+from posttrain.config.rewards import REWARD_TYPES, RewardConfig, reward_keys, takes_text_only
+from posttrain.data.errors import nearest
+from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import redact
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from posttrain.config.rewards import RewardConfig
-    from posttrain.environments.agreement import StoredSample, Verdict
+    from posttrain.environments.agreement import StoredSample
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
@@ -75,30 +77,23 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from posttrain.config.rewards import REWARD_TYPES, RewardConfig, reward_keys
-
-    chosen = {name: section for name, section in REWARD_TYPES.items() if name in args.words or not args.words}
     for name in args.words:
         _known_type(name)
+    chosen = {name: _keys(REWARD_TYPES[name]) for name in REWARD_TYPES if name in args.words or not args.words}
     if args.json:
-        print(json.dumps({name: _keys_as_json(section) for name, section in chosen.items()}, indent=2))
+        print(json.dumps(chosen, indent=2))
         return 0
-    common = set(RewardConfig.model_fields)
-    for name, section in chosen.items():
-        print(f"{name}\n  {' '.join((section.__doc__ or '').split())}")
-        for key, info in reward_keys(section).items():
-            if key not in common:
-                print(f"    {key:<24} {_default_text(info):<20} {info.description}")
+    common = _keys(RewardConfig)
+    for name, keys in chosen.items():
+        print(f"{name}\n  {' '.join((REWARD_TYPES[name].__doc__ or '').split())}")
+        _print_keys({key: about for key, about in keys.items() if key not in common})
         print()
     print("every type also has")
-    for key, info in RewardConfig.model_fields.items():
-        print(f"    {key:<24} {_default_text(info):<20} {info.description}")
+    _print_keys(common)
     return 0
 
 
-def _keys_as_json(section: type[RewardConfig]) -> JsonObject:
-    from posttrain.config.rewards import reward_keys
-
+def _keys(section: type[RewardConfig]) -> dict[str, JsonObject]:
     return {
         key: {
             "required": info.is_required(),
@@ -109,14 +104,13 @@ def _keys_as_json(section: type[RewardConfig]) -> JsonObject:
     }
 
 
-def _default_text(info: FieldInfo) -> str:
-    return "(required)" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
+def _print_keys(keys: dict[str, JsonObject]) -> None:
+    for key, about in keys.items():
+        default = "(required)" if about["required"] else json.dumps(about["default"])
+        print(f"    {key:<24} {default:<20} {about['description']}")
 
 
 def _known_type(name: str) -> None:
-    from posttrain.config.rewards import REWARD_TYPES
-    from posttrain.data.errors import nearest
-
     if name not in REWARD_TYPES:
         known = ", ".join(REWARD_TYPES)
         raise InputError(f"unknown type of reward {name!r}{nearest(name, REWARD_TYPES)}; known: {known}")
@@ -129,7 +123,6 @@ def _test(args: argparse.Namespace) -> int:
     if row_settings and args.type is None:
         raise InputError("--row-settings gives settings of one reward: name it with --type")
 
-    from posttrain.environments import check_environments
     from posttrain.environments.agreement import Columns, Verdict, disagreements, read_samples, report, unscored
 
     if not row_settings:
@@ -153,7 +146,9 @@ def _test(args: argparse.Namespace) -> int:
     print(f"{file}, env.{name}:" if args.type is None else f"{file}, reward of type {args.type}:")
     print(report(verdicts, seconds, num_shown=args.show))
     if args.out is not None:
-        _write(args.out, verdicts)
+        rows = "".join(redact(json.dumps(verdict.as_row(), ensure_ascii=False)) + "\n" for verdict in verdicts)
+        durable.write_for_user(args.out, rows.encode("utf-8", "backslashreplace").decode())
+        print(f"scores written to {args.out}", file=sys.stderr)
     bad = disagreements(verdicts) or [verdict for verdict in unscored(verdicts) if verdict.is_compared]
     return EXIT_DISAGREEMENT if args.strict and bad else 0
 
@@ -178,8 +173,6 @@ def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str
         _known_type(args.type)
         return args.env or args.type, {"type": args.type, **_settings_of(args.type, settings)}
 
-    from posttrain.config import guess_kind, load_config
-
     config = load_config(guess_kind(args.config), args.config, settings).config
     name = args.env or (next(iter(config.env)) if len(config.env) == 1 else None)
     if name is None or name not in config.env:
@@ -189,8 +182,6 @@ def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str
 
 
 def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
-    from posttrain.config.rewards import REWARD_TYPES, reward_keys, takes_text_only
-
     block: JsonObject = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -213,8 +204,6 @@ def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
 
 def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score]:
     """One score per sample. Samples with other settings of their own get an environment of their own."""
-    from posttrain.environments import build_environments
-
     rows_of: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
         rows_of.setdefault(json.dumps(sample.row_settings, sort_keys=True), []).append(row)
@@ -226,13 +215,3 @@ def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score
             found = environment.score([sample.task for sample in chosen], [sample.completion for sample in chosen])
         scores.update(zip(rows, found, strict=True))
     return [scores[row] for row in range(len(samples))]
-
-
-def _write(path: Path, verdicts: Sequence[Verdict]) -> None:
-    try:
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for verdict in verdicts:
-                file.write(redact(json.dumps(verdict.as_row(), ensure_ascii=False)) + "\n")
-    except OSError as error:
-        raise InputError(f"--out {path}: cannot be written: {error.strerror or error}") from error
-    print(f"scores written to {path}", file=sys.stderr)

@@ -11,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.checkpointing import CheckpointStore
+from posttrain.cli.overrides_parser import OverridesParser, add_command
 from posttrain.errors import ExitCode, InputError, near_path
 from posttrain.files.locks import now_text
 from posttrain.files.run_folder_lock import AttemptRecord, holder_of, read_attempts
+from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE, Row, newest_config, read_info, read_rows
 
 if TYPE_CHECKING:
     from posttrain.files.json_files import JsonObject
     from posttrain.reporting.doctor import Answer, Finding
-    from posttrain.reporting.run_files import Row
 
 # -- status: whether a run is alive, who holds its folder, how far it is, and why it stopped ---------------------------
 
@@ -37,16 +38,11 @@ def add_status(parser: OverridesParser) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"status takes one FOLDER; unexpected: {args.words[0]!r}")
     print("\n".join(status_lines(args.folder, time.time())))
     return 0
 
 
 def status_lines(folder: Path, now: float) -> list[str]:
-    from posttrain.checkpointing import CheckpointStore
-    from posttrain.reporting.run_files import METRICS_FILE, read_info, read_rows
-
     attempts, info = read_attempts(folder), read_info(folder)
     checkpoints = CheckpointStore(folder).steps()
     if not (attempts or info or checkpoints):
@@ -180,7 +176,6 @@ def examined(folder: Path) -> Report:
     from posttrain.reporting.doctor import Doctor
     from posttrain.reporting.doctor.findings import answers_that_show
     from posttrain.reporting.examination import examine_folder
-    from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
 
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder{near_path(folder)}")
@@ -251,28 +246,17 @@ EXIT_NOT_SENT = 1
 
 def add_log(parser: OverridesParser) -> None:
     parser.epilog = LOG_EPILOG
-    parser.actions["sync"] = ("send the steps that a tracker does not have", _add_sync)
-    parser.add_argument("words", nargs="*", metavar="sync RUN --to TRACKER")
-    parser.set_defaults(run=_without_action)
-
-
-def _add_sync(parser: OverridesParser) -> None:
-    parser.epilog = LOG_EPILOG
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
-    parser.option("--to", "the tracker", required=True, choices=TRACKERS)
-    parser.words(help="settings under `logger`")
-    parser.set_defaults(run=_sync)
-
-
-def _without_action(args: argparse.Namespace) -> int:
-    raise InputError("log needs an action: posttrain log sync RUN --to TRACKER")
+    sync = add_command(parser.commands(), "sync", "send the steps that a tracker does not have", epilog=LOG_EPILOG)
+    sync.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    sync.option("--to", "the tracker", required=True, choices=TRACKERS)
+    sync.words(help="settings under `logger`")
+    sync.set_defaults(run=_sync)
 
 
 def _sync(args: argparse.Namespace) -> int:
     from posttrain.config import load_config
     from posttrain.reporting.loggers import make_sink, missing_client, recorded_run
     from posttrain.reporting.loggers.follower import Follower
-    from posttrain.reporting.run_files import METRICS_FILE, newest_config, read_info, read_rows
 
     folder: Path = args.folder
     if not folder.is_dir():

@@ -141,8 +141,6 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.words:
-        raise InputError(f"serve takes one MODEL, and options; unexpected: {args.words[0]!r}")
     if not args.canary and (rules := given_fields(args, CanaryRules, "canary_")):
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")
@@ -176,8 +174,6 @@ def add_chat(parser: OverridesParser) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
     options = ChatOptions(**given_fields(args, ChatOptions))
     refuse_missing_model(args.model)
     quieten_libraries()

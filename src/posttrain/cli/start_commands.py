@@ -12,6 +12,8 @@ from pathlib import Path
 from posttrain.cli.overrides_parser import OverridesParser, add_command
 from posttrain.errors import InputError
 from posttrain.recipes import KINDS
+from posttrain.reporting.console import Console
+from posttrain.run import quieten_libraries
 
 # -- demo: a small model learns arithmetic while you watch; no network, no GPU -----------------------------------------
 
@@ -32,8 +34,6 @@ def add_demo(parser: OverridesParser) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from posttrain.run import quieten_libraries
-
     quieten_libraries()
     from posttrain.apps.demo.show import show
 
@@ -62,10 +62,12 @@ def add_init(parser: OverridesParser) -> None:
 
 
 def _init(args: argparse.Namespace) -> int:
-    if args.words:
-        raise InputError(f"init takes a kind and one FOLDER; unexpected: {args.words[0]!r}")
     source = bundled_folder()
-    files = _everything(source) if args.kind == EVERYTHING else _starter(source, args.kind)
+    paths = [path for folder in ("configs", "examples") for path in sorted((source / folder).rglob("*"))]
+    everything = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    files: dict[str, str | Path] = {str(path.relative_to(source)): path for path in everything}
+    if args.kind != EVERYTHING:
+        files = _starter(source, args.kind)
     there = [str(args.folder / name) for name in files if (args.folder / name).exists()]
     if there:
         raise InputError(f"{', '.join(there[:3])} exists already, and nothing is overwritten: choose another folder")
@@ -94,11 +96,6 @@ def bundled_folder() -> Path:
     """The folder with `configs` and `examples`: in the installed package, or the root of a clone."""
     package = Path(__file__).parents[1]
     return package / "bundled" if (package / "bundled").is_dir() else package.parents[1]
-
-
-def _everything(source: Path) -> dict[str, str | Path]:
-    paths = [path for folder in ("configs", "examples") for path in sorted((source / folder).rglob("*"))]
-    return {str(path.relative_to(source)): path for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 
 def _starter(source: Path, kind: str) -> dict[str, str | Path]:
@@ -144,7 +141,6 @@ def _list_models(args: argparse.Namespace) -> int:
 
 def _fetch_model(args: argparse.Namespace) -> int:
     from posttrain.models.catalogue import CATALOGUE, DownloadError, fetch
-    from posttrain.reporting.console import Console
 
     model = next((model for model in CATALOGUE if model.name == args.model.lower()), None)
     if model is None:

@@ -9,6 +9,7 @@ import webbrowser
 from pathlib import Path
 
 from posttrain.apps.serve.options import is_loopback
+from posttrain.apps.watch import MIN_TOKEN_CHARACTERS
 from posttrain.cli.overrides_parser import OverridesParser, read_secret
 from posttrain.errors import InputError
 from posttrain.files.redaction import name_secret
@@ -77,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(file: Path | None) -> str | None:
-    from posttrain.apps.watch import MIN_TOKEN_CHARACTERS
-
     text = os.environ.get(TOKEN_VARIABLE, "") if file is None else read_secret("--token-file", file, _MAX_TOKEN_BYTES)
     token = text.strip()
     if file is None and not token:

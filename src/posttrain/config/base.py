@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
@@ -56,6 +57,17 @@ class UsedIf:
 
     switch: str
     values: tuple[object, ...] = (True,)
+
+
+def members(annotation: object) -> Iterator[object]:
+    """Of a union, or the type itself; `Annotated` is taken off."""
+    if get_origin(annotation) is Annotated:
+        yield from members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from members(option)
+    else:
+        yield annotation
 
 
 class Section(BaseModel):
@@ -132,10 +144,7 @@ def _unused_fields(section: Section, path: str, is_set: IsSetByUser) -> Iterator
                 written.setdefault(mark, []).append(f"{path}.{name}")
     for mark, keys in written.items():
         if mark.values == (True,):
-            yield (
-                f"{', '.join(keys)}: {path}.{mark.switch} is off, so {'it is' if len(keys) == 1 else 'they are'} not "
-                "used"
-            )
+            yield f"{', '.join(keys)}: not used, because {path}.{mark.switch} is off"
         else:
             readers, value = " and ".join(map(str, mark.values)), getattr(section, mark.switch)
             yield f"{', '.join(keys)}: read by {readers} only, and {path}.{mark.switch} is {value}"

@@ -74,9 +74,7 @@ class ImageSection(Section):
 
 
 class NodesSection(Section):
-    instance_type: str | None = setting(
-        None, "Type of machine, such as p5en.48xlarge; null needs gpus, cpu and memory_gib."
-    )
+    instance_type: str | None = setting(None, "Type of machine, e.g. p5en.48xlarge; null needs gpus, cpu, memory_gib.")
     capacity: Literal["spot", "on_demand"] = setting("on_demand", "Spot machines, or on-demand ones.")
     zone: str | None = setting(None, "The one zone of all machines; EFA and RDMA do not cross zones.")
     gpus: NonNegativeInt | None = setting(None, "GPUs of a machine that is not in the table; 0 trains on CPUs.")
@@ -209,9 +207,7 @@ class ClusterProfile(Section):
     nodes: NodesSection = setting(..., "Which machines.")
     scheduler: SchedulerSection = setting(SchedulerSection, "What starts the pods.")
     storage: StorageSection = setting(..., "The shared file system.")
-    secrets: dict[str, SecretReference] = setting(
-        dict, "Environment variables whose values are in Secrets of the cluster."
-    )
+    secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
     env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
     log_image: str | None = setting(None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none.")
     cost: CostSection = setting(CostSection, "What `plan --on` counts with.")
@@ -262,9 +258,7 @@ class ClusterProfile(Section):
         if self.log_image is not None and self.scheduler.kind != "raycluster":
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
         if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":
-            raise ValueError(
-                "scheduler.kind raycluster is a long-lived cluster, which cluster.kind local cannot create; use rayjob"
-            )
+            raise ValueError("scheduler.kind raycluster: cluster.kind local has no cluster that lives on; use rayjob")
         if self.cluster.kind == "local" and self.nodes.gpus != 0:
             raise ValueError("nodes: with cluster.kind local pods have no GPUs; leave instance_type and gpus out")
         return self

@@ -134,13 +134,9 @@ class DatasetConfig(Section):
         return self.model_copy(update=missing)
 
 
-def _shape(value: object) -> str:
-    return LIST_TAG if isinstance(value, list) else MAP_TAG
-
-
 Datasets = Annotated[
     Annotated[DatasetConfig, Tag(MAP_TAG)] | Annotated[list[DatasetConfig], Tag(LIST_TAG)],
-    Discriminator(_shape),
+    Discriminator(lambda value: LIST_TAG if isinstance(value, list) else MAP_TAG),
 ]
 
 
@@ -178,9 +174,7 @@ class EnvironmentConfig(OpenSection):
     type math.
     """
 
-    type: str | None = setting(
-        None, "Type of the only reward, whose own keys stand beside it; `posttrain rewards list`."
-    )
+    type: str | None = setting(None, "Type of the only reward, with its own keys beside it; `posttrain rewards list`.")
     rewards: dict[str, RewardBlock] | None = setting(
         None, "Several rewards by name, each with `type`, `weight` and the keys of its type."
     )
@@ -227,9 +221,7 @@ class EnvironmentConfig(OpenSection):
         if self.rewards is not None:
             if self.type is not None or self.function is not None or extras:
                 given = next(iter(extras), "type" if self.type is not None else "function")
-                raise ValueError(
-                    f"`{given}` defines a single reward, but there are `rewards`: put it under one of them"
-                )
+                raise ValueError(f"`{given}` is for a single reward, but there are `rewards`: put it under one of them")
             if not self.rewards:
                 raise ValueError("`rewards` is empty: at least one reward is needed")
             for part in self.rewards:

@@ -70,9 +70,7 @@ class DpoConfig(Section):
         0.05, "Scale of the implicit reward (beta): larger keeps the policy closer to the reference.", gt=0
     )
     preference_average_log_probs: bool = setting(False, "Implicit reward is the mean over tokens instead of the sum.")
-    gt_reward_scale: PositiveFloat = setting(
-        1.0, "rpo_*: factor on chosen_reward - rejected_reward, the margin to be learnt."
-    )
+    gt_reward_scale: PositiveFloat = setting(1.0, "rpo_*: factor on the margin chosen_reward - rejected_reward.")
     label_smoothing: float = setting(
         0.0, "cdpo, robust, simpo: share of pairs assumed to be labelled the wrong way round.", ge=0, lt=0.5
     )
@@ -81,7 +79,7 @@ class DpoConfig(Section):
     undesirable_weight: NonNegativeFloat = setting(1.0, "kto: factor on the loss of undesirable answers.")
     sft_average_log_probs: bool = setting(False, "SFT term averages over the tokens of each chosen answer.")
     sft_token_level_loss: bool = setting(
-        False, "SFT term is a mean over all chosen tokens of the batch instead of over answers."
+        False, "SFT term is a mean over the chosen tokens of the batch, not over answers."
     )
     preference_loss_weight: NonNegativeFloat = setting(1.0, "Weight of the preference loss.")
     sft_loss_weight: NonNegativeFloat = setting(
@@ -161,7 +159,4 @@ class DpoRunConfig(SupervisedRunConfig):
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         yield from super().problems(is_set)
         if self.dpo.preference_loss == "kto" and self.policy.train_global_batch_size < 2:
-            yield (
-                "dpo.preference_loss = kto compares answers with those to other prompts of the batch: set "
-                "policy.train_global_batch_size to 2 or more"
-            )
+            yield "policy.train_global_batch_size must be 2 or more with kto, which compares with other prompts"

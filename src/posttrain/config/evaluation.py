@@ -37,28 +37,18 @@ class EvalConfig(Section):
     pass_threshold: float = setting(1.0, "A sample passes if its reward is at least this.")
     confidence: float = setting(0.95, "Confidence of the intervals, as a share.", gt=0, lt=1)
     bootstrap_resamples: PositiveInt = setting(10_000, "How often the problems are drawn again for the intervals.")
-    max_rollout_turns: PositiveInt = setting(
-        1, "Turns that the model has for one answer, where the environment has `turns`."
-    )
-    max_problems: PositiveInt | None = setting(
-        None, "Only the first so many problems of the dataset; null is all of them."
-    )
+    max_rollout_turns: PositiveInt = setting(1, "Turns of the model in one answer, if the environment has `turns`.")
+    max_problems: PositiveInt | None = setting(None, "Only so many problems, the first of the dataset; null is all.")
     gpu_hour_price: NonNegativeFloat | None = setting(
         None, "Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
     )
 
 
 class OpenAiConfig(Section):
-    url: str | None = setting(
-        None, "Base URL of the API, ending in /v1; null is generation.model_name if that is a URL."
-    )
+    url: str | None = setting(None, "Base URL of the API, with /v1; null is generation.model_name if that is a URL.")
     model: str | None = setting(None, "Name of the model there; null is the first that it lists.")
-    api: Literal["chat", "completions"] = setting(
-        "chat", "Sends messages to /chat/completions, or text to /completions."
-    )
-    api_key_env_var: str = setting(
-        "OPENAI_API_KEY", "Environment variable that holds the key; none is sent where it is unset."
-    )
+    api: Literal["chat", "completions"] = setting("chat", "Messages to /chat/completions, or text to /completions.")
+    api_key_env_var: str = setting("OPENAI_API_KEY", "Environment variable with the key; none is sent if it is unset.")
     num_concurrent: PositiveInt = setting(16, "Requests under way at the same time.")
     max_retries: NonNegativeInt = setting(5, "Further attempts after a request that failed.")
     timeout_s: PositiveFloat = setting(600.0, "Seconds after which one request is given up.")
@@ -99,9 +89,7 @@ class EvalDataConfig(Section):
     dataset_name: str = setting(
         ..., "A benchmark such as math500 (`posttrain eval --list` has all), a hub name, a file or a URL."
     )
-    data_path: str | None = setting(
-        None, "File, folder or URL with the benchmark's rows; null fetches them from the hub."
-    )
+    data_path: str | None = setting(None, "File, folder or URL with the benchmark's rows; null fetches from the hub.")
     subset: str | None = setting(None, "Configuration of a hub dataset.")
     split: str | None = setting(None, "Split of a hub dataset; null is the benchmark's test split.")
     file_format: Literal["csv", "json", "jsonl", "parquet"] | None = setting(
@@ -109,16 +97,10 @@ class EvalDataConfig(Section):
     )
     problem_key: str | None = setting(None, "Column with the problem; null is the benchmark's own.")
     solution_key: str | None = setting(None, "Column with the expected answer; null is the benchmark's own.")
-    choices_key: str | None = setting(
-        None, "Column with the choices of a multiple-choice problem; null is the benchmark's own."
-    )
+    choices_key: str | None = setting(None, "Column with the choices of a problem; null is the benchmark's own.")
     id_key: str | None = setting(None, "Column that names a problem; null is `id`, or its number.")
-    max_input_seq_length: PositiveInt | None = setting(
-        None, "Longest prompt in tokens; a longer one is an error, never dropped."
-    )
-    prompt_file: str | None = setting(
-        None, "Text file with one {} where the problem goes; null is the benchmark's own wording."
-    )
+    max_input_seq_length: PositiveInt | None = setting(None, "Longest prompt in tokens; a longer one is an error.")
+    prompt_file: str | None = setting(None, "Text file with one {} for the problem; null is the benchmark's own.")
     system_prompt_file: str | None = setting(None, "Text file with the system message; null sends none.")
     env_name: str | None = setting(None, "Key under `env` that judges; null is the one besides `math`, or else `math`.")
     download_dir: str | None = setting(None, "Folder for downloaded data.")
@@ -192,10 +174,7 @@ class EvalRunConfig(Section):
             yield "generation.backend = openai_url needs generation.openai_cfg.url, or a URL as generation.model_name"
         if self.judge not in self.env:
             known = ", ".join(sorted(self.env)) or "nothing"
-            yield (
-                f"data.env_name: the answers are judged by env.{self.judge}, which is not there; under env: there is "
-                f"{known}"
-            )
+            yield f"data.env_name: judged by env.{self.judge}, which is not there; under env: there is {known}"
         if self.data.env_name is None and len(self.env) > 2:
             yield f"data.env_name is null and env has {', '.join(self.env)}: say which of them judges"
         turns = self.env[self.judge].turns if self.judge in self.env else None

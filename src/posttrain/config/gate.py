@@ -41,10 +41,7 @@ class GateSettings(Section):
     @model_validator(mode="after")
     def _something_can_be_decided(self) -> GateSettings:
         if self.max_problems is not None and self.max_problems < self.min_problems:
-            raise ValueError(
-                f"max_problems {self.max_problems} is below min_problems {self.min_problems}: nothing could ever be "
-                "decided"
-            )
+            raise ValueError(f"max_problems {self.max_problems} is below min_problems {self.min_problems}")
         return self
 
 
@@ -104,9 +101,8 @@ class CheckConfig(Section):
         margins = {} if self.relative else {"better_by": self.better_by, "worse_by_at_most": self.worse_by_at_most}
         for name, bound in {"at_least": self.at_least, "at_most": self.at_most, **margins}.items():
             if bound is not None and not 0 <= bound <= 1:
-                raise ValueError(
-                    f"{name} is {bound:g}, and {self.metric} is a share between 0 and 1; write 5 % as 0.05"
-                )
+                share = f"{self.metric} is a share between 0 and 1; write 5 % as 0.05"
+                raise ValueError(f"{name} is {bound:g}, and {share}")
         return self
 
     @property

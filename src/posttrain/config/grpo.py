@@ -69,12 +69,8 @@ class RewardShapingConfig(Section):
 
 class RewardScalingConfig(Section):
     enabled: bool = setting(False, "Maps rewards linearly from the source range to the target range.")
-    source_min: Annotated[float, _IF_ENABLED] = setting(
-        0.0, "Lower end of the rewards that come in; lower ones are clamped."
-    )
-    source_max: Annotated[float, _IF_ENABLED] = setting(
-        1.0, "Upper end of the rewards that come in; higher ones are clamped."
-    )
+    source_min: Annotated[float, _IF_ENABLED] = setting(0.0, "Lower end of incoming rewards; lower ones are clamped.")
+    source_max: Annotated[float, _IF_ENABLED] = setting(1.0, "Upper end of incoming rewards; higher ones are clamped.")
     target_min: Annotated[float, _IF_ENABLED] = setting(0.0, "Reward that source_min becomes.")
     target_max: Annotated[float, _IF_ENABLED] = setting(1.0, "Reward that source_max becomes.")
 
@@ -111,9 +107,7 @@ class AdvEstimatorConfig(Section):
     std_epsilon_form: Literal["std_plus", "variance_plus", "variance_floor"] | None = setting(
         None, "Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's own."
     )
-    group_of_one: Literal["zero", "reward"] = setting(
-        "zero", "Advantage of an answer that is the only scored one of its group."
-    )
+    group_of_one: Literal["zero", "reward"] = setting("zero", "Advantage of the only scored answer of a group.")
     whiten_advantages: Literal["none", "rollouts", "tokens"] | None = setting(
         None,
         "Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, else none.",
@@ -150,9 +144,7 @@ class GrpoConfig(Section):
     num_recorded_per_prompt: PositiveInt | None = setting(
         None, "Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh."
     )
-    max_rollout_turns: PositiveInt = setting(
-        1, "Turns that the model has in one rollout, where the environment has `turns`."
-    )
+    max_rollout_turns: PositiveInt = setting(1, "Turns of the model in one rollout, if the environment has `turns`.")
     max_num_epochs: PositiveInt = setting(1, "Passes over the prompts after which the run ends.")
     max_num_steps: PositiveInt = setting(1_000_000, "Steps after which the run ends, if the epochs have not ended it.")
     normalize_rewards: bool = setting(
@@ -171,9 +163,7 @@ class GrpoConfig(Section):
     advantage_clip_low: float | None = setting(None, "Lower bound of the advantages; null is unbounded.")
     advantage_clip_high: float | None = setting(None, "Upper bound of the advantages; null is unbounded.")
     max_val_samples: PositiveInt | None = setting(256, "Prompts used by a validation; null uses all of them.")
-    val_num_generations_per_prompt: PositiveInt = setting(
-        1, "Answers per validation prompt; more than one also reports pass@k."
-    )
+    val_num_generations_per_prompt: PositiveInt = setting(1, "Answers per validation prompt; several report pass@k.")
     stop_at_validation_metric: str | None = setting(
         None, "Validation metric that ends the run early, e.g. accuracy; needs the threshold."
     )
@@ -238,15 +228,9 @@ class GrpoConfig(Section):
                 )
             return
         if int(self.num_prompts_per_step * self.batch_multiplier) < 1:
-            yield (
-                f"grpo.batch_multiplier = {self.batch_multiplier:g} of grpo.num_prompts_per_step = "
-                f"{self.num_prompts_per_step} is less than one prompt: raise it"
-            )
+            yield f"grpo.batch_multiplier = {self.batch_multiplier:g} of a step's prompts is less than one: raise it"
         if self.num_generations_per_prompt == 1:
-            yield (
-                "grpo.use_dynamic_sampling keeps groups whose rewards differ, and a group of "
-                "grpo.num_generations_per_prompt = 1 never does: sample at least 2 per prompt"
-            )
+            yield "grpo.use_dynamic_sampling needs groups that differ: set grpo.num_generations_per_prompt to 2 or more"
 
     def _estimator_problems(self) -> Iterator[str]:
         estimator = self.adv_estimator
@@ -255,10 +239,7 @@ class GrpoConfig(Section):
         if self.num_generations_per_prompt > 1:
             return
         if estimator.name == "rloo":
-            yield (
-                "grpo.adv_estimator.name = rloo compares with the other answers of the group, and "
-                "grpo.num_generations_per_prompt = 1 leaves none: sample at least 2 per prompt"
-            )
+            yield "grpo.adv_estimator.name = rloo compares answers: set grpo.num_generations_per_prompt to 2 or more"
         for name in ("normalize_rewards", "use_leave_one_out_baseline"):
             if estimator.name in ("grpo", "gdpo") and estimator.compares_within_group and getattr(estimator, name):
                 yield (
@@ -311,9 +292,7 @@ class LossFnConfig(Section):
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = setting(
         None, "How large corrections are cut: tis clamps, icepop zeroes tokens, seq-mask-tis zeroes sequences."
     )
-    truncated_importance_sampling_ratio: PositiveFloat | None = setting(
-        None, "Upper bound of the importance correction."
-    )
+    truncated_importance_sampling_ratio: PositiveFloat | None = setting(None, "Upper bound of the correction.")
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = setting(
         None, "Lower bound of the importance correction; icepop and seq-mask-tis need it."
     )
@@ -351,29 +330,17 @@ class LossFnConfig(Section):
         yield from self._ratio_problems()
         yield from self._truncation_problems()
         if self.kl_importance_weight is not None and self.use_on_policy_kl_approximation:
-            yield (
-                f"loss_fn.kl_importance_weight = {self.kl_importance_weight} and "
-                "loss_fn.use_on_policy_kl_approximation both say how the KL is weighted: set one of them"
-            )
+            yield "loss_fn.kl_importance_weight and use_on_policy_kl_approximation exclude each other: unset one"
         if self.loss_normalizer == "max_tokens" and self.max_response_tokens is None:
             yield "loss_fn.loss_normalizer = max_tokens needs loss_fn.max_response_tokens, e.g. that of max_new_tokens"
         if self.use_kl_in_reward and self.reference_policy_kl_penalty == 0:
-            yield (
-                "loss_fn.use_kl_in_reward charges loss_fn.reference_policy_kl_penalty, which is 0: set it above 0, or "
-                "use_kl_in_reward=false"
-            )
+            yield "loss_fn.use_kl_in_reward needs loss_fn.reference_policy_kl_penalty above 0: set one of them"
 
     def _ratio_problems(self) -> Iterator[str]:
         if self.sequence_level_importance_ratios and self.normalizer != "sequences":
-            yield (
-                "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its "
-                "ratio belongs to an answer: set loss_fn.token_level_loss=false"
-            )
+            yield "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss=false"
         if self.sequence_ratio_type == "product" and not self.sequence_level_importance_ratios:
-            yield (
-                "loss_fn.sequence_ratio_type = product is about the ratio of a whole answer: it needs "
-                "loss_fn.sequence_level_importance_ratios = true"
-            )
+            yield "loss_fn.sequence_ratio_type = product needs loss_fn.sequence_level_importance_ratios = true"
         if self.ratio_ceiling is not None and (self.use_cispo or self.disable_ppo_ratio):
             other = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
             yield f"loss_fn.ratio_ceiling bounds the ratio of the clipped loss; loss_fn.{other} has none: unset one"

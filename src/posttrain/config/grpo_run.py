@@ -192,10 +192,7 @@ class GrpoRunConfig(RunConfig):
         if any(recorded) and not all(recorded):
             yield f"data.train: {TRACE_GROUPS} and datasets without recorded answers cannot be mixed in one run"
         if wanted is not None and not any(recorded):
-            yield (
-                f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: "
-                f"data.train.dataset_name={TRACE_GROUPS}"
-            )
+            yield f"grpo.num_recorded_per_prompt = {wanted} needs data.train.dataset_name={TRACE_GROUPS}"
         if wanted is not None and wanted > grpo.num_generations_per_prompt:
             yield (
                 f"grpo.num_recorded_per_prompt = {wanted} is more than all answers of a prompt, "
@@ -219,10 +216,7 @@ class GrpoRunConfig(RunConfig):
         multiple, most = section.groups_in_flight, section.max_trajectory_age_steps + 1 - self.rounds_ahead
         if multiple is not None and multiple > most:
             limit = "max_trajectory_age_steps" if self.rounds_ahead else "max_trajectory_age_steps + 1"
-            yield (
-                f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than {limit} = {most}: some groups would "
-                "become too old"
-            )
+            yield f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than {limit} = {most}: groups get too old"
         if grpo.use_dynamic_sampling:
             yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; unset one"
         if self.uses_recorded_answers:
@@ -282,10 +276,7 @@ class GrpoRunConfig(RunConfig):
             if not in_fp8 and (value := getattr(native, key)) not in (getattr(NativeConfig(), key), "bfloat16"):
                 yield f"policy.generation.native_cfg.{key} = {value}: only native_cfg.precision = fp8 quantises"
         if grpo.max_rollout_turns > 1 and not self._names_with_turns:
-            yield (
-                f"grpo.max_rollout_turns: {grpo.max_rollout_turns} changes nothing, because no environment in use has "
-                "`turns`: every rollout is a single turn"
-            )
+            yield f"grpo.max_rollout_turns: {grpo.max_rollout_turns} changes nothing: no environment in use has `turns`"
         key = "grpo.adv_estimator.kl_in_reward"
         if is_set(key) and grpo.adv_estimator.kl_in_reward is not None and not self.loss_fn.use_kl_in_reward:
             yield f"{key}: loss_fn.use_kl_in_reward is off, so it is not used"

@@ -5,6 +5,7 @@ Every value keeps the place where it was set, so that an error can name the file
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -77,6 +78,10 @@ class LoadedConfig(Generic[C]):
             return f"${{oc.env:{name}}}"
 
         return to_yaml_text(self._marked_values(refer)), variables
+
+    def print_warnings(self) -> None:
+        for warning in self.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
 
     def flat(self) -> Values:
         """Every value by its dotted key."""
@@ -166,6 +171,18 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
         unused_epochs=f"{dotted(epochs)} = {given} ({own.origin(epochs)})" if is_unused else "",
     )
+
+
+def load_words(words: Sequence[str], path: FilePath | None, kinds: Sequence[str] = ALL_KINDS) -> LoadedConfig[Any]:
+    """`KIND key=value …`, as on the command line. The kind may be left out where the file at `path` tells it."""
+    if not words or words[0] not in kinds:
+        if path is None:
+            unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
+            raise ConfigError(f"{unknown}give the kind of run ({', '.join(kinds)}), or --config FILE")
+        words = [guess_kind(path), *words]
+        if words[0] not in kinds:
+            raise ConfigError(f"{path} is the config of an evaluation; a training is needed: {', '.join(kinds)}")
+    return load_config(words[0], path, words[1:])
 
 
 def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = ()) -> S:

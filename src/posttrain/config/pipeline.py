@@ -87,12 +87,8 @@ class TrainSection(Section):
 
 
 class ConvertSection(Section):
-    merge_lora: bool = setting(
-        True, "Merges a LoRA adapter into the model; an adapter alone cannot be trained further."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        None, "Number format of the weights; null is as saved."
-    )
+    merge_lora: bool = setting(True, "Merges a LoRA adapter into the model; an adapter alone cannot be trained on.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None, "Format of the weights; null is as saved.")
     verify: bool = setting(True, "Compares the converted model's logits with its source's.")
 
 

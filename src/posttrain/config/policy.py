@@ -126,9 +126,7 @@ class ColocatedConfig(Section):
 
 
 class GenerationConfig(Section):
-    backend: str = setting(
-        "native", "Engine that samples: native, or vllm where vllm_cfg.python names its environment."
-    )
+    backend: str = setting("native", "Engine that samples: native, or vllm if vllm_cfg.python names its environment.")
     max_new_tokens: PositiveInt = setting(..., "Longest answer in tokens; the total sequence length also bounds it.")
     temperature: Temperature = setting(1.0, "Divides the logits, in sampling and in training; 0 is greedy.")
     top_p: TopP = setting(1.0, "Samples from the smallest set of tokens with this much probability; 1 is off.")
@@ -171,9 +169,7 @@ class LoraConfig(Section):
     dim: PositiveInt = setting(8, "Rank of the adapters.")
     alpha: PositiveInt = setting(32, "Adapters are scaled by alpha / dim.")
     dropout: float = setting(0.0, "Probability of dropping an adapter input.", ge=0, lt=1)
-    lora_A_init: Literal["xavier", "uniform"] = setting(
-        "xavier", "How the first adapter matrix starts: xavier or uniform."
-    )
+    lora_A_init: Literal["xavier", "uniform"] = setting("xavier", "How the first adapter matrix starts.")
 
 
 class DtensorConfig(Section):
@@ -219,8 +215,7 @@ class OptimizerConfig(Section):
         changed = self.state_dtype != "float32" or self.master_weights != "float32" or self.offload_states
         if changed and self.name not in ("torch.optim.AdamW", "torch.optim.Adam"):
             raise ValueError(
-                "state_dtype, master_weights and offload_states are for torch.optim.AdamW and torch.optim.Adam, not "
-                f"{self.name}"
+                f"state_dtype, master_weights, offload_states are for torch.optim.AdamW and Adam, not {self.name}"
             )
         return self
 
@@ -235,9 +230,7 @@ class SequencePackingConfig(Section):
     enabled: bool = setting(False, "Puts several sequences into one row, without padding.")
     train_mb_tokens: PositiveInt | None = setting(None, "Tokens in one training micro-batch.")
     logprob_mb_tokens: PositiveInt | None = setting(None, "Tokens in one logprob micro-batch.")
-    algorithm: PackingAlgorithm = setting(
-        "modified_first_fit_decreasing", "How sequences are placed into micro-batches."
-    )
+    algorithm: PackingAlgorithm = setting("modified_first_fit_decreasing", "How sequences fill micro-batches.")
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -269,17 +262,13 @@ class PolicyConfig(Section):
         "Computes products of the layers and gradients of their inputs in FP8, in training and log-probabilities; on "
         "one GPU of Ada, Hopper or newer, with precision bfloat16.",
     )
-    train_global_batch_size: PositiveInt = setting(
-        ..., "Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
-    )
+    train_global_batch_size: PositiveInt = setting(..., "Samples (GRPO, SFT) or pairs (DPO) of one optimizer step.")
     train_micro_batch_size: PositiveInt = setting(
         ..., "Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching decides."
     )
     logprob_batch_size: PositiveInt = setting(..., "Samples in one forward pass for log-probabilities.")
     max_total_sequence_length: PositiveInt = setting(..., "Longest sequence in tokens, prompt and answer.")
-    logprob_chunk_size: PositiveInt | None = setting(
-        None, "Tokens whose logits exist at the same time; null picks a size."
-    )
+    logprob_chunk_size: PositiveInt | None = setting(None, "Tokens whose logits exist at once; null picks a size.")
     max_grad_norm: PositiveFloat | None = setting(1.0, "Gradients are scaled down to this norm; null does not.")
     hf_config_overrides: FreeMap = setting(dict, "Entries of the model's config.json to replace.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "The optimizer.")
@@ -312,10 +301,7 @@ class PolicyConfig(Section):
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         lora = self.dtensor_cfg.lora_cfg
         if "lr" not in self.optimizer.kwargs:
-            yield (
-                f"policy.optimizer.kwargs.lr is not set, and {self.optimizer.name} would choose one of its own: "
-                "set policy.optimizer.kwargs.lr"
-            )
+            yield f"policy.optimizer.kwargs.lr is not set: {self.optimizer.name} needs a learning rate"
         if self.fp8 and self.precision != "bfloat16":
             yield f"policy.fp8 quantises weights in bfloat16, and policy.precision = {self.precision}: use bfloat16"
         if self.fp8 and self.device == "cpu":

@@ -82,7 +82,7 @@ def _write_map(values: Values, path: Path, remark: Callable[[Path], str], lines:
     indent = "  " * len(path)
     for key, value in values.items():
         here = (*path, str(key))
-        name = f"{indent}{_scalar(str(key))}:"
+        name = f"{indent}{_flow(str(key))}:"
         if isinstance(value, dict) and value:
             if not path and lines:
                 lines.append("")
@@ -112,18 +112,12 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=None if is_word else '"')
 
 
-def _represent_expression(dumper: yaml.SafeDumper, text: Expression) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
-
-
 _Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(Expression, _represent_expression)
+_Dumper.add_representer(
+    Expression, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
+)
 
 
 def _flow(value: object) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, sort_keys=False, allow_unicode=True)
     return str(text).removesuffix("\n").removesuffix("\n...").strip()
-
-
-def _scalar(text: str) -> str:
-    return _flow(text)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Annotated, ClassVar, Literal, LiteralString, Union, get_args, get_origin
+from types import NoneType
+from typing import Annotated, ClassVar, Literal, LiteralString
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
@@ -25,6 +25,7 @@ from posttrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    members,
     setting,
 )
 
@@ -41,9 +42,7 @@ class RewardConfig(Section):
 
     type: str = setting(..., WHAT_TYPE_MEANS)
     weight: float = setting(1.0, "Factor in the sum of the environment's rewards; 0 only records, negative punishes.")
-    num_workers: PositiveInt | None = setting(
-        None, "Processes that score side by side; null is the environment's number."
-    )
+    num_workers: PositiveInt | None = setting(None, "Processes that score at once; null is the environment's number.")
     timeout_s: PositiveFloat | None = setting(
         None, "Seconds after which scoring one answer is given up; null is the environment's limit."
     )
@@ -119,19 +118,13 @@ class JudgeRewardConfig(RewardConfig):
     extra_headers: dict[str, str] = setting(dict, "Further headers of the request.")
     request_timeout_s: PositiveFloat = setting(60.0, "Seconds for one request, from connecting to its last byte.")
     max_retries: NonNegativeInt = setting(5, "Requests after the first, when one fails or its verdict cannot be read.")
-    retry_base_s: PositiveFloat = setting(
-        1.0, "Seconds before the first retry; twice that before each next, with some jitter."
-    )
+    retry_base_s: PositiveFloat = setting(1.0, "Seconds before the first retry, doubled for each next, with jitter.")
     retry_max_s: PositiveFloat = setting(60.0, "Longest pause in seconds, unless the endpoint asks for a longer one.")
     cache: bool = setting(True, "Keeps verdicts, so that no request is paid for twice.")
-    cache_path: str | None = setting(
-        None, "SQLite file of those; null is posttrain/judge.sqlite in the user's cache folder."
-    )
+    cache_path: str | None = setting(None, "SQLite file of those; null is posttrain/judge.sqlite in the cache folder.")
     input_price: NonNegativeFloat = setting(0.0, "Price of a million tokens that the judge reads, in any currency.")
     output_price: NonNegativeFloat = setting(0.0, "Price of a million tokens that the judge writes.")
-    usage_file: str | None = setting(
-        None, "JSON file that sums requests, tokens and cost up; null is beside the cache."
-    )
+    usage_file: str | None = setting(None, "JSON file with sums of requests, tokens, cost; null is beside the cache.")
 
     @field_validator("base_url")
     @classmethod
@@ -141,10 +134,7 @@ class JudgeRewardConfig(RewardConfig):
         try:
             urlsplit(value).port  # noqa: B018
         except ValueError:  # its text quotes the part behind the colon, which may be a password
-            raise ValueError(
-                "'http://host:port/v1' or 'https://host/v1' is needed, with a number as the port; a / in a password "
-                "is %2F"
-            ) from None
+            raise ValueError("the port must be a number, as in http://host:port/v1; a / in a password is %2F") from None
         return value.rstrip("/").removesuffix("/chat/completions")
 
     @field_validator("prompt", "system")
@@ -215,9 +205,7 @@ class MathRewardConfig(RewardConfig):
     math_verify_impl: MathVerifier | None = setting(
         None, "How answers are compared: as mathematics, or as normalised text; null is the former."
     )
-    verifier_type: VerifierType | None = setting(
-        None, "What kind of answer is expected, by NeMo RL's name; null is math."
-    )
+    verifier_type: VerifierType | None = setting(None, "What kind of answer is expected, as in NeMo RL; null is math.")
     reference_as: Literal["boxed", "written"] = setting(
         "boxed", "Reads the reference as if it stood in a box, or as it is written (LaTeX then needs its dollars)."
     )
@@ -226,14 +214,10 @@ class MathRewardConfig(RewardConfig):
         "What counts as an answer: LaTeX in a box or dollars, plain expressions and numbers, or both.",
         min_length=1,
     )
-    boxed_match_priority: NonNegativeInt = setting(
-        0, "How early a box is looked for: 0 is first, 50 after stated final answers."
-    )
+    boxed_match_priority: NonNegativeInt = setting(0, "How early a box is looked for: 0 first, 50 after final answers.")
     precision: NonNegativeInt = setting(6, "Decimals to which numbers are compared.")
     strict: bool = setting(True, "Tells sets from intervals and keeps the names of variables apart.")
-    allow_set_relation_comp: bool = setting(
-        False, "Accepts a set for an inequality that describes it, and the other way round."
-    )
+    allow_set_relation_comp: bool = setting(False, "Accepts a set for an inequality that describes it, and vice versa.")
     as_math_verify: bool = setting(
         False, "Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off."
     )
@@ -270,9 +254,7 @@ class ExactRewardConfig(_RuleReward):
     ignore_punctuation: bool = setting(False, "Compares without punctuation; signs and points of numbers stay.")
     ignore_articles: bool = setting(False, "Compares without the words a, an and the.")
     collapse_whitespace: bool = setting(True, "Takes any run of white space for one space, and none at the ends.")
-    normalise_unicode: bool = setting(
-        True, "Compares forms of a character that look alike (full width, ligatures) as equal."
-    )
+    normalise_unicode: bool = setting(True, "Takes characters that look alike (full width, ligatures) as equal.")
 
 
 class RegexRewardConfig(_RuleReward):
@@ -280,9 +262,7 @@ class RegexRewardConfig(_RuleReward):
 
     type: Literal["regex"] = setting(..., WHAT_TYPE_MEANS)
     pattern: Pattern = setting(..., "Regular expression, in Python's syntax.")
-    match: Literal["search", "full"] = setting(
-        "search", "Whether it may match anywhere, or must match the whole answer."
-    )
+    match: Literal["search", "full"] = setting("search", "Whether it matches anywhere, or the whole answer.")
     ignore_case: bool = setting(False, "Matches without regard to capital letters.")
     multiline: bool = setting(False, "^ and $ also match at the ends of lines.")
     dotall: bool = setting(False, "A dot also matches a line break.")
@@ -312,9 +292,7 @@ class LengthRewardConfig(_RuleReward):
     limit: PositiveInt | None = setting(None, "Length up to which nothing is lost; set this or target.")
     target: PositiveInt | None = setting(None, "Length that is best; set this or limit.")
     unit: LengthUnit = setting("tokens", "What length is counted in.")
-    tolerance: NonNegativeInt = setting(
-        0, "Units beyond the limit, or away from the target, over which the reward falls to 0."
-    )
+    tolerance: NonNegativeInt = setting(0, "Units beyond limit, or away from target, over which the reward falls to 0.")
     shape: Literal["linear", "cosine"] = setting(
         "linear", "How it falls: in a line from the limit on, or as half a cosine from length 0 on."
     )
@@ -367,15 +345,9 @@ class CodeRewardConfig(RewardConfig):
     code_block: Literal["python", "any", "whole"] = setting(
         "python", "Code is the last ```python block, the last block of any language, or the whole answer."
     )
-    tests_key: str | None = setting(
-        None, "Key of the task's metadata that holds its tests; null looks for the usual ones."
-    )
-    output_match: Literal["lines", "tokens"] = setting(
-        "lines", "Compares printed output line by line, or word by word."
-    )
-    time_limit_s: PositiveFloat = setting(
-        5.0, "Seconds of CPU time for one process of one program, rounded up to whole ones."
-    )
+    tests_key: str | None = setting(None, "Key of the task's metadata that holds its tests; null is the usual ones.")
+    output_match: Literal["lines", "tokens"] = setting("lines", "Compares what is printed by lines, or by words.")
+    time_limit_s: PositiveFloat = setting(5.0, "CPU seconds of one process of a program, rounded up to whole ones.")
     wall_time_limit_s: PositiveFloat | None = setting(
         None, "Seconds of wall-clock time for one program; null is 3 x time_limit_s."
     )
@@ -384,12 +356,8 @@ class CodeRewardConfig(RewardConfig):
     max_files_mib: PositiveInt = setting(64, "MiB that a program may write to files.")
     max_output_kib: PositiveInt = setting(1024, "KiB that a program may print.")
     python: str | None = setting(None, "Python interpreter that runs the code; null is the one that runs posttrain.")
-    site_packages: bool = setting(
-        False, "Lets the code import the packages that are installed beside that interpreter."
-    )
-    read_only_paths: list[str] = setting(
-        list, "Absolute paths that the code may read, besides Python and system libraries."
-    )
+    site_packages: bool = setting(False, "Lets the code import packages that are installed beside that interpreter.")
+    read_only_paths: list[str] = setting(list, "Absolute paths that the code may read, besides Python and libraries.")
 
 
 class RewardModelRewardConfig(RewardConfig):
@@ -399,9 +367,7 @@ class RewardModelRewardConfig(RewardConfig):
     model_name: str = setting(
         ..., "Folder or hub name of the reward model; a checkpoint's folder means the model in it.", min_length=1
     )
-    device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Where it lives, in the process that trains; auto prefers cuda."
-    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where it is, beside the training; auto prefers cuda.")
     precision: Literal["float32", "bfloat16"] | None = setting(
         None, "Number format of its weights; null is the one they are saved in, which they were trained in."
     )
@@ -446,10 +412,7 @@ def reward_keys(section: type[RewardConfig]) -> dict[str, FieldInfo]:
 
 def takes_text_only(info: FieldInfo) -> bool:
     """Whether a key can be nothing but a text (or null)."""
-    is_union = get_origin(info.annotation) in (Union, UnionType)
-    members = get_args(info.annotation) if is_union else (info.annotation,)
-    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
-    return [member for member in plain if member is not NoneType] == [str]
+    return [member for member in members(info.annotation) if member is not NoneType] == [str]
 
 
 def parse_reward(block: FreeMap, *, without: frozenset[str] = frozenset()) -> RewardConfig:

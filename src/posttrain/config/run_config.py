@@ -39,9 +39,7 @@ class CheckpointingConfig(Section):
         None, "Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
     )
     higher_is_better: bool = setting(True, "Whether larger values of the metric are better.")
-    keep_top_k: PositiveInt | None = setting(
-        3, "Checkpoints to keep, best first; the latest is always kept; null keeps all."
-    )
+    keep_top_k: PositiveInt | None = setting(3, "Checkpoints to keep, best first, and the latest; null keeps all.")
     save_period: PositiveInt = setting(10, "Steps between checkpoints.")
     checkpoint_must_save_by: Duration | None = setting(
         None, "Time after which the run saves and ends, as days:hours:minutes:seconds; null is never."
@@ -111,9 +109,7 @@ class LoggerConfig(Section):
     token_data_groups: PositiveInt = setting(4, "Groups of a step whose tokens are in such a file.")
     num_val_samples_to_print: NonNegativeInt = setting(0, "Validation samples shown on the console.")
     num_rollouts_to_log: NonNegativeInt = setting(8, "Answers of each step that trackers get as a table; 0 is none.")
-    monitor_gpus: bool = setting(
-        True, "Adds utilisation, memory and power of this machine's GPUs to the metrics of a step."
-    )
+    monitor_gpus: bool = setting(True, "Adds utilisation, memory and power of this machine's GPUs to the metrics.")
     gpu_monitoring: GpuMonitoringConfig = setting(GpuMonitoringConfig, "How often the GPUs are looked at.")
     tensorboard_enabled: bool = setting(False, "Writes event files to loggers/tensorboard.")
     wandb_enabled: bool = setting(False, "Logs to Weights & Biases.")
@@ -188,9 +184,7 @@ class RunConfig(Section):
 
     kind: ClassVar[str]
 
-    preset: str | None = setting(
-        None, "Settings of another system to start from; `posttrain config presets` lists them."
-    )
+    preset: str | None = setting(None, "Settings of another system to begin with; `posttrain config presets` has all.")
     policy: PolicyConfig = setting(..., "The model that is trained.")
     data: DataConfig = setting(..., "What it is trained on.")
     env: dict[str, EnvironmentConfig] = setting(dict, "Judges of answers, by name.")
@@ -257,10 +251,7 @@ class RunConfig(Section):
         yield from self._data_problems()
         yield from [*self._dedicated_problems()] or self._parallel_problems()
         if self.policy.fp8 and self.num_ranks > 1:
-            yield (
-                f"policy.fp8: weights that are sharded over GPUs cannot be quantised yet, and this run trains on "
-                f"{self.num_ranks}; set policy.fp8=false"
-            )
+            yield f"policy.fp8 trains on one GPU, and this run on {self.num_ranks}: set policy.fp8=false"
 
     def scoring_layer_problems(self) -> Iterator[str]:
         if self.scores_answers:

@@ -14,9 +14,7 @@ from posttrain.config.run_config import StepSizes, SupervisedRunConfig
 
 class RmConfig(Section):
     max_num_epochs: PositiveInt = setting(1, "Passes over the pairs after which the run ends.")
-    max_num_steps: PositiveInt = setting(
-        1_000_000, "Optimizer steps after which the run ends, if the epochs have not ended it."
-    )
+    max_num_steps: PositiveInt = setting(1_000_000, "Optimizer steps after which the run ends, if not by epochs.")
     val_period: int = setting(16, "Steps between validations; 0 or less turns periodic validation off.")
     val_batches: int = setting(-1, "Batches used by a validation; 0 or less uses the whole set.")
     val_global_batch_size: PositiveInt = setting(32, "Pairs in one validation batch.")
@@ -40,10 +38,7 @@ class RmRunConfig(SupervisedRunConfig):
 
     def scoring_layer_problems(self) -> Iterator[str]:
         if not self.scores_answers:
-            yield (
-                "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; "
-                "leave it true"
-            )
+            yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model; leave it true"
 
 
 class SftConfig(Section):

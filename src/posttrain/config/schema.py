@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from posttrain.config.base import OpenSection, Section
+from posttrain.config.base import OpenSection, Section, members
 from posttrain.config.runs import RUN_CONFIGS, Kind
 from posttrain.config.tree import Path, Values, dotted
 
@@ -63,7 +63,7 @@ def _section(model: type[Section], *, nullable: bool, listed: bool) -> Node:
 
 
 def _node(annotation: object) -> Node:
-    options = list(_options(annotation))
+    options = list(members(annotation))
     nullable = types.NoneType in options
     lists = [get_args(option)[0] for option in options if get_origin(option) is list]
     models = [option for option in [*options, *lists] if isinstance(option, type) and issubclass(option, Section)]
@@ -76,17 +76,6 @@ def _node(annotation: object) -> Node:
                 return Node("named", nullable, {ANY_NAME: _section(inner, nullable=False, listed=False)})
             return Node("free", nullable)
     return Node("value", nullable)
-
-
-def _options(annotation: object) -> Iterator[object]:
-    """The members of a union, with `Annotated` taken off."""
-    if get_origin(annotation) is Annotated:
-        yield from _options(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for option in get_args(annotation):
-            yield from _options(option)
-    else:
-        yield annotation
 
 
 def find(root: Node, path: Path) -> Node | None:
@@ -145,9 +134,7 @@ def schema_defaults(model: type[Section]) -> Values:
     values: Values = {}
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=True, validated_data={})
-        nested = [
-            option for option in _options(info.annotation) if isinstance(option, type) and issubclass(option, Section)
-        ]
+        nested = [one for one in members(info.annotation) if isinstance(one, type) and issubclass(one, Section)]
         if isinstance(default, Section):
             default = default.model_dump(by_alias=True)
         elif default is PydanticUndefined:

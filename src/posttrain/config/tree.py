@@ -141,11 +141,11 @@ def forget_arguments_of_another_class(tree: Tree, path: Path, incoming: Values) 
             tree.remove((*path, "kwargs", key))
 
 
-def without_marks(value: object) -> Any:
+def without_marks(value: object, mark: str = OVERRIDE_MARK) -> Any:
     if isinstance(value, dict):
-        return {key: without_marks(inner) for key, inner in value.items() if key != OVERRIDE_MARK}
+        return {key: without_marks(inner, mark) for key, inner in value.items() if key != mark}
     if isinstance(value, list):
-        return [without_marks(inner) for inner in value]
+        return [without_marks(inner, mark) for inner in value]
     return deepcopy(value)
 
 

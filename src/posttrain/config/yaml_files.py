@@ -77,9 +77,7 @@ def parse_document(text: str | bytes, label: str) -> Tree:
         raise ConfigError(f"{label}: not valid YAML: {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{label}: expected a map of sections (`name:` at the beginning of a line), got {type(values).__name__}"
-        )
+        raise ConfigError(f"{label}: expected a map of sections (lines of `name:`), got {type(values).__name__}")
     return Tree(values, {path: f"{label}:{line}" for path, line in lines.items()})
 
 

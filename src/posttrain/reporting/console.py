@@ -69,6 +69,9 @@ class Console:
     def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
         self._put(lines, to_log=True, to_stream=even_if_quiet or not self.quiet)
 
+    def note(self, text: str) -> None:
+        self.show([Line(text, "muted")])
+
     def show_long_form(self, lines: Sequence[Line]) -> None:
         """Lines of which a terminal gets a short form: see `show_short_form`."""
         self._put(lines, to_log=True, to_stream=not self.quiet and not self.is_terminal)

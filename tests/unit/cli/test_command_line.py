@@ -137,7 +137,7 @@ def test_signals_end_every_command_also_the_first_process_of_a_container(
     before = signal.getsignal(sent)  # Ray leaves one of its own
     monkeypatch.setattr("posttrain.cli.main.train", interrupted)
     monkeypatch.setattr(eval_command, "run", interrupted)
-    monkeypatch.setattr(config_command, "load_config", interrupted)
+    monkeypatch.setattr(config_command, "load_words", interrupted)
     found, _, err = call(words, capsys)
     assert found == code
     assert f"posttrain: {sent.name}: stopped" in err

@@ -58,8 +58,14 @@ REFUSED = [
     (["data.train=[{split: train}]"], ["needs `dataset_name` or `data_path`"]),
     (["~policy.optimizer.kwargs.lr"], ["policy.optimizer.kwargs.lr is not set"]),
     (["grpo.batch_multiplier=2"], ["batch_multiplier = 2", "use_dynamic_sampling"]),
-    ([DYNAMIC, "grpo.num_prompts_per_step=2", "grpo.batch_multiplier=0.4"], ["less than one prompt"]),
-    ([DYNAMIC, "grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"], ["never does", "at least 2"]),
+    (
+        [DYNAMIC, "grpo.num_prompts_per_step=2", "grpo.batch_multiplier=0.4"],
+        ["= 0.4", "less than one"],
+    ),
+    (
+        [DYNAMIC, "grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"],
+        ["num_generations_per_prompt to 2"],
+    ),
     (
         [DYNAMIC, "loss_fn.force_on_policy_ratio=true"],
         ["force_on_policy_ratio", "set dynamic_sampling_surplus=discard"],
@@ -80,13 +86,16 @@ REFUSED = [
     ),
     ([SHAPED, "grpo.reward_shaping.overlong_buffer_penalty=null"], ["needs overlong_buffer_penalty"]),
     ([SHAPED, "grpo.adv_estimator.name=gdpo"], ["reward_shaping", "gdpo"]),
-    (["loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0}"], ["use_kl_in_reward", "which is 0"]),
+    (["loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0}"], ["use_kl_in_reward", "above 0"]),
     (
         ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator={name: gdpo, kl_in_reward: sequence}"],
         ["kl_in_reward = sequence", "gdpo"],
     ),
-    (["grpo.adv_estimator.name=rloo", "grpo.num_generations_per_prompt=1"], ["rloo", "at least 2"]),
-    (["loss_fn={kl_importance_weight: none, use_on_policy_kl_approximation: true}"], ["kl_importance_weight = none"]),
+    (["grpo.adv_estimator.name=rloo", "grpo.num_generations_per_prompt=1"], ["rloo", "2 or more"]),
+    (
+        ["loss_fn={kl_importance_weight: none, use_on_policy_kl_approximation: true}"],
+        ["exclude each other"],
+    ),
     (["loss_fn={loss_normalizer: max_tokens, max_response_tokens: null}"], ["max_response_tokens"]),
     (["loss_fn.sequence_ratio_type=product"], ["sequence_level_importance_ratios = true"]),
     (["loss_fn={ratio_ceiling: 2, use_cispo: true}"], ["ratio_ceiling", "use_cispo"]),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.recipes.grpo import GrpoRecipe
-from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import RecorderSettings
+from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.types import Completion, Group, Rollout, Score, StepReport, Task
 

@@ -19,9 +19,9 @@ from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.rm import RewardModelRecipe
 from posttrain.recipes.sft import SftRecipe
-from posttrain.reporting import RunRecorder
 from posttrain.reporting import recorder as recorder_module
 from posttrain.reporting.presentation import RecorderSettings
+from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.types import Score, StepReport
 

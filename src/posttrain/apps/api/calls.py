@@ -134,11 +134,7 @@ def _train(
 
         code, loaded = start_run(
             kind,
-            loaded_config(
-                kind,
-                {} if config is None else config,
-                [*overrides_of(words), *overrides_of(settings)],
-            ),
+            loaded_config(kind, config, [*overrides_of(words), *overrides_of(settings)]),
             accept_changes=resume_with_changes,
             restart=restart,
             quiet=quiet or in_notebook(),
@@ -194,16 +190,14 @@ def evaluate(
         inputs.write(DEFAULT_FOLDER)
     finally:
         inputs.close()
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    loaded.print_warnings()
     quieten_libraries()
     from posttrain.apps.evaluate.build import EvaluationBuild
     from posttrain.apps.evaluate.results import read_evaluation
     from posttrain.reporting.console import Console
-    from posttrain.reporting.wording import Line
 
     console = Console(sys.stderr, quiet=quiet)
-    evaluation = EvaluationBuild(loaded, say=lambda text: console.show([Line(text, "muted")]))
+    evaluation = EvaluationBuild(loaded, say=console.note)
     _, _, folder = evaluation.execute(console.progress)
     return read_evaluation(folder)
 

@@ -163,7 +163,8 @@ def _parts(value: object, seen: set[int]) -> Iterator[bytes]:
         seen.add(id(value))
         source = _source(value)
         yield source.encode() if source is not None else b"".join(_code(value.__code__))
-        captured = {**inspect.getclosurevars(value).nonlocals, **_globals(value)}
+        found = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
+        captured = {**inspect.getclosurevars(value).nonlocals, **found}
         captured |= {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__}
         for name, inner in sorted(captured.items()):
             yield name.encode()
@@ -179,11 +180,6 @@ def _content(value: object) -> bytes:
         import cloudpickle
 
         return bytes(cloudpickle.dumps(value))
-
-
-def _globals(function: FunctionType) -> dict[str, object]:
-    names = set(_names(function.__code__))
-    return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -7,7 +7,7 @@ are in `data/named_datasets.py`; the split here is the test split.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -204,11 +204,8 @@ def unknown_benchmark(name: str) -> DataError:
 def lines_for_people() -> list[str]:
     width = max(len(benchmark.name) for benchmark in BENCHMARKS)
     lines = [f"  {b.name:<{width}}  {b.about}  ({b.hub}, {b.split})" for b in BENCHMARKS]
-    return [*lines, f"  {'mmlu_ZH-CN':<{width}}  and the other languages of MMMLU: {_languages(MULTILINGUAL_MMLU)}"]
-
-
-def _languages(codes: Sequence[str]) -> str:
-    return ", ".join(code.replace("_", "-") for code in codes)
+    languages = ", ".join(code.replace("_", "-") for code in MULTILINGUAL_MMLU)
+    return [*lines, f"  {'mmlu_ZH-CN':<{width}}  and the other languages of MMMLU: {languages}"]
 
 
 def _folded(name: str) -> str:

@@ -136,16 +136,13 @@ def check_same_problems(first: Evaluation, second: Evaluation) -> None:
         f"only in B ({second.folder})": [i for i in b if i not in a],
         "with another text or answer": changed,
     }
-    found = "; ".join(f"{len(ids)} {kind}: {_some(ids)}" for kind, ids in kinds.items() if ids)
+    found = "; ".join(
+        f"{len(ids)} {kind}: {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}" for kind, ids in kinds.items() if ids
+    )
     raise EvaluationError(
         f"the two evaluations are not of the same problems (A has {len(a)}, B has {len(b)}), so they cannot be "
         f"compared problem by problem. {found}"
     )
-
-
-def _some(ids: Sequence[str]) -> str:
-    shown = ", ".join(ids[:5])
-    return shown if len(ids) <= 5 else f"{shown}, …"
 
 
 def _metric(first: Evaluation, second: Evaluation, wanted: str | None) -> Metric:

@@ -162,7 +162,12 @@ def why_incomparable(
     first: Evaluation, second: Evaluation, names: tuple[str, str], *, uses_threshold: bool
 ) -> str | None:
     """Why their scores are not comparable; None if they are. `names` are those of the two in messages."""
-    if judges := [difference for difference in _judge_differences(first, second) if not _is_address(difference[0])]:
+    judges = [
+        difference
+        for difference in _judge_differences(first, second)
+        if difference[0].rpartition(".")[2] not in _ADDRESS_OF_A_JUDGE and ".extra_headers." not in difference[0]
+    ]
+    if judges:
         shown = "; ".join(describe_difference(difference, names) for difference in judges[:3])
         return f"{names[0]} and {names[1]} were scored by different judges: {shown}"
     thresholds = first.summary.pass_threshold, second.summary.pass_threshold
@@ -193,10 +198,6 @@ def different_settings(first: Evaluation, second: Evaluation) -> list[Difference
         if key in one and key in other and one[key] != other[key] and not is_seen:
             found.append((key, one[key], other[key]))
     return found + _judge_differences(first, second)
-
-
-def _is_address(key: str) -> bool:
-    return key.rpartition(".")[2] in _ADDRESS_OF_A_JUDGE or ".extra_headers." in key
 
 
 def describe_difference(difference: Difference, names: tuple[str, str]) -> str:

@@ -166,7 +166,9 @@ def native_engine(reference: ResolvedModel, generation: EvalGenerationConfig) ->
 
 def vllm_engine(reference: ResolvedModel, generation: EvalGenerationConfig) -> Engine:
     from posttrain.engines.vllm import VllmEngine, vllm_options
+    from posttrain.files.json_files import read_json
 
+    adapter = read_json(reference.adapter / "adapter_config.json") if reference.adapter else {}
     length = generation.vllm_cfg.max_model_len
     assert length is not None, "the built-in default sets it"
     return VllmEngine(
@@ -174,7 +176,7 @@ def vllm_engine(reference: ResolvedModel, generation: EvalGenerationConfig) -> E
         reference.tokenizer,
         max_model_len=length,
         adapter=reference.adapter,
-        adapter_rank=_adapter_rank(reference),
+        adapter_rank=int(adapter.get("r", 16)),
         **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, vllm_precision(generation)),
     )
 
@@ -188,12 +190,6 @@ def native_precision(generation: EvalGenerationConfig) -> str:
     if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
         return "float32"
     return generation.precision
-
-
-def _adapter_rank(reference: ResolvedModel) -> int:
-    from posttrain.files.json_files import read_json
-
-    return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16
 
 
 def _with_absolute_paths(reference: ResolvedModel) -> ResolvedModel:

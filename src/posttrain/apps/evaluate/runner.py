@@ -80,7 +80,7 @@ class EvaluationRunner:
         turns = completion.conversation.utterances if completion.conversation is not None else ()
         return SampleResult(
             text=completion.text,
-            num_tokens=_num_tokens(completion),
+            num_tokens=completion.num_tokens if isinstance(completion, ServedCompletion) else completion.num_sampled,
             finish_reason=completion.finish_reason,
             reward=score.reward,
             answer=self.read_answer(_final_text(completion)),
@@ -88,10 +88,6 @@ class EvaluationRunner:
             parts=dict(score.parts),
             turns=tuple({"role": turn.role, "text": turn.text} for turn in turns),
         )
-
-
-def _num_tokens(completion: Completion) -> int | None:
-    return completion.num_tokens if isinstance(completion, ServedCompletion) else completion.num_sampled
 
 
 def _final_text(completion: Completion) -> str:

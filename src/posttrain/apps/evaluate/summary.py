@@ -122,9 +122,8 @@ def _more(summary: EvaluationSummary, num_measured: int, why_unscored: str | Non
     for name, value in summary.metrics.items():
         if "@" in name:
             interval = summary.intervals[name]
-            lines.append(
-                (name, f"{value:.4f}   {_percent(interval.confidence)} [{interval.low:.4f}, {interval.high:.4f}]")
-            )
+            percent = f"{100 * interval.confidence:g}%"
+            lines.append((name, f"{value:.4f}   {percent} [{interval.low:.4f}, {interval.high:.4f}]"))
     if LENGTH in summary.metrics:
         interval = summary.intervals[LENGTH]
         lines.append(("length", f"{summary.metrics[LENGTH]:.1f} tokens   [{interval.low:.1f}, {interval.high:.1f}]"))
@@ -148,7 +147,3 @@ def _more(summary: EvaluationSummary, num_measured: int, why_unscored: str | Non
         lines.append(("cost", f"{summary.cost:.4f}   {summary.cost_per_answer:.6f} per answer"))
     width = max(len(name) for name, _ in lines)
     return [f"  {name:<{width}}  {text}" for name, text in lines]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g}%"

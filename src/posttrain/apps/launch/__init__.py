@@ -12,6 +12,7 @@
 | `cost.py` | prices with day, source and region; hours, dollars, interruptions |
 | `node/` | `posttrain node`, the first process of every pod |
 | `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
+| `submit.py` | which cluster a profile names; what a run is and costs before it is submitted; following it |
 | `kubernetes_cluster.py`, `cluster_checks.py` | Kubernetes, the only file with its client; what a run needs of it |
 | `ray_jobs.py` | runs as jobs of a long-lived Ray cluster, over Ray's Jobs API |
 | `local/` | this machine as a cluster |

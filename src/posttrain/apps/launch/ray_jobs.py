@@ -265,7 +265,9 @@ def _has_ended(job: Object | None) -> bool:
 def _workload(job: Object) -> Object:
     code, phase = job.get("driver_exit_code"), _PHASES.get(job["status"], "Running")
     metadata = {"name": job["submission_id"], "namespace": "", "labels": dict(job["metadata"])}
-    message = "" if phase in ("Pending", "Running", "Succeeded") else _why_it_ended(job)
+    message = ""
+    if phase not in ("Pending", "Running", "Succeeded"):
+        message = _last_line(job.get("message") or "") if code is None else f"exit code {code}{_MEANINGS.get(code, '')}"
     state = {"terminated": {"exitCode": code, "message": message}} if code is not None else {}
     return {
         "kind": "Ray job",
@@ -277,11 +279,6 @@ def _workload(job: Object) -> Object:
         },
         "pod": {"metadata": metadata, "status": {"phase": phase, "containerStatuses": [{"state": state}]}},
     }
-
-
-def _why_it_ended(job: Object) -> str:
-    code = job.get("driver_exit_code")
-    return _last_line(job.get("message") or "") if code is None else f"exit code {code}{_MEANINGS.get(code, '')}"
 
 
 def _last_line(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.config.base import ConfigError
 from posttrain.config.foreign.nemo_rl import ABSENT, Rename, counterpart, read_data, read_renames, read_rules, rule_for
-from posttrain.config.tree import COMMAND_LINE, MISSING, Path, Tree, Values, dotted, leaves, resolve
+from posttrain.config.tree import COMMAND_LINE, MISSING, Tree, Values, dotted, leaves, resolve
 
 FILE = "aligner.yaml"
 SECTIONS = ("model", "trainer", "exp_manager", "pretrained_checkpoint")
@@ -70,19 +70,16 @@ class _Translation:
 
     def _put(self, old: str, new: tuple[str, ...], value: object) -> None:
         origin = self._given.origin(tuple(old.split(".")))
-        taken = [name for name in new if self._is_set_otherwise(tuple(name.split(".")), value, origin)]
-        if taken:
-            self._warnings.append(f"{origin}: `{old}` is ignored, because `{taken[0]}` is set as well")
-            return
-        for name in new:
-            self._tree.put(tuple(name.split(".")), value, origin)
+        for path in (paths := [tuple(name.split(".")) for name in new]):
+            present = self._tree.get(path, ABSENT)
+            # The value of our own name wins, unless only the command line has the other.
+            is_overridden = origin == COMMAND_LINE and self._tree.origin(path) != COMMAND_LINE
+            if present is not ABSENT and present != value and not is_overridden:
+                self._warnings.append(f"{origin}: `{old}` is ignored, because `{dotted(path)}` is set as well")
+                return
+        for path in paths:
+            self._tree.put(path, value, origin)
         self._warnings.append(f"{origin}: `{old}` is now {' and '.join(f'`{name}`' for name in new)}")
-
-    def _is_set_otherwise(self, path: Path, value: object, origin: str) -> bool:
-        """Whether posttrain's own name has another value, which wins unless only the command line has the other."""
-        present = self._tree.get(path, ABSENT)
-        is_overridden = origin == COMMAND_LINE and self._tree.origin(path) != COMMAND_LINE
-        return present is not ABSENT and present != value and not is_overridden
 
     def _data(self) -> None:
         """`model.data.data_prefix`: a file, a list of files, or those of training and validation by name."""
@@ -186,9 +183,7 @@ def cosine_schedule(schedule: Any, max_steps: Any, lr: Any) -> list[Values] | Va
         return None
     known = {"name", "warmup_steps", "constant_steps", "min_lr", "max_steps"}
     if not isinstance(schedule, dict) or schedule.get("name") != "CosineAnnealing" or set(schedule) - known:
-        raise Untranslatable(
-            f"CosineAnnealing with {', '.join(sorted(known))} is understood; else use policy.scheduler"
-        )
+        raise Untranslatable(f"only CosineAnnealing with {', '.join(sorted(known))}; else use policy.scheduler")
     total, least = schedule.get("max_steps") or max_steps, schedule.get("min_lr") or 0.0
     warm_up, constant = schedule.get("warmup_steps") or 0, schedule.get("constant_steps") or 0
     if not all(isinstance(count, int) for count in (warm_up, constant)) or not isinstance(least, float | int):
@@ -197,9 +192,7 @@ def cosine_schedule(schedule: Any, max_steps: Any, lr: Any) -> list[Values] | Va
         raise Untranslatable("it needs trainer.dpo.max_steps, because the steps of an epoch are not known yet")
     decay = total - warm_up - constant
     if decay < 1:
-        raise Untranslatable(
-            f"{warm_up} warmup_steps and {constant} constant_steps leave no step of {total} for the cosine"
-        )
+        raise Untranslatable(f"{warm_up} warmup_steps and {constant} constant_steps leave no step of {total} to decay")
     if constant and not isinstance(lr, float | int):
         raise Untranslatable("constant_steps needs model.optim.lr beside it")
     parts = [(decay, "CosineAnnealingLR", {"T_max": decay, "eta_min": least})]

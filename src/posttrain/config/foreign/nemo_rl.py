@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.config.base import Section
 from posttrain.config.runs import KINDS, Kind
 from posttrain.config.schema import Node, schema_of, unknown_keys
-from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, overlay
+from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, overlay, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import shown_setting
 
@@ -185,7 +185,8 @@ def _rewrite_values(tree: Tree, warnings: list[str]) -> None:
 
 def usual_values(kind: Kind) -> Values:
     """The values that NeMo RL's own files give to keys that posttrain does not read."""
-    return _without_marks(_of_kind(kind))
+    values: Values = without_marks(_of_kind(kind), OPEN_MARK)
+    return values
 
 
 @cache
@@ -212,12 +213,6 @@ def _with_foreign(node: Node, foreign: Values) -> Node:
         elif key != OPEN_MARK:
             children[key] = Node("free" if value is None or isinstance(value, list) else "value", nullable=True)
     return replace(node, children=children, open=node.open or OPEN_MARK in foreign)
-
-
-def _without_marks(values: object) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {key: _without_marks(value) for key, value in values.items() if key != OPEN_MARK}
 
 
 def separate(kind: Kind, values: Values) -> tuple[Values, Values]:

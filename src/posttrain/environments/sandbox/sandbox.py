@@ -251,16 +251,12 @@ def _memory_file(name: str, content: bytes) -> int:
         while left:
             left = left[os.write(fd, left) :]
         os.lseek(fd, 0, os.SEEK_SET)
-        _seal(fd)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _seal(fd: int) -> None:
-    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def _remove(folder: str) -> None:

@@ -43,7 +43,8 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     """
     layers: Any = getattr(decoder, "layers", None)
     parameter = next(decoder.parameters())
-    if not isinstance(layers, nn.ModuleList) or not _kernels_run_on(parameter.device):
+    kernels = triton_kernels("policy.fused.kernels")
+    if not isinstance(layers, nn.ModuleList) or kernels is None or not kernels.runs_on(parameter.device):
         return 0
     rotary = getattr(decoder, "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
@@ -53,11 +54,6 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     if num_fused == len(layers) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
         _defer_sums(decoder)
     return num_fused
-
-
-def _kernels_run_on(device: torch.device) -> bool:
-    kernels = triton_kernels("policy.fused.kernels")
-    return kernels is not None and kernels.runs_on(device)
 
 
 def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:

@@ -58,18 +58,14 @@ def loss_diverges(run: History) -> Sighting | None:
     start, now = run.start(LOSS), run.recent(LOSS)
     if start is None or now is None or start <= 0:
         return None
-    best = _lowest_level(run)
+    values = run.values(LOSS)[-1000:]
+    best = min((statistics.median(values[i : i + 5]) for i in range(0, len(values) - 4, 5)), default=None)
     if now > 1.3 * start:
         return Sighting("error", LOSS, now, f"the loss rose from {start:.3g} to {now:.3g}", (lower_lr(run),))
     if best is not None and now > 3 * best and now - best > 0.3 * start:
         text = f"the loss rose from its minimum {best:.3g} to {now:.3g}"
         return Sighting("warning", LOSS, now, text, (lower_lr(run),))
     return None
-
-
-def _lowest_level(run: History) -> float | None:
-    values = run.values(LOSS)[-1000:]
-    return min((statistics.median(values[i : i + 5]) for i in range(0, len(values) - 4, 5)), default=None)
 
 
 def overfit(run: History) -> Sighting | None:

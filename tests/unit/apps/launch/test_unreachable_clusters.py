@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from posttrain.apps.launch import submit
 from posttrain.apps.launch.pod_template import RUN_LABEL
 from posttrain.apps.launch.runs import ClusterUnreachable, find_run
-from posttrain.cli import launch_submit
 from posttrain.errors import InputError
 
 
@@ -60,11 +60,11 @@ def test_jobs_of_one_name_are_named_in_full() -> None:
 
 def test_a_run_is_followed_after_requests_that_were_lost() -> None:
     cluster = FewAnswers(["mine"], {2, 3})
-    assert launch_submit.follow(cluster, "mine") == 0  # type: ignore[arg-type]
+    assert submit.follow(cluster, "mine") == 0  # type: ignore[arg-type]
     assert cluster.num_calls == 5
 
 
 def test_following_ends_when_the_cluster_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_submit, "UNREACHABLE_LIMIT_S", 0.0)
+    monkeypatch.setattr(submit, "UNREACHABLE_LIMIT_S", 0.0)
     with pytest.raises(ClusterUnreachable):
-        launch_submit.follow(FewAnswers(["mine"], {2}), "mine")  # type: ignore[arg-type]
+        submit.follow(FewAnswers(["mine"], {2}), "mine")  # type: ignore[arg-type]

@@ -170,7 +170,8 @@ class Member:
             self._timers.append((moment, event))
 
     def _receive_signal(self, number: int, frame: object) -> None:
-        self._events.put(self._reap if number == signal.SIGCHLD else partial(self._on_signal, signal.Signals(number)))
+        notice = Notice(signal.Signals(number).name, self.settings.grace_s, is_final=True)
+        self._events.put(self._reap if number == signal.SIGCHLD else partial(self.on_notice, notice))
 
     def _reap(self) -> None:
         for name, code in self.children.reap():
@@ -184,9 +185,6 @@ class Member:
         if service is not None:
             start_watch(service, lambda notice: self.later(partial(self.on_notice, notice)), self.say)
         self.begin()
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        self.on_notice(Notice(number.name, self.settings.grace_s, is_final=True))
 
     def _pass_on(self, link: Link, message: Message) -> None:
         self.later(partial(self._on_message, link, message))
@@ -209,7 +207,7 @@ class Member:
             settings.head_host,
             settings.control_port,
             self._pass_on,
-            lambda link: self.later(self._on_loss),
+            lambda link: self.later(partial(self.end, ExitCode.SAVED, "rank 0 is gone")),
             limit_s=JOIN_S,
             say=self.say,
         )
@@ -249,7 +247,7 @@ class Member:
             raise InputError(f"Ray cannot be started ({error}): the image needs 'posttrain[ray]'") from error
 
     def on_notice(self, notice: Notice) -> None:
-        self.say(f"{notice.source}{_in_seconds(notice.seconds)}")
+        self.say(notice.source if notice.seconds is None else f"{notice.source}, {notice.seconds:.0f} s left")
         if notice.is_final:
             seconds = self.settings.grace_s if notice.seconds is None else notice.seconds
             self.deadline = min(self.deadline, time.monotonic() + seconds)
@@ -268,14 +266,7 @@ class Member:
             {"type": "failed", "code": ExitCode.CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"}
         )
 
-    def _on_loss(self) -> None:
-        self.end(ExitCode.SAVED, "rank 0 is gone")
-
     def end(self, code: int, why: str) -> None:
         if self.code is None:
             self.say(f"{why}; exit code {code}")
             self.code = code
-
-
-def _in_seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f", {seconds:.0f} s left"

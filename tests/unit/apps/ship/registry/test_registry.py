@@ -21,7 +21,7 @@ from posttrain.apps.ship.registry import (
 from posttrain.apps.ship.registry.store import MlflowStore
 from posttrain.apps.ship.registry.version import differences
 from posttrain.cli.main import main
-from posttrain.cli.registry_views import show_version, show_versions
+from posttrain.cli.registry_command import show_version, show_versions
 
 Make = Callable[[str], Path]
 

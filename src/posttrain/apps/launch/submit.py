@@ -1,21 +1,78 @@
-"""Submitting a run: what it is and costs, the question before it, and following it to its end."""
+"""Submitting a run: which cluster its profile names, what it is and costs, and following it to its end."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from posttrain.apps.launch.cost import cost_on_cluster, price_of
+from posttrain.apps.launch.launch_request import LaunchRequest
+from posttrain.apps.launch.local.local_cluster import LocalCluster, claim_folder
+from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs, render_job
+from posttrain.apps.launch.runs import ENDED, NOT_STARTING, Cluster, ClusterUnreachable, RunPod, pods_by_rank, state_of
+from posttrain.apps.launch.workloads import render_run
+from posttrain.config import RunConfig
+from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.config.loader import load_standalone
 from posttrain.errors import ExitCode, InputError
 
-if TYPE_CHECKING:
-    from posttrain.apps.launch.launch_request import LaunchRequest
-    from posttrain.apps.launch.runs import Cluster, RunPod
-    from posttrain.config import RunConfig
-
 UNREACHABLE_LIMIT_S = 60.0  # for which a run is followed though its cluster does not answer
+
+
+def load_profile(name: str) -> ClusterProfile:
+    if name == "local":
+        return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
+    if not Path(name).exists():
+        raise InputError(
+            f"--on {name}: no such file; a cluster profile is expected (docs/launch.md), or the word local"
+        )
+    return load_standalone(ClusterProfile, Path(name))
+
+
+def cluster_of(profile: ClusterProfile) -> Cluster:
+    if profile.scheduler.kind == "raycluster":
+        return RayJobs(profile.scheduler.ray_address)
+    if profile.cluster.kind == "local":
+        return LocalCluster()
+    return _kubernetes(profile.cluster.context, profile.cluster.namespace)
+
+
+def clusters_to_search(profile: str | None, context: str | None, namespace: str | None) -> list[Cluster]:
+    """Where to look for runs: what is named, else this machine, and the clusters of the kubeconfig and of Ray's own
+    variable if there are any.
+    """
+    if profile is not None:
+        return [cluster_of(load_profile(profile))]
+    if context is not None or namespace is not None:
+        return [_kubernetes(context, namespace)]
+    clusters: list[Cluster] = [LocalCluster()]
+    if os.environ.get(ADDRESS_VARIABLE):
+        clusters.append(RayJobs(None))
+    configured = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    if any(Path(path).is_file() for path in configured.split(os.pathsep)):
+        clusters.append(_kubernetes(None, None))
+    return clusters
+
+
+def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
+    try:
+        from posttrain.apps.launch.kubernetes_cluster import KubernetesCluster
+    except ImportError as error:
+        raise InputError(
+            f"talking to a cluster needs the package kubernetes: pip install 'posttrain[k8s]' ({error}). render, "
+            "check, setup, values and --on local work without it"
+        ) from error
+    return KubernetesCluster(context, namespace)
+
+
+def objects_of(request: LaunchRequest) -> list[Object]:
+    """What `create` of `cluster_of` takes: manifests, or a job for a Ray cluster that exists."""
+    return (render_job if request.profile.scheduler.kind == "raycluster" else render_run)(request)
 
 
 def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
@@ -24,13 +81,8 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
     machine = request.instance.name or "machines of the profile"
     count = f"{request.num_nodes} pod{'s' if request.num_nodes > 1 else ''}"
     if profile.cluster.kind == "local":
-        from posttrain.apps.launch.local.local_cluster import claim_folder
-
-        place = claim_folder(profile.storage.claim)
-        return [
-            f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {profile.storage.mount} is "
-            f"{place}"
-        ]
+        shared = f"{profile.storage.mount} is {claim_folder(profile.storage.claim)}"
+        return [f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {shared}"]
     gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
     capacity = profile.nodes.capacity.replace("_", "-")
     form = f"a {profile.scheduler.kind} in namespace {profile.cluster.namespace}"
@@ -41,8 +93,6 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
 
 
 def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
-    from posttrain.apps.launch.cost import cost_on_cluster, price_of
-
     try:
         return cost_on_cluster(request.profile, config).lines()
     except InputError as error:
@@ -57,19 +107,11 @@ def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
     return [f"  price: ${hourly} an hour; for how many hours is not known ({unknown})"]
 
 
-def is_confirmed() -> bool:
-    if not sys.stdin.isatty():
-        raise InputError("there is no terminal to ask at: give --yes to submit. Nothing was created")
-    return input("go? [y/N] ").strip().lower() in ("y", "yes")
-
-
 def follow(cluster: Cluster, name: str) -> int:
     """Print what rank 0 prints, attempt after attempt, until the run is over. Returns its exit code.
 
     After a lost connection each log goes on where it ended.
     """
-    from posttrain.apps.launch.runs import ENDED, ClusterUnreachable, pods_by_rank, state_of
-
     printed: dict[str, int] = {}
     complete: set[str] = set()
     reported, give_up_at = "", math.inf
@@ -119,8 +161,6 @@ def _print_log(cluster: Cluster, pod: RunPod, printed: dict[str, int]) -> None:
 
 def _start_problem(pods: list[RunPod]) -> str:
     """Why pods can never start; waiting would change nothing."""
-    from posttrain.apps.launch.runs import NOT_STARTING
-
     for pod in pods:
         if pod.waits_for.partition(":")[0] in NOT_STARTING:
             return f"pod {pod.name} cannot start ({pod.waits_for}): see image.name, image.pull_secret and secrets"
