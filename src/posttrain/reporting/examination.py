@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
+from posttrain.files.json_files import JsonMapping
 from posttrain.reporting.doctor import Doctor, Finding
 from posttrain.reporting.doctor.findings import answers_that_show
 from posttrain.reporting.rows import group_row
@@ -26,6 +27,9 @@ from posttrain.reporting.run_files import (
 
 if TYPE_CHECKING:
     from posttrain.types import Group
+
+
+DEFAULT_KIND = "grpo"  # of a run that does not say
 
 
 class Examination:
@@ -61,17 +65,28 @@ class Examination:
         return shown
 
 
+def examine(
+    rows: Iterable[Row],
+    kind: str,
+    settings: Mapping[str, object],
+    groups: Callable[[int], Sequence[JsonMapping]],
+) -> list[Finding]:
+    """What the doctor finds in all rows of a run. `groups` reads those of a step."""
+    doctor = Doctor(kind, settings)
+    doctor.replay(rows)
+    doctor.finish()
+    return [
+        replace(finding, answers=answers_that_show(groups(finding.step), doctor.shown[finding.rule]))
+        for finding in doctor.findings
+    ]
+
+
 def examine_folder(folder: Path) -> tuple[RunData, list[Finding]]:
     """A run after the fact, from its rows alone: also one that was recorded without the doctor."""
     run = load_run(folder)
-    doctor = Doctor(str(run.info.get("algorithm", "grpo")), settings_of(folder))
-    doctor.replay(run.rows)
-    doctor.finish()
-    found = []
-    for finding in doctor.findings:
-        groups = groups_of(folder / ROLLOUTS_FOLDER / f"step_{finding.step}.jsonl.gz")
-        found.append(replace(finding, answers=answers_that_show(groups, doctor.shown[finding.rule])))
-    return run, found
+    kind = str(run.info.get("algorithm", DEFAULT_KIND))
+    files = folder / ROLLOUTS_FOLDER
+    return run, examine(run.rows, kind, settings_of(folder), lambda step: groups_of(files / f"step_{step}.jsonl.gz"))
 
 
 def errors_of_model(reference: str) -> list[Finding]:

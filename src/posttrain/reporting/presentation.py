@@ -51,12 +51,16 @@ class Band:
 class ChartSpec:
     title: str
     curves: tuple[tuple[str, str], ...]  # (key, name) of each
-    note: str = ""  # what to look for
+    note: str = ""  # what to look for; {device} stands for the word for a device
     bands: tuple[Band, ...] = ()  # of the first curve
 
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(key for key, _ in self.curves)
+
+    def note_for(self, device: str) -> str:
+        """Not a format string: the note and the word may come from the run.json of somebody else."""
+        return self.note.replace("{device}", device)
 
 
 @dataclass(frozen=True)

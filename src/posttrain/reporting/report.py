@@ -121,7 +121,7 @@ def _charts(run: RunData) -> tuple[list[JsonObject], set[str]]:
         chart(
             spec.title,
             [run.series(key, name) for key, name in spec.curves],
-            note=spec.note.format(device=device),
+            note=spec.note_for(device),
             wide=index == 0,
             bands=bands_at_start(spec, run.series(spec.keys[0]).values),
             marks=[

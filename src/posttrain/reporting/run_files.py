@@ -44,6 +44,7 @@ REPORT_FILE = "report.html"
 LOG_FOLDER = "logs"
 LOGGERS_FOLDER = "loggers"
 LOG_FILE = f"{LOG_FOLDER}/train.log"
+MAX_TEXT = 10_000  # characters of a text in run.json that is shown
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
@@ -116,14 +117,18 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_info(folder: Path) -> Row:
-    """`run.json`; empty if it is missing or unreadable, because the report has to work without it. Values of another
-    type than `Recorder` writes are left out."""
+    """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
     try:
-        info = parse_json(read_at_most(folder / INFO_FILE, MAX_FILE_BYTES))
+        return parse_info(read_at_most(folder / INFO_FILE, MAX_FILE_BYTES))
     except (OSError, ValueError):
         return {}
+
+
+def parse_info(content: bytes) -> Row:
+    """ValueError if it is no object. Values of another type than `Recorder` writes are left out."""
+    info = parse_json(content)
     if not isinstance(info, dict):
-        return {}
+        raise ValueError("not an object")
     return {key: value for key, value in info.items() if key not in _INFO or _INFO[key](value)}
 
 
@@ -146,7 +151,10 @@ _INFO: dict[str, Callable[[Any], bool]] = {
     "resumed_at_steps": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "headline": lambda value: isinstance(value, dict),
     **dict.fromkeys(("wall_s", "max_steps", "num_devices"), _is_number),
-    **dict.fromkeys(("started_at", "updated_at", "status", "title", "reason"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(
+        ("started_at", "updated_at", "status", "title", "reason", "device_word", "algorithm"),
+        lambda value: isinstance(value, str) and len(value) <= MAX_TEXT,
+    ),
 }
 
 

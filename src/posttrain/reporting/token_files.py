@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from posttrain.types import TokenTrace
 
 _MAX_TOKENS_PER_CHARACTER = 4
+MAX_BYTES = 512 * 2**20  # of all arrays, unpacked: a small file may unpack to any size
 
 Pieces = Callable[[Sequence[int]], list[str]]  # the text of each token
 
@@ -118,9 +119,32 @@ def _npz(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def read_tokens(source: BinaryIO | Path) -> TokenFile | None:
-    """None if the file cannot be read."""
+    """None if the file cannot be read, or its arrays do not fit each other."""
     try:
         with np.load(source, allow_pickle=False) as found:
-            return TokenFile(**{name: found[name] for name in found.files})
-    except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile, EOFError):
+            if sum(entry.file_size for entry in found.zip.infolist()) > MAX_BYTES:
+                return None
+            file = TokenFile(**{name: found[name] for name in found.files})
+        return file if _fits(file) else None
+    except Exception:  # numpy, zipfile, zlib, ast and tokenize each have their own for damage
         return None
+
+
+def _fits(file: TokenFile) -> bool:
+    """Whether all arrays are of one dimension and numbers, and the ends are places in what they divide."""
+    arrays = [value for value in vars(file).values() if value is not None]
+    if any(array.ndim != 1 or array.dtype.kind not in "iufb" for array in arrays):
+        return False
+    num_tokens = len(file.token_ids)
+    of_tokens = (file.trained, file.sampler_logprobs, file.trainer_logprobs, file.advantages, file.reference_logprobs)
+    return (
+        all(len(array) == num_tokens for array in of_tokens if array is not None)
+        and len(file.draws) == len(file.samples) == len(file.ends) - 1
+        and len(file.text_ends) == num_tokens + 1
+        and file.text.dtype == np.uint8
+        and all(_divide(ends, size) for ends, size in ((file.ends, num_tokens), (file.text_ends, len(file.text))))
+    )
+
+
+def _divide(ends: np.ndarray, size: int) -> bool:
+    return bool(ends.dtype.kind == "i" and ends[0] == 0 and ends[-1] == size and (np.diff(ends) >= 0).all())

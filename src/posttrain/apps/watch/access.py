@@ -10,12 +10,12 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from posttrain.apps.serve.options import host_of
 from posttrain.files.digests import sha256_of
 
 COOKIE = "posttrain_watch"
@@ -45,7 +45,10 @@ class Access:
         return self._token is not None
 
     def is_token(self, given: str) -> bool:
-        return self._token is not None and hmac.compare_digest(given.encode(), self._token.encode())
+        # JSON may hold half a surrogate pair, which has no UTF-8.
+        return self._token is not None and hmac.compare_digest(
+            given.encode("utf-8", "surrogatepass"), self._token.encode()
+        )
 
     @property
     def cookie(self) -> str:
@@ -55,7 +58,7 @@ class Access:
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Status and reason; None if the request may pass."""
         if not self.needs_token:
-            name = urlsplit(f"//{headers.get('host', '')}").hostname
+            name = host_of(headers.get("host", ""))
             return None if name in self._names else (421, f"this server does not answer for the host {name!r}")
         if not path.startswith("/api/") or path == "/api/login":
             return None  # the program itself is public

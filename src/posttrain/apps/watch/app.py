@@ -16,24 +16,27 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import uvicorn
-from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathPart
 from fastapi.responses import Response, StreamingResponse
 
 from posttrain.apps.serve.listener import listen, url_of
 from posttrain.apps.watch.access import COOKIE, Access, Guard
 from posttrain.apps.watch.catalogue import Catalogue
+from posttrain.apps.watch.places import Unreadable
 from posttrain.apps.watch.rollout_filters import Filters, Range
 from posttrain.apps.watch.rollout_store import Cursor, Kind, token_table
 from posttrain.apps.watch.run_view import RunView, config_differences
 from posttrain.apps.watch.shipping import pipeline_page, pipeline_row, registry_page
 from posttrain.errors import InputError
+from posttrain.files.json_files import parse_json
 
 T = TypeVar("T")
 
 MAX_POINTS = 1000
 MAX_KEYS = 64
-PAGE_GROUPS = 50
+MAX_LOGIN_BYTES = 16 * 1024
+UNREADABLE_STATUS = 422
 CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
 _FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
@@ -126,21 +129,12 @@ def _known(found: Mapping[str, T], name: str) -> T:
     return found[name]
 
 
-SORTS = {
-    "reward": ("mean", True),
-    "reward_up": ("mean", False),
-    "spread": ("spread", True),
-    "length": ("mean_length", True),
-    "length_up": ("mean_length", False),
-}
-
-
 # -------------------------------------------------------------- runs
 
 
 @router.get("/runs")
 def runs(catalogue: Known) -> UiResponse:
-    return UiResponse({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
+    return UiResponse({"now": time.time(), "runs": [run.row() for run in catalogue.runs.values()]})
 
 
 @router.get("/runs/{run_id}")
@@ -210,15 +204,17 @@ def step_groups(
     sort: str = "order",
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> UiResponse:
-    found, total = run.rollouts.listing(kind, step, filters)
-    if sort in SORTS:
-        name, descending = SORTS[sort]
-        known = [row for row in found if row[name] is not None]
-        found = sorted(known, key=lambda row: row[name], reverse=descending) + [
-            row for row in found if row[name] is None
-        ]
-    page = found[offset : offset + PAGE_GROUPS]
-    return UiResponse({"total": total, "matching": len(found), "groups": page, "offset": offset})
+    found = run.rollouts.listing(kind, step, filters, sort, offset)
+    return UiResponse(
+        {
+            "total": found.num_groups,
+            "matching": found.num_matching,
+            "groups": found.groups,
+            "offset": offset,
+            "unreadable": found.num_unreadable,
+            "is_cut": found.is_cut,
+        }
+    )
 
 
 @router.get("/runs/{run_id}/rollouts/{kind}/{step}/{index}")
@@ -227,7 +223,7 @@ def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]
     if found is None:
         raise HTTPException(404, "no such group")
     lines = run.rollouts.lines(kind, step)
-    return UiResponse({"group": found, "num_groups": len(lines.lines) if lines else 0})
+    return UiResponse({"group": found, "num_groups": len(lines) if lines else 0})
 
 
 @router.get("/runs/{run_id}/tokens/{step}/{draw}/{sample}")
@@ -286,9 +282,19 @@ async def events(request: Request, catalogue: Known, run: str | None = None) -> 
 
 
 @router.post("/login")
-def login(request: Request, token: Annotated[str, Body(embed=True, max_length=4096)]) -> UiResponse:
+async def login(request: Request) -> UiResponse:
+    """The body is an object with the token. It is read before anything is proved, so it is short."""
     access: Access = request.app.state.access
-    if not access.is_token(token):
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_LOGIN_BYTES:
+            raise HTTPException(413, f"more than {MAX_LOGIN_BYTES} bytes")
+    try:
+        given = parse_json(bytes(content))["token"]
+    except (ValueError, TypeError, KeyError):
+        raise HTTPException(422, "expected an object with the token") from None
+    if not isinstance(given, str) or not access.is_token(given):
         raise HTTPException(401, "this is not the token")
     answer = UiResponse({})
     answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
@@ -305,7 +311,9 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
 
     @app.exception_handler(InputError)
     def unreadable(request: Request, error: InputError) -> UiResponse:
-        return UiResponse({"error": "a record cannot be read"}, 500)
+        """The text of other errors may name a path."""
+        reason = str(error) if isinstance(error, Unreadable) else "a record cannot be read"
+        return UiResponse({"error": reason}, UNREADABLE_STATUS)
 
     _add_files(app)
     return app

@@ -6,9 +6,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.records import ITERATION_FILE
+from posttrain.apps.ship.pipeline.records import ITERATION_FILE, ITERATION_FOLDER
 from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.apps.watch.places import LocalPlace, Place
 from posttrain.apps.watch.rollout_store import StepCache
@@ -18,13 +19,14 @@ from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
 
 MAX_DEPTH = 5
 MAX_RUNS = 2000
+MAX_FOLDERS = 20_000  # that are looked into
 TABLE_BYTES = 128 * 2**20  # of the metrics of all runs that are kept in memory
 MIN_SCAN_PERIOD_S = 2.0
 SCAN_TIME_SHARE = 0.05  # of the time that looking for new runs may take
 _SKIPPED = re.compile(
     r"\.|__pycache__$|(tmp_|removing_|old_)?step_\d|rollouts$|attempts$|logs$|node_modules$|evaluations$"
 )
-_ITERATION = re.compile(r"iteration_\d+")
+_RUN_FILES = {METRICS_FILE, INFO_FILE}
 
 
 class Catalogue:
@@ -81,18 +83,18 @@ class Catalogue:
                 return
             runs: dict[str, RunView] = {}
             for root in self._roots:
-                for place, label in _folders(root, prefixed=len(self._roots) > 1):
+                for place, label, is_linked_run in islice(_folders(root, prefixed=len(self._roots) > 1), MAX_FOLDERS):
                     names = place.names()
-                    if (METRICS_FILE in names or INFO_FILE in names) and len(runs) < MAX_RUNS:
+                    if (is_linked_run or not _RUN_FILES.isdisjoint(names)) and len(runs) < MAX_RUNS:
                         run_id = _id(place.url)
                         runs[run_id] = self._runs.get(run_id) or RunView(run_id, place, label, self._cache, self._clock)
                     if isinstance(place, LocalPlace):
                         if any(
-                            _ITERATION.fullmatch(name) and (place.path / name / ITERATION_FILE).is_file()
+                            ITERATION_FOLDER.fullmatch(name) and place.is_file(f"{name}/{ITERATION_FILE}")
                             for name in names
                         ):
                             self._pipelines[_id(place.url)] = place.path
-                        if DATABASE in names:
+                        if DATABASE in names and place.is_file(DATABASE):
                             self._registries.setdefault(_id(place.url), place.url)
             self._runs = runs
             self._used = {run_id: run for run_id, run in self._used.items() if run_id in runs}
@@ -100,17 +102,21 @@ class Catalogue:
             self._next_scan = self._ticks() + max(MIN_SCAN_PERIOD_S, took_s / SCAN_TIME_SHARE)
 
 
-def _folders(root: Place, *, prefixed: bool) -> Iterator[tuple[Place, str]]:
-    """The folder and those in it, to a depth, with the names under which they are shown."""
+def _folders(root: Place, *, prefixed: bool) -> Iterator[tuple[Place, str, bool]]:
+    """The folder and those in it, to a depth, with the names under which they are shown. True: a link to a run
+    elsewhere, which is shown, but not followed."""
     pending: list[tuple[Place, str, int]] = [(root, root.name or root.url, 0)]
     while pending:
         place, label, depth = pending.pop()
-        yield place, label
+        yield place, label, False
         if depth == MAX_DEPTH:
             continue
+        begin = f"{label}/" if depth or prefixed else ""
+        for name in place.linked_runs(_RUN_FILES):
+            yield place.inside(name), begin + name, True
         for name in sorted(place.folders(), reverse=True):
             if not _SKIPPED.match(name):
-                pending.append((place.inside(name), f"{label}/{name}" if depth or prefixed else name, depth + 1))
+                pending.append((place.inside(name), begin + name, depth + 1))
 
 
 def _id(text: str) -> str:

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
-from posttrain.apps.watch.places import Place, Stamp
-from posttrain.files.json_files import JsonObject
+from posttrain.apps.watch.places import Place, Stamp, Unreadable
+from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.reporting.chart_specs import points_of
 from posttrain.reporting.run_files import METRICS_FILE
 
@@ -21,6 +21,12 @@ ANCHOR_BYTES = 256  # before the place up to which the file was read; if they di
 ABSENT = math.nan  # the row does not have the key
 NOT_FINITE = math.inf  # the row has null
 TAIL_BYTES = 64 * 1024
+PIECE_BYTES = 8 * 2**20  # that are read at once
+MAX_LINE_BYTES = 2**20
+MAX_FILE_BYTES = 512 * 2**20
+MAX_METRICS = 4096
+MAX_VALUES = 32 * 2**20  # of all metrics and steps
+MAX_NAME_CHARACTERS = 500
 
 
 class MetricTable:
@@ -28,6 +34,7 @@ class MetricTable:
         self._place = place
         self._lock = threading.RLock()
         self._stamp: Stamp | None = None
+        self.problem = ""  # why the file cannot be shown
         self._clear()
 
     def _clear(self) -> None:
@@ -47,28 +54,41 @@ class MetricTable:
             stamp = self._place.stamp(METRICS_FILE)
             if stamp == self._stamp:
                 return self
-            if stamp is None:
+            self.problem = ""
+            try:
+                if stamp is None:
+                    self._clear()
+                else:
+                    self._read_new(stamp.size)
+            except Unreadable as error:
                 self._clear()
-            else:
-                self._read_new(stamp.size)
+                self.problem = str(error)
             self._stamp = stamp
         return self
 
     def _read_new(self, size: int) -> None:
-        start = self._offset - len(self._anchor)
-        content = self._place.read(METRICS_FILE, start) if size >= self._offset else b""
-        if not content.startswith(self._anchor) or size < self._offset:
+        if size > MAX_FILE_BYTES:
+            raise Unreadable(f"{METRICS_FILE}: more than {MAX_FILE_BYTES >> 20} MiB")
+        if size < self._offset:
             self._clear()
-            start, content = 0, self._place.read(METRICS_FILE)
-        whole = content.rfind(b"\n") + 1  # a run that is being written may end in half a line
-        new = content[len(self._anchor) : whole]
-        for line in new.splitlines():
-            row = row_of(line)
-            if row is not None:
-                self._append(row)
-        if whole:
-            self._offset = start + whole
-            self._anchor = content[max(0, whole - ANCHOR_BYTES) : whole]
+        is_more = True
+        while is_more:
+            start = self._offset - len(self._anchor)
+            content = self._place.read(METRICS_FILE, start, min(start + PIECE_BYTES, size))
+            if not content.startswith(self._anchor):
+                self._clear()
+                continue
+            whole = content.rfind(b"\n") + 1  # a run that is being written may end in half a line
+            for line in content[len(self._anchor) : whole].splitlines():
+                row = row_of(line)
+                if row is not None:
+                    self._append(row)
+            if len(content) - whole > MAX_LINE_BYTES:
+                raise Unreadable(f"{METRICS_FILE}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            is_more = start + whole > self._offset and start + len(content) < size
+            if whole:
+                self._offset = start + whole
+                self._anchor = content[max(0, whole - ANCHOR_BYTES) : whole]
 
     def _append(self, row: JsonObject) -> None:
         step = row["step"]
@@ -81,9 +101,16 @@ class MetricTable:
             if key == "step":
                 continue
             if key not in self._columns:
+                if len(self._columns) == MAX_METRICS or len(key) > MAX_NAME_CHARACTERS:
+                    raise Unreadable(
+                        f"{METRICS_FILE}: more than {MAX_METRICS:,} metrics, or the name of one has more than "
+                        f"{MAX_NAME_CHARACTERS} characters"
+                    )
                 self._columns[key] = array("d", [ABSENT]) * len(self._steps)
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
             self._columns[key][index] = value if is_number else NOT_FINITE
+        if len(self._steps) * len(self._columns) > MAX_VALUES:
+            raise Unreadable(f"{METRICS_FILE}: more than {MAX_VALUES:,} values")
 
     # ------------------------------------------------------------------ reading
 
@@ -117,6 +144,15 @@ class MetricTable:
         finite = values[np.isfinite(values)][-count:]
         return float(np.median(finite)) if len(finite) else None
 
+    def rows(self) -> Iterator[JsonObject]:
+        """One per step, in order; None where a value was not finite."""
+        with self._lock:
+            steps, columns = np.array(self._steps), {key: np.array(column) for key, column in self._columns.items()}
+        for index in np.argsort(steps, kind="stable").tolist():
+            values = {key: float(column[index]) for key, column in columns.items()}
+            logged = {key: value if math.isfinite(value) else None for key, value in values.items() if value == value}
+            yield {"step": int(steps[index]), **logged}
+
     def curve(
         self, key: str, num_points: int, first: int | None = None, last: int | None = None
     ) -> dict[str, list[float | None]]:
@@ -130,8 +166,8 @@ class MetricTable:
 
 def row_of(line: bytes) -> JsonObject | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line) if len(line) <= MAX_LINE_BYTES else None
+    except ValueError:
         return None
     is_row = isinstance(row, dict) and isinstance(row.get("step"), int) and abs(row["step"]) < 2**53
     return row if is_row else None
@@ -143,5 +179,5 @@ def tail_rows(place: Place, name: str, num_bytes: int = TAIL_BYTES) -> list[Json
     if stamp is None:
         return []
     start = max(0, stamp.size - num_bytes)
-    lines = place.read(name, start).split(b"\n")
+    lines = place.read(name, start, stamp.size).split(b"\n")
     return [row for line in (lines[1:] if start else lines) if (row := row_of(line)) is not None]

@@ -1,15 +1,17 @@
 """Folders that are only read: on this machine, or wherever fsspec reaches (s3://, gs://, …).
 
-A file that is missing or cannot be read has no stamp and is empty: runs are looked at while they are written, moved and
-deleted.
+A missing file has no stamp and is empty: runs are looked at while they are written, moved and deleted. On this machine,
+only regular files are read, and no link below the folder that the user named is followed: whoever may write into a
+run folder could otherwise show any file of the account that runs the dashboard, or stop it with a pipe.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,6 +25,10 @@ LISTING_LIFE_S = 1.5  # of a folder elsewhere
 LARGE_LISTING = 1000  # entries; such a folder is listed less often
 LARGE_LISTING_LIFE_S = 10.0
 FOLDER = "folder"  # in place of the time of a change
+
+
+class Unreadable(InputError):
+    """A file of a run that cannot be shown. The text names it within the run, with the reason."""
 
 
 class Stamp(NamedTuple):
@@ -44,6 +50,8 @@ class Place(Protocol):
 
     def folders(self) -> list[str]: ...
 
+    def linked_runs(self, files: Collection[str]) -> list[str]: ...
+
     def stamp(self, name: str) -> Stamp | None: ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes: ...
@@ -56,48 +64,105 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    def __init__(self, path: Path) -> None:
+    """`root`: the folder that the user named, if this is a folder in it."""
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.url = str(path)
+        self._root = root or path
 
     @property
     def name(self) -> str:
         return self.path.name
 
     def names(self, folder: str = "") -> list[str]:
-        try:
-            return os.listdir(self.path / folder)
-        except OSError:
-            return []
+        return [entry.name for entry in self._entries(folder)]
 
     def folders(self) -> list[str]:
-        try:
-            with os.scandir(self.path) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
-        except OSError:
-            return []
+        return [entry.name for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
+
+    def linked_runs(self, files: Collection[str]) -> list[str]:
+        """Links to folders elsewhere that have one of these files."""
+        links = [Path(entry.path) for entry in self._entries() if entry.is_symlink()]
+        runs = [link for link in links if any(os.path.isfile(link / name) for name in files)]
+        return [link.name for link in runs if not link.resolve().is_relative_to(self._root)]
 
     def stamp(self, name: str) -> Stamp | None:
         try:
-            found = os.stat(self.path / name)
+            found = os.lstat(self.path / name)
         except OSError:
             return None
         return Stamp(found.st_size, (found.st_mtime_ns, found.st_ino))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Unreadable for what is not a regular file, or may not be read."""
         try:
-            with open(self.path / name, "rb") as file:
+            descriptor = self._open(name)
+            if descriptor is None:
+                return b""
+            with open(descriptor, "rb") as file:
+                size = os.fstat(descriptor).st_size  # a larger read would reserve its memory first
                 file.seek(start)
-                return file.read() if end is None else file.read(max(0, end - start))
-        except OSError:
-            return b""
+                return file.read(max(0, min(size, size if end is None else end) - start))
+        except OSError as error:
+            raise Unreadable(f"{name}: {error.strerror or error}") from error
+
+    def is_file(self, name: str) -> bool:
+        """Whether it is a regular file that is reached without a link."""
+        try:
+            descriptor = self._open(name)
+        except (OSError, Unreadable):
+            return False
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is not None
 
     def inside(self, name: str) -> LocalPlace:
-        return LocalPlace(self.path / name)
+        return LocalPlace(self.path / name, self._root)
 
     def folder_stamp(self, folder: str) -> object:
         stamp = self.stamp(folder)
         return stamp and stamp.changed
+
+    def _entries(self, folder: str = "") -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.path / folder) as entries:
+                return [] if self._is_beyond_a_link(folder) else list(entries)
+        except OSError:
+            return []
+
+    def _is_beyond_a_link(self, folder: str) -> bool:
+        inner = (self.path / folder).relative_to(self._root)
+        return any((self._root / part).is_symlink() for part in (inner, *inner.parents) if part.name)
+
+    def _open(self, name: str) -> int | None:
+        """A descriptor of a regular file, reached from the root without a link; None if there is no such file."""
+        parts = (self.path / name).relative_to(self._root).parts
+        place = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for left, part in enumerate(parts, start=1 - len(parts)):
+                mode = os.lstat(part, dir_fd=place).st_mode
+                if stat.S_ISLNK(mode):
+                    raise Unreadable(f"{name}: {_LINKED_FOLDER if left else 'a link, which is not followed'}")
+                if not left and not stat.S_ISREG(mode):
+                    raise Unreadable(f"{name}: {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file")
+                kind = os.O_DIRECTORY if left else os.O_NONBLOCK | os.O_NOCTTY
+                inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=place)
+                os.close(place)
+                place = inner
+            if not stat.S_ISREG(os.fstat(place).st_mode):  # replaced since
+                raise Unreadable(f"{name}: not a file")
+            found, place = place, -1
+            return found
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        finally:
+            if place >= 0:
+                os.close(place)
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+_LINKED_FOLDER = "its folder is a link, which is not followed; give posttrain watch the folder that it leads to"
 
 
 class RemotePlace:
@@ -122,6 +187,9 @@ class RemotePlace:
 
     def folders(self) -> list[str]:
         return [name for name, stamp in self._entries("").items() if stamp.changed == FOLDER]
+
+    def linked_runs(self, files: Collection[str]) -> list[str]:
+        return []
 
     def stamp(self, name: str) -> Stamp | None:
         folder, _, base = name.rpartition("/")
@@ -163,6 +231,13 @@ def _remote_stamp(row: JsonMapping) -> Stamp:
         return Stamp(0, FOLDER)
     changed = next((row[key] for key in ("ETag", "LastModified", "mtime", "created") if row.get(key)), None)
     return Stamp(int(row.get("size") or 0), str(changed))
+
+
+def read_whole(place: Place, name: str, max_bytes: int) -> bytes:
+    content = place.read(name, 0, max_bytes + 1)
+    if len(content) > max_bytes:
+        raise Unreadable(f"{name}: more than {max_bytes / 2**20:g} MiB")
+    return content
 
 
 def place_of(text: str) -> Place:

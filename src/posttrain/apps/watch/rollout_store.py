@@ -8,22 +8,22 @@ nothing has to be indexed or written.
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import threading
 import time
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from posttrain.apps.watch.places import Place, Stamp
-from posttrain.apps.watch.rollout_filters import Filters, summary
-from posttrain.files.json_files import JsonObject
+from posttrain.apps.watch.places import Place, Stamp, Unreadable, read_whole
+from posttrain.apps.watch.rollout_filters import Filters, is_group, summary
+from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.reporting.run_files import ROLLOUTS_FOLDER
 from posttrain.reporting.token_files import TokenFile, read_tokens
 
@@ -32,9 +32,24 @@ PREFIXES: dict[str, Kind] = {"step": "train", "validation_step": "validation"}
 FILE_PREFIX: dict[Kind, str] = {kind: prefix for prefix, kind in PREFIXES.items()}
 _NAME = re.compile(r"(step|validation_step)_(\d{1,12})\.(jsonl\.gz|tokens\.npz)")
 MAX_STEP_BYTES = 512 * 2**20  # of one unpacked step: a file that unpacks without end must not fill the memory
+MAX_GROUPS = 65_536  # of one step
+MAX_GROUP_BYTES = 32 * 2**20
+MAX_GROUP_VALUES = 2**21  # numbers, texts, lists and objects of a group, and marks of JSON in its texts
+MAX_ANSWER_TOKENS = 2**20  # that the tokens of one answer are shown for
+LISTING_S = 10.0  # for reading the groups of one step
+_LINES_PER_LOOK = 64  # at the clock
+_UNPACKED_AT_ONCE = 4 * 2**20
 CACHE_BYTES = 96 * 2**20
 SLICE_S = 0.04
 MAX_HITS = 40
+PAGE_GROUPS = 50
+SORTS = {
+    "reward": ("mean", True),
+    "reward_up": ("mean", False),
+    "spread": ("spread", True),
+    "length": ("mean_length", True),
+    "length_up": ("mean_length", False),
+}
 
 
 @dataclass(frozen=True)
@@ -52,24 +67,56 @@ class Found:
     num_steps_left: int
 
 
-class StepLines:
-    """The groups of a step, each a line of JSON that is parsed when it is needed."""
+@dataclass(frozen=True)
+class Listing:
+    groups: list[JsonObject]
+    num_matching: int
+    num_groups: int
+    num_unreadable: int  # lines that are not a group
+    is_cut: bool  # the step has more than is read
 
-    def __init__(self, content: bytes) -> None:
-        self.lines = [line for line in content.split(b"\n") if line]
-        self.num_bytes = len(content) + 100 * len(self.lines)
+
+class StepLines:
+    """The groups of a step, each a line of JSON that is parsed when it is needed. Lines beyond the limit are left out.
+
+    Holds the text and where its lines end, not the lines: a file of short ones would take many times its size.
+    """
+
+    def __init__(self, content: bytes | bytearray, *, is_cut: bool = False) -> None:
+        self._content = content
+        self._spans: list[tuple[int, int]] = []
+        start = 0
+        while start < len(content) and len(self._spans) < MAX_GROUPS:
+            end = content.find(b"\n", start)
+            end = end if end >= 0 else len(content)
+            self._spans.append((start, end))
+            start = end + 1
+        self.is_cut = is_cut or start < len(content)
+        self.num_bytes = len(content) + 150 * len(self._spans)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def count_within(self, num_bytes: int) -> int:
+        """How many lines begin in the first bytes."""
+        return bisect_left(self._spans, (num_bytes, 0))
+
+    def line(self, index: int) -> bytes:
+        start, end = self._spans[index]
+        return bytes(self._content[start:end])
 
     def group(self, index: int) -> JsonObject | None:
-        try:
-            row = json.loads(self.lines[index])
-        except (IndexError, ValueError, RecursionError):
+        """None if there is none, or the line is not one."""
+        if index >= len(self._spans) or self._spans[index][1] - self._spans[index][0] > MAX_GROUP_BYTES:
             return None
-        return row if isinstance(row, dict) else None
-
-    def groups(self) -> Iterator[tuple[int, JsonObject]]:
-        for index in range(len(self.lines)):
-            if (row := self.group(index)) is not None:
-                yield index, row
+        line = self.line(index)
+        if sum(line.count(mark) for mark in b",:[{") > MAX_GROUP_VALUES:
+            return None
+        try:
+            row = parse_json(line)
+        except ValueError:
+            return None
+        return row if is_group(row) else None
 
 
 class StepCache:
@@ -79,6 +126,7 @@ class StepCache:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str, Stamp], StepLines] = OrderedDict()
         self._lock = threading.Lock()
+        self._unpacking = threading.Lock()  # one at a time: each may take MAX_STEP_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +141,9 @@ class StepCache:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        lines = StepLines(unpacked(place.read(name)))
+        with self._unpacking:
+            content = unpacked(read_whole(place, name, MAX_STEP_BYTES))
+            lines = StepLines(content, is_cut=len(content) >= MAX_STEP_BYTES)
         if keep and lines.num_bytes <= self._max_bytes:
             with self._lock:
                 self._kept[key] = lines
@@ -102,13 +152,19 @@ class StepCache:
         return lines
 
 
-def unpacked(content: bytes) -> bytes:
+def unpacked(content: bytes) -> bytearray:
     """Of a gzip file; what can be read of one that is torn, and not more than a limit."""
-    unpack = zlib.decompressobj(wbits=31)
+    unpack, found = zlib.decompressobj(wbits=31), bytearray()
     try:
-        return unpack.decompress(content, MAX_STEP_BYTES)
+        while not unpack.eof and len(found) < MAX_STEP_BYTES:
+            piece = unpack.decompress(content, min(_UNPACKED_AT_ONCE, MAX_STEP_BYTES - len(found)))
+            if not piece:
+                break
+            found += piece
+            content = unpack.unconsumed_tail
     except zlib.error:
-        return b""
+        pass
+    return found
 
 
 class RolloutStore:
@@ -138,27 +194,58 @@ class RolloutStore:
         lines = self.lines(kind, step)
         return lines.group(index) if lines is not None else None
 
-    def listing(self, kind: Kind, step: int, filters: Filters) -> tuple[list[JsonObject], int]:
-        """The requested groups of a step, and their total number."""
+    def first_groups(self, kind: Kind, step: int) -> list[JsonObject]:
+        """As many as are looked through for answers that show a problem; none if the file cannot be read."""
+        try:
+            lines = self.lines(kind, step)
+        except Unreadable:
+            return []
+        found = (lines.group(index) for index in range(lines.count_within(MAX_GROUP_BYTES))) if lines else ()
+        return [group for group in found if group is not None]
+
+    def listing(self, kind: Kind, step: int, filters: Filters, sort: str = "order", offset: int = 0) -> Listing:
+        """A page of the groups of a step that are asked for."""
         lines = self.lines(kind, step)
         if lines is None:
-            return [], 0
-        found = []
-        for index, group in lines.groups():
-            if (matching := filters.matching(group)) is not None:
-                found.append(summary(group, index, matching, filters.text))
-        return found, len(lines.lines)
+            return Listing([], 0, 0, 0, False)
+        column, descending = SORTS.get(sort, ("index", False))
+        started, is_cut, num_unreadable = self._clock(), lines.is_cut, 0
+        found: list[tuple[float | None, int]] = []  # not the summaries: of many groups they take much memory
+        for index in range(len(lines)):
+            if index % _LINES_PER_LOOK == _LINES_PER_LOOK - 1 and self._clock() - started > LISTING_S:
+                is_cut = True
+                break
+            group = lines.group(index)
+            if group is None:
+                num_unreadable += 1
+            elif filters.matching(group) is not None:
+                found.append((summary(group, index, [])[column] if sort in SORTS else index, index))
+        known = [(value, index) for value, index in found if value is not None]
+        known.sort(key=lambda one: one[0], reverse=descending)
+        ordered = [*known, *(one for one in found if one[0] is None)]
+        rows = []
+        for _, index in ordered[offset : offset + PAGE_GROUPS]:
+            group = lines.group(index)
+            assert group is not None
+            rows.append(summary(group, index, filters.matching(group) or [], filters.text))
+        return Listing(rows, len(found), len(lines), num_unreadable, is_cut)
 
     def search(self, kind: Kind, filters: Filters, cursor: Cursor | None, *, slice_s: float = SLICE_S) -> Found:
-        """From the newest step to the oldest, until there are enough hits or the time is over. One step at least."""
+        """From the newest step to the oldest, until there are enough hits or the time is over. One step at least,
+        unless it is a very long one."""
         steps = [step for step in reversed(self.steps(kind)) if cursor is None or step <= cursor.step]
         started, hits = self._clock(), list[JsonObject]()
         for place, step in enumerate(steps):
             first = cursor.index if cursor is not None and step == cursor.step else 0
-            lines = self.lines(kind, step, keep=False)
-            for index in range(first, len(lines.lines) if lines is not None else 0):
+            try:
+                lines = self.lines(kind, step, keep=False)
+            except Unreadable:  # of one step; the page of that step says why
+                lines = None
+            for index in range(first, len(lines) if lines is not None else 0):
                 assert lines is not None
-                if not filters.may_match(lines.lines[index]):
+                if (index - first) % _LINES_PER_LOOK == _LINES_PER_LOOK - 1 and self._clock() - started > LISTING_S:
+                    return Found(hits, Cursor(step, index), len(steps) - place)
+                if not filters.may_match(lines.line(index)):
                     continue
                 group = lines.group(index)
                 if group is None or (matching := filters.matching(group)) is None:
@@ -174,16 +261,13 @@ class RolloutStore:
 def token_table(place: Place, step: int, draw: int, sample: int) -> JsonObject | None:
     """The tokens of one answer with the numbers behind them; None if the file or the answer is missing."""
     name = f"{ROLLOUTS_FOLDER}/step_{step}.tokens.npz"
-    stamp = place.stamp(name)
-    if stamp is None or stamp.size > MAX_STEP_BYTES:
-        return None
-    found = read_tokens(io.BytesIO(place.read(name)))
+    found = read_tokens(io.BytesIO(read_whole(place, name, MAX_STEP_BYTES)))
     return None if found is None else _columns(found, draw, sample)
 
 
 def _columns(file: TokenFile, draw: int, sample: int) -> JsonObject | None:
     part = file.answer(draw, sample)
-    if part is None:
+    if part is None or part.stop - part.start > MAX_ANSWER_TOKENS:
         return None
     sampler, trainer = file.sampler_logprobs[part], file.trainer_logprobs[part]
     columns = {

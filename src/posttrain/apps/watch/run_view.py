@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from posttrain.apps.watch.metric_table import MetricTable, row_of, tail_rows
-from posttrain.apps.watch.places import LocalPlace, Place, Stamp
+from posttrain.apps.watch.places import Place, Stamp, Unreadable, read_whole
 from posttrain.apps.watch.rollout_store import Kind, RolloutStore, StepCache
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
-from posttrain.files.json_files import JsonObject
+from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.files.run_folder_lock import ATTEMPTS_FOLDER, STALE_S
-from posttrain.reporting.chart_specs import bands_at_start, charts_of
+from posttrain.reporting.chart_specs import MAX_CURVES, bands_at_start, charts_of
 from posttrain.reporting.doctor import Finding
 from posttrain.reporting.doctor.findings import SEVERITIES, kept_findings
-from posttrain.reporting.examination import examine_folder
+from posttrain.reporting.examination import DEFAULT_KIND, examine
 from posttrain.reporting.presentation import Band, ChartSpec, Headline, headline_from_json
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_files import (
@@ -31,15 +31,25 @@ from posttrain.reporting.run_files import (
     METRICS_FILE,
     UNSCORED_FILE,
     WORKERS_FILE,
+    parse_info,
 )
 
+T = TypeVar("T")
+log = logging.getLogger("posttrain.watch")
+
 WATCHED = (METRICS_FILE, INFO_FILE, FINDINGS_FILE, WORKERS_FILE, UNSCORED_FILE)
-MAX_SMALL_FILE = 32 * 2**20
+MAX_SMALL_FILE = 2**20  # bytes of run.json, of a config, of the record of an attempt
+MAX_FINDINGS_FILE = 8 * 2**20
+MAX_CONFIGS = 100
+MAX_ATTEMPTS = 20
+MAX_DEVICE_CHARACTERS = 40
+UNREADABLE = "unreadable"
 NUM_RECENT = 5  # values whose median is "now"
 STEP_TIME = f"timing/train/{TOTAL_STEP}"
 VALIDATIONS = (("validation/accuracy", False), ("validation/reward", False), ("validation/loss", True))
 _MISSING = object()
 _STEP_FOLDER = re.compile(r"step_(\d{1,12})")
+_ATTEMPT = re.compile(r"(\d{4,12})\.json")
 _CONFIG = re.compile(r"config_from_step_(\d{1,12})\.yaml")
 
 
@@ -51,7 +61,8 @@ class RunView:
         self.rollouts = RolloutStore(place, cache)
         self.metrics = MetricTable(place)
         self._clock = clock
-        self._kept: dict[str, tuple[Stamp | None, object]] = {}
+        self._kept: dict[str, tuple[Stamp | None, Any]] = {}
+        self._problems: dict[str, str] = {}  # by file
 
     # ------------------------------------------------------------------ files
 
@@ -59,32 +70,51 @@ class RunView:
         """Changes when something that is shown changes."""
         return tuple(self.place.stamp(name) for name in WATCHED)
 
-    def _parsed(self, name: str, parse: Callable[[bytes], object]) -> object:
-        """The content of a small file, parsed again when the file changes."""
+    def _read(self, name: str, default: T, read: Callable[[], T]) -> T:
+        """What `read` makes of a file; the default, and a problem of this run, if the file cannot be read."""
+        try:
+            found = read()
+        except ValueError as error:  # Unreadable is one, and names the file itself
+            self._problems[name] = str(error) if isinstance(error, Unreadable) else f"{name}: {error}"
+            return default
+        self._problems.pop(name, None)
+        return found
+
+    def _parsed(self, name: str, default: T, parse: Callable[[bytes], T], max_bytes: int = MAX_SMALL_FILE) -> T:
+        """The content of a small file, parsed again when the file changes; the default if there is none."""
         stamp = self.place.stamp(name)
         before = self._kept.get(name)
         if before is None or before[0] != stamp:
-            content = self.place.read(name, 0, MAX_SMALL_FILE) if stamp is not None else b""
-            before = self._kept[name] = (stamp, parse(content))
-        return before[1]
+
+            def read() -> T:
+                content = read_whole(self.place, name, max_bytes) if stamp is not None else b""
+                return parse(content) if content else default
+
+            before = self._kept[name] = (stamp, self._read(name, default, read))
+        found: T = before[1]
+        return found
+
+    def _tail(self, name: str) -> list[JsonObject]:
+        return self._read(name, [], lambda: tail_rows(self.place, name))
 
     @property
     def info(self) -> JsonObject:
-        found = self._parsed(INFO_FILE, _object)
-        assert isinstance(found, dict)
-        return found
+        return self._parsed(INFO_FILE, {}, parse_info)
 
     @property
     def findings(self) -> list[Finding]:
-        found = self._parsed(FINDINGS_FILE, _findings)
-        assert isinstance(found, list)
-        return found
+        return self._parsed(FINDINGS_FILE, [], _findings, MAX_FINDINGS_FILE)
+
+    @property
+    def problem(self) -> str:
+        """Why a file of this run cannot be shown."""
+        return self.metrics.problem or next(iter(self._problems.values()), "")
 
     def configs(self) -> dict[int, str]:
         """The text of each config by the first step that was trained with it."""
         names = {CONFIG_FILE: 1} | {name: int(m[1]) for name in self.place.names() if (m := _CONFIG.fullmatch(name))}
-        ordered = sorted(names.items(), key=lambda item: item[1])
-        texts = {step: self.place.read(name, 0, MAX_SMALL_FILE).decode("utf-8", "replace") for name, step in ordered}
+        ordered = sorted(names.items(), key=lambda item: item[1])[-MAX_CONFIGS:]
+        texts = {step: self._parsed(name, "", _text) for name, step in ordered}
         return {step: text for step, text in texts.items() if text}
 
     def settings(self) -> dict[str, object]:
@@ -102,22 +132,26 @@ class RunView:
     # ------------------------------------------------------------------ state
 
     def attempts(self) -> list[JsonObject]:
-        """The starts of the run, the oldest first."""
-        names = sorted(name for name in self.place.names(ATTEMPTS_FOLDER) if re.fullmatch(r"\d{4,}\.json", name))
-        found = (self._parsed(f"{ATTEMPTS_FOLDER}/{name}", _object) for name in names)
-        return [row for row in found if isinstance(row, dict) and row]
+        """The latest starts of the run, the oldest first."""
+        numbers = {name: int(m[1]) for name in self.place.names(ATTEMPTS_FOLDER) if (m := _ATTEMPT.fullmatch(name))}
+        names = sorted(numbers, key=lambda name: numbers[name])[-MAX_ATTEMPTS:]
+        none: JsonObject = {}
+        found = (self._parsed(f"{ATTEMPTS_FOLDER}/{name}", none, _attempt) for name in names)
+        return [row for row in found if row]
 
     def state(self) -> tuple[str, str]:
         """The state of the run, with the reason: from `run.json`; a run without a live process is not running."""
         status, reason = str(self.info.get("status", "unknown")), str(self.info.get("reason") or "")
+        newest = next(reversed(self.attempts()), None)
+        if self.problem:
+            return UNREADABLE, self.problem
         if status != "running":
             return status, "" if reason == status else reason
-        newest = next(reversed(self.attempts()), None)
         if newest is None:
             return status, reason
         if newest.get("ended"):
             return "stopped", f"ended without a last word, exit code {newest.get('exit_code')}"
-        age_s = self._clock() - float(newest.get("heartbeat") or 0.0)
+        age_s = self._clock() - (newest.get("heartbeat") or 0.0)
         if age_s > STALE_S:
             return "no heartbeat", f"the last one was {_ago(age_s)} ago; the process was probably killed"
         return status, reason
@@ -130,15 +164,35 @@ class RunView:
         stamp = self.place.stamp(METRICS_FILE)
         kept = self._kept.get("last row")
         if kept is None or kept[0] != stamp:
-            rows = [row for row in tail_rows(self.place, METRICS_FILE) if any(key.startswith("train/") for key in row)]
+            rows = [row for row in self._tail(METRICS_FILE) if any(key.startswith("train/") for key in row)]
             kept = self._kept["last row"] = (stamp, rows[-1] if rows else {})
-        row = kept[1]
-        assert isinstance(row, dict)
+        row: JsonObject = kept[1]
         return row
 
+    def row(self) -> JsonObject:
+        """The run as one row of the list, whatever is in its folder."""
+        try:
+            return self.summary()
+        except Exception as error:
+            log.exception("the run %r cannot be shown", self.name)
+            reason = f"{type(error).__name__}, see the log of posttrain watch"
+            return self._row({}, UNREADABLE, reason, {}, headline_from_json(None, ()), [])
+
     def summary(self) -> JsonObject:
-        """The run as one row of the list."""
-        info, (status, reason), row, headline = self.info, self.state(), self._last_row(), self.headline()
+        row, headline, findings = self._last_row(), self.headline(), self.findings
+        status, reason = self.state()  # last: it depends on what could be read
+        return self._row(self.info, status, reason, row, headline, findings)
+
+    def _row(
+        self,
+        info: JsonObject,
+        status: str,
+        reason: str,
+        row: JsonObject,
+        headline: Headline,
+        findings: Sequence[Finding],
+    ) -> JsonObject:
+        value = row.get(headline.metric)
         return {
             "id": self.id,
             "name": self.name,
@@ -152,21 +206,21 @@ class RunView:
                 "metric": headline.metric,
                 "name": headline.name,
                 "lower_is_better": headline.lower_is_better,
-                "value": row.get(headline.metric),
+                "value": value if isinstance(value, int | float) and abs(value) < 1e100 else None,
             },
             "started_at": info.get("started_at"),
-            "updated_at": self._updated_at(),
-            "findings": {level: sum(one.severity == level for one in self.findings) for level in SEVERITIES},
+            "updated_at": self._updated_at(info),
+            "findings": {level: sum(one.severity == level for one in findings) for level in SEVERITIES},
         }
 
-    def _updated_at(self) -> float | None:
+    def _updated_at(self, info: JsonObject) -> float | None:
         """When the files changed last, in seconds since 1970."""
         stamp = self.place.stamp(METRICS_FILE) or self.place.stamp(INFO_FILE)
         if stamp is not None and isinstance(stamp.changed, tuple):
             return float(stamp.changed[0]) / 1e9
         try:
-            return datetime.fromisoformat(str(self.info.get("updated_at"))).timestamp()
-        except ValueError:
+            return datetime.fromisoformat(str(info.get("updated_at"))).timestamp()
+        except (ValueError, OverflowError):
             return None
 
     def page(self) -> JsonObject:
@@ -176,7 +230,7 @@ class RunView:
         logged = [key for key in table.keys if np.isfinite(table.series(key)[1]).any()]
         charts = charts_of(headline, logged)
         shown = {key for chart in charts for key in chart.keys}
-        device = str(info.get("device_word", "device"))
+        device = str(info.get("device_word", "device"))[:MAX_DEVICE_CHARACTERS]
         bands = {chart.title: self._bands(chart) for chart in charts}
         return {
             **self.summary(),
@@ -191,8 +245,8 @@ class RunView:
             "charts": [
                 {
                     "title": chart.title,
-                    "curves": [list(curve) for curve in chart.curves if curve[0] in logged],
-                    "note": chart.note.format(device=device),
+                    "curves": [list(curve) for curve in chart.curves[:MAX_CURVES] if curve[0] in logged],
+                    "note": chart.note_for(device),
                     "bands": [asdict(band) for band in bands[chart.title]],
                 }
                 for chart in charts
@@ -259,27 +313,26 @@ class RunView:
             yield {"title": chart.title, "key": key, "value": value, "level": level}
 
     def examined(self) -> list[Finding]:
-        """The findings of all rules over the whole run, computed now; of a run elsewhere, those of its file."""
-        if not isinstance(self.place, LocalPlace):
-            return self.findings
+        """The findings of all rules over the whole run, computed now."""
         stamp = self.place.stamp(METRICS_FILE)
         kept = self._kept.get("examined")
         if kept is None or kept[0] != stamp:
-            kept = self._kept["examined"] = (stamp, examine_folder(Path(self.place.path))[1])
-        found = kept[1]
-        assert isinstance(found, list)
-        return found
+            rows, kind = self.metrics.refresh().rows(), str(self.info.get("algorithm") or DEFAULT_KIND)
+            found = examine(rows, kind, self.settings(), lambda step: self.rollouts.first_groups("train", step))
+            kept = self._kept["examined"] = (stamp, found)
+        findings: list[Finding] = kept[1]
+        return findings
 
     # ------------------------------------------------------------------ workers
 
     def cluster(self) -> JsonObject:
-        rows = tail_rows(self.place, WORKERS_FILE)
-        newest: JsonObject = next((row for row in reversed(rows) if row.get("ranks")), {})
+        rows = self._tail(WORKERS_FILE)
+        newest: JsonObject = next((row for row in reversed(rows) if isinstance(row.get("ranks"), list)), {})
         phases = [{key: row.get(key) for key in ("time", "step", "phase")} for row in rows[-200:]]
         return {
             "now": self._clock(),
             "stale_s": STALE_S,
-            "attempts": self.attempts()[-20:],
+            "attempts": self.attempts(),
             "ranks": newest.get("ranks") or [],
             "ranks_at": newest.get("time"),
             "phases": phases,
@@ -287,15 +340,22 @@ class RunView:
 
     def unscored(self) -> list[JsonObject]:
         """The newest reasons for which answers could not be scored."""
-        return list(reversed(tail_rows(self.place, UNSCORED_FILE)))[:50]
+        return list(reversed(self._tail(UNSCORED_FILE)))[:50]
 
 
-def _object(content: bytes) -> JsonObject:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _attempt(content: bytes) -> JsonObject:
+    found = parse_json(content)
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    heartbeat = found.get("heartbeat")
+    is_number = isinstance(heartbeat, int | float) and not isinstance(heartbeat, bool) and abs(heartbeat) < 1e100
+    if heartbeat is not None and not is_number:
+        raise ValueError(f"heartbeat is {str(heartbeat)[:40]!r}, not a number of seconds")
+    return found
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "replace")
 
 
 def _findings(content: bytes) -> list[Finding]:
@@ -303,10 +363,19 @@ def _findings(content: bytes) -> list[Finding]:
     for line in content.split(b"\n"):
         try:
             row = row_of(line)
-            found += [] if row is None else kept_findings([row])
+            found += [] if row is None else [one for one in kept_findings([row]) if _is_sound(one)]
         except (TypeError, KeyError, AttributeError, ValueError):
             continue  # a line of another version
     return kept_findings([one.to_json() for one in found])
+
+
+def _is_sound(finding: Finding) -> bool:
+    texts = (finding.rule, finding.severity, finding.metric, finding.text, finding.source, *finding.fixes)
+    shown = [text for answer in finding.answers for text in (answer.id, answer.text)]
+    numbers = [number for answer in finding.answers for number in (answer.reward, answer.num_tokens)]
+    return all(isinstance(text, str) for text in (*texts, *shown)) and all(
+        number is None or isinstance(number, int | float) for number in (finding.value, finding.last_step, *numbers)
+    )
 
 
 def _ago(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Doctor:
             return []  # a validation row: the next step evaluates it
         return self._apply(rule for rule in self._rules if not rule.at_end)
 
-    def replay(self, rows: Sequence[JsonMapping]) -> None:
+    def replay(self, rows: Iterable[JsonMapping]) -> None:
         for row in rows:
             self.observe(row)
 

@@ -25,7 +25,7 @@ from posttrain.files.json_files import JsonMapping, read_json
 
 STAGE_FILE = "stage.json"
 ITERATION_FILE = "iteration.json"
-_ITERATION = re.compile(r"iteration_(\d+)")
+ITERATION_FOLDER = re.compile(r"iteration_(\d+)")
 
 StageName = Literal["traces", "dataset", "train", "convert", "evaluate", "gate", "registry", "canary"]
 STAGES: tuple[StageName, ...] = (
@@ -161,7 +161,9 @@ class Iteration:
 
 def read_iterations(home: Path) -> list[Iteration]:
     """All that have begun, the oldest first."""
-    numbers = sorted(int(found[1]) for path in home.glob("iteration_*") if (found := _ITERATION.fullmatch(path.name)))
+    numbers = sorted(
+        int(found[1]) for path in home.glob("iteration_*") if (found := ITERATION_FOLDER.fullmatch(path.name))
+    )
     folders = [home / f"iteration_{number}" for number in numbers]
     return [_read_iteration(folder) for folder in folders if (folder / ITERATION_FILE).is_file()]
 

@@ -3,7 +3,7 @@ import { get } from "../api.js";
 import { h, link, section, table } from "../dom.js";
 import { duration, short, when } from "../format.js";
 
-const STATES = { done: "good", reused: "good", running: "run", skipped: "", waiting: "" };
+const STATES = { done: "good", reused: "good", running: "run", skipped: "", waiting: "", unreadable: "error" };
 
 export const open = async ([id]) => {
   if (!id) {
@@ -11,7 +11,7 @@ export const open = async ([id]) => {
     if (pipelines.length === 1) { location.replace(`#/pipelines/${pipelines[0].id}`); }
     return { title: "Pipelines", element: h("div", null, h("h1", null, "Pipelines"), pipelines.length
       ? table(["pipeline", "iterations", "state", "began"], pipelines.map((one) => [link(`#/pipelines/${one.id}`, one.name), one.num_iterations,
-        one.finished ? "finished" : one.running ? `at ${one.running}` : "–", when(one.begun_at)]), { class: "card" })
+        one.problem ? `unreadable: ${one.problem}` : one.finished ? "finished" : one.running ? `at ${one.running}` : "–", when(one.begun_at)]), { class: "card" })
       : h("p", { class: "empty" }, "No pipeline in these folders. ", h("code", null, "posttrain pipeline run"), " makes one.")) };
   }
   const found = await get(`pipelines/${id}`);
@@ -24,5 +24,6 @@ export const open = async ([id]) => {
       row.iteration, row.start, row.training_value === null ? "–" : `${row.training_metric} ${short(row.training_value)}`,
       row.score === null ? "–" : `${row.score_metric} ${short(row.score)}`, short(row.incumbent_score), row.verdict ?? "–",
       row.version === null ? "–" : `${row.version}${row.stage ? `, ${row.stage}` : ""}`]), { class: "card" })) : "",
+    found.problem ? h("p", { class: "empty", role: "alert" }, `Unreadable: ${found.problem}.`) : "",
     found.iterations.map(draw)) };
 };

@@ -115,7 +115,8 @@ export const open = async ([id], query) => {
     if (step() === undefined) { said.textContent = "There are no rollouts."; return; }
     const found = await get(`runs/${id}/rollouts/${kind()}/${step()}`, { ...filters(), sort: query.get("sort"), offset }, signal);
     add(found.groups.map((one) => ({ step: step(), ...one })));
-    said.textContent = found.matching === found.total ? plural(found.total, "group") : `${count(found.matching)} of ${plural(found.total, "group")}`;
+    said.textContent = (found.matching === found.total ? plural(found.total, "group") : `${count(found.matching)} of ${plural(found.total, "group")}`)
+      + (found.unreadable ? ` · ${plural(found.unreadable, "row")} cannot be read` : "") + (found.is_cut ? " · the step has more than is shown" : "");
     if (offset + found.groups.length < found.matching) {
       const more = button("more groups", () => { more.remove(); loadStep(offset + found.groups.length); });
       list.append(more);

@@ -39,7 +39,7 @@ export const open = async () => {
       h("td", { class: "pick" }, h("input", { type: "checkbox", "aria-label": `Choose ${run.name} to compare`, checked: chosen.has(run.id), onchange: (event) => choose(run.id, event.target.checked) })),
       h("td", { class: "who" }, link(`#/run/${run.id}`, run.name), run.title === run.name ? null : h("div", { class: "note" }, run.title)),
       h("td", null, run.kind.toUpperCase()),
-      h("td", null, stateOf(run)),
+      h("td", null, stateOf(run), run.status === "unreadable" ? h("div", { class: "note" }, run.reason) : null),
       h("td", { class: "steps" }, h("span", null, `${count(run.step)}${run.max_steps ? ` / ${count(run.max_steps)}` : ""}`),
         h("span", { class: "progress" }, h("i", { style: { width: `${100 * share}%` } }))),
       h("td", { class: "figure" }, spark, h("span", null, h("b", null, short(run.headline.value ?? null)), h("small", null, run.headline.name))),
