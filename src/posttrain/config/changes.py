@@ -42,6 +42,7 @@ FREE_TO_CHANGE = (
     "*.num_workers",
     "policy.device",
     "policy.num_threads",
+    "policy.model_proof",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
     "policy.*.train_mb_tokens",

@@ -271,6 +271,11 @@ class PolicyConfig(Section):
     logprob_chunk_size: PositiveInt | None = setting(None, "Tokens whose logits exist at once; null picks a size.")
     max_grad_norm: PositiveFloat | None = setting(1.0, "Gradients are scaled down to this norm; null does not.")
     hf_config_overrides: FreeMap = setting(dict, "Entries of the model's config.json to replace.")
+    model_proof: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Before the run, compares log-probabilities of a few tokens, packed and decoded, with the model's own forward "
+        "pass, and refuses the model if they differ; auto does so for families without tests of their own.",
+    )
     optimizer: OptimizerConfig = setting(OptimizerConfig, "The optimizer.")
     scheduler: list[FreeMap] | FreeMap | None = setting(
         None, "Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant."

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from posttrain.config import PolicyConfig
 from posttrain.config.policy import NativeConfig
 from posttrain.engines.native.engine import NativeEngine, native_settings
+from posttrain.engines.native.proof import prove_for_sampling
 from posttrain.engines.vllm.sampler import VllmSampler
 from posttrain.models.accepted_names import ResolvedModel, resolve_model
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
@@ -63,4 +64,5 @@ def load_for_sampling(
     if where.type == "cuda":
         # As in training: summing partial products in bf16 would change the numbers.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    prove_for_sampling(module, tokenizer)
     return NativeEngine(module, tokenizer, settings), tokenizer

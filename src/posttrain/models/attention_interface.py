@@ -65,16 +65,6 @@ def active_context() -> AttentionContext:
     return _active
 
 
-def refuse_dropout(config: object) -> None:
-    """Attention dropout is not supported. A model configured with it would silently be trained without."""
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if share := getattr(config, name, None):
-            raise InputError(
-                f"the model's config has {name} = {share:g}, and posttrain's attention drops nothing in training; say "
-                f"so with policy.hf_config_overrides.{name}=0.0"
-            )
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -104,8 +94,10 @@ def _attend(
     rows = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     q, k, v = (x.reshape(batch * length, x.shape[2], x.shape[3]) for x in rows)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = context.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
-    return out.view(batch, length, heads, out.shape[-1]), None
+    # Some configs write a window of 0 where there is none.
+    out = context.attend(layer, q, k, v, scale=scale, window=sliding_window or None, softcap=softcap)
+    # Contiguous: some families take a view of it.
+    return out.reshape(batch, length, heads, out.shape[-1]).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

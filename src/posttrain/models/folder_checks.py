@@ -25,6 +25,8 @@ _SIZES = {
     "max_position_embeddings": 2**40,
     "sliding_window": 2**40,
 }
+_MAY_DIFFER_BY_LAYER = {"intermediate_size"}
+_MAY_BE_ZERO = {"sliding_window"}  # where it is not used
 # Transformers fetches attention called `owner/name` from the hub and runs it, and kernels for some names of experts.
 _IMPLEMENTATIONS = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
 _OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
@@ -76,9 +78,12 @@ def why_unusable(folder: Path) -> str | None:
 def problem_in(config: JsonMapping) -> str | None:
     """What is wrong with the settings of a model, in words for after their name; None if nothing is."""
     for key, largest in _SIZES.items():
-        value = config.get(key)
-        if value is not None and not (_is_count(value) and 1 <= value <= largest):
-            return f"{key} is {value!r:.80}; a whole number from 1 to {largest} is needed"
+        if (value := config.get(key)) is None:
+            continue
+        least = 0 if key in _MAY_BE_ZERO else 1
+        values = value if key in _MAY_DIFFER_BY_LAYER and isinstance(value, list) else [value]
+        if not all(_is_count(each) and least <= each <= largest for each in values):
+            return f"{key} is {value!r:.80}; a whole number from {least} to {largest} is needed"
     for key in ("dtype", "torch_dtype"):
         if (value := config.get(key)) is not None and value not in _DTYPES:
             return f"{key} is {value!r:.80}; one of {', '.join(_DTYPES)} is needed"

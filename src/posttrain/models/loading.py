@@ -46,6 +46,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 REFUSED_FAMILIES = {
     "gpt_oss": "its attention has sinks, one learnt logit per head, which posttrain's attention does not compute",
 }
+# Families with tests of their own (docs/models.md). Others are proved before they are used: `engines/native/proof.py`.
+TESTED_FAMILIES = frozenset(
+    {
+        "cohere", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "mistral", "mixtral", "phi", "phi3",
+        "qwen2", "qwen3", "qwen3_moe", "smollm3",
+    }
+)  # fmt: skip
 
 
 class SettingsError(InputError):
@@ -102,6 +109,11 @@ def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
         raise SettingsError(
             f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal "
             "language model; models that need images, sound or an encoder are not supported"
+        )
+    if config.get_text_config().is_encoder_decoder:
+        raise SettingsError(
+            f"{field}: {name!r} is of the family {config.model_type}, an encoder and a decoder, of which transformers "
+            "would load the decoder alone; models that need an encoder are not supported"
         )
 
 
@@ -209,6 +221,10 @@ def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping 
 
 def explain_config_error(error: Exception, config: JsonMapping) -> str:
     """Why transformers cannot build a model from `config`, in one line."""
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return (
+            f"{config.get('model_type')}: its attention has a list of implementations of its own, without posttrain's"
+        )
     if isinstance(error, KeyError) and error.args:
         # A look-up by a value of the config, such as the name of an activation. The error holds the value only.
         keys = [key for key, value in config.items() if value == error.args[0]]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.choose_engine import engine_for_training
+from posttrain.engines.native.proof import prove_for_training
 from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import UNKNOWN_VERSION, Objective, Progress, RankEngine
@@ -34,6 +35,7 @@ def build_rank(setup: RankSetup) -> Rank:
 class Rank:
     def __init__(self, trainer: PolicyTrainer) -> None:
         self.trainer = trainer
+        prove_for_training(trainer)
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
         self._is_asked_to_stop = False
         if self.engine is not None:

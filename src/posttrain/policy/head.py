@@ -55,6 +55,17 @@ class Head(ABC):
         states: Tensor = output.last_hidden_state[0]
         return states
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers, whatever the family calls their list."""
+        if isinstance(layers := getattr(self.decoder, "layers", None), nn.ModuleList):
+            return layers
+        number = self.decoder.config.get_text_config().num_hidden_layers
+        lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
+        if (layers := next((each for each in lists if len(each) == number), None)) is None:
+            raise UnsupportedModelError(f"{self.decoder.config.model_type}: its layers are not a list of modules")
+        return layers
+
     @abstractmethod
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
         """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
@@ -74,6 +85,9 @@ class OutputHead(Head):
         config: PretrainedConfig = base.config.get_text_config()
         self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
         self.module = base.get_output_embeddings()
+        if self.decoder in (base, self.module):  # transformers looks for names; it is the part that embeds the tokens
+            parts = [part for part in base.children() if any(inner is self.embedding for inner in part.modules())]
+            self.decoder = parts[0] if len(parts) == 1 else base
         if self.module is None or self.decoder is base:
             raise UnsupportedModelError(f"{type(base).__name__} has no output head: a causal language model is needed")
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)

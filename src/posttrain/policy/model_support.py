@@ -1,26 +1,39 @@
 """Checks, with a forward pass over one token, that the packed forward pass computes a model correctly.
 
 Refused are recurrent layers, attention windows that the attention function is not given, changes of the logits that
-`head` does not support, and rotary embeddings that depend on the rest of the batch.
+`head` does not support, and rotary embeddings that depend on the rest of the batch. Families that no test covers are
+also proved: see `engines/native/proof.py`. Dropout and jitter of a model's config are turned off here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from posttrain.errors import InputError, StopRequested, reason_of
+from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import AttendOptions, attention_context
+from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.policy.head import Head, UnsupportedModelError
+from posttrain.policy.parallel.fsdp import is_first_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Fields of a config, and attributes of modules, that make a pass of training random; not those of other heads.
+_NOISE = re.compile(r"(?!classifier|summary).*(drop|jitter)")
+_NOISE_OF_ATTENTION = re.compile(r"att(entio)?n.*drop")
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) 
         kind = "sliding_attention" if kinds is None else kinds[layer]
         field = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
         limit = None if field is None else getattr(config, field, None)
-        if window is None and limit is not None and limit < config.max_position_embeddings:
+        if window is None and limit and limit < config.max_position_embeddings:
             raise UnsupportedModelError(
                 f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not pass it to its attention "
                 "function. posttrain would let every token attend to all before it"
@@ -96,6 +109,62 @@ def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, devi
             f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state "
             "or a convolution. posttrain puts several sequences into one row, where those would run into each other."
         )
+
+
+def turn_off_noise(model: Any, overrides: JsonMapping) -> None:
+    """Set dropout of hidden states, dropped layers and the router's jitter to 0, unless `overrides` ask for any: with
+    them the trainer's probabilities are not the sampler's. Says once what of the config is not applied.
+
+    Call it before adapters are added, whose dropout is a setting of the run.
+    """
+    asked = _noise_in(overrides)
+    for name, value in asked.items():
+        if _NOISE_OF_ATTENTION.match(name):
+            raise InputError(
+                f"policy.hf_config_overrides has {name} = {value:g}, and posttrain's attention drops nothing in "
+                f"training; say so with policy.hf_config_overrides.{name}=0.0"
+            )
+    noise = _noise_in(model.config.get_text_config().to_dict())
+    ignored = {name: value for name, value in noise.items() if not asked or _NOISE_OF_ATTENTION.match(name)}
+    if ignored and is_first_rank():
+        others = next((name for name in ignored if not _NOISE_OF_ATTENTION.match(name)), None)
+        remedy = f"; policy.hf_config_overrides.{others}={ignored[others]:g} turns it on" if others else ""
+        listed = ", ".join(f"{name} {value:g}" for name, value in ignored.items())
+        print(f"note: trained without the noise of the model's config: {listed}{remedy}", file=sys.stderr)
+    if asked:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and _NOISE.match(name):
+                setattr(module, name, 0.0)
+
+
+def is_noise_asked_for(overrides: JsonMapping) -> bool:
+    return bool(_noise_in(overrides))
+
+
+def _noise_in(config: JsonMapping) -> dict[str, float]:
+    numbers = {name: value for name, value in config.items() if isinstance(value, int | float) and value is not True}
+    return {name: value for name, value in numbers.items() if value > 0 and _NOISE.match(name)}
+
+
+@contextmanager
+def refusing_errors(config: PretrainedConfig) -> Iterator[None]:
+    """An error of a forward pass refuses the model, unless tests cover its family: then the error is ours."""
+    try:
+        yield
+    except (InputError, StopRequested, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if config.model_type in TESTED_FAMILIES:
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UnsupportedModelError(
+            f"{config.model_type}: its forward pass does not run with posttrain's attention, for which transformers "
+            f"builds no mask: {type(error).__name__}: {reason_of(error)} ({Path(last.filename).name}:{last.lineno})"
+        ) from error
 
 
 def check_length(config: PretrainedConfig, longest: int) -> None:

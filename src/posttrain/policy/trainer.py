@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import attention_context, refuse_dropout
+from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
@@ -28,10 +28,10 @@ from posttrain.policy.checkpoint.files import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.head import without_adapter_wrapper
+from posttrain.policy.head import Head, without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.rank import should_checkpoint
-from posttrain.policy.model_support import check_length, observe_layers
+from posttrain.policy.model_support import check_length, observe_layers, refusing_errors, turn_off_noise
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -120,7 +120,7 @@ class PolicyTrainer:
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval() if has_copy else None
         self.reference = None if frozen is None else self._shardable(frozen)
         self.forward = self._shardable(self.model)
-        self._refuse_unsupported(setup)
+        self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
@@ -141,6 +141,8 @@ class PolicyTrainer:
             )
         else:
             model = load_model(config.model_name, dtype, device, config.hf_config_overrides)
+        if setup.trains:
+            turn_off_noise(model, config.hf_config_overrides)
         lora = config.dtensor_cfg.lora_cfg
         if not lora.enabled:
             return model
@@ -167,34 +169,34 @@ class PolicyTrainer:
             split_over_ranks(model, root.head, layers_mesh, self.device, FIELD if self._trains else ENGINE_FIELD)
         num_fused = fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
         if self._in_fp8:
-            self._refuse_fp8(root.head.decoder, num_fused)
+            self._refuse_fp8(root.head, num_fused)
         if mesh is not None:
-            layers = cast(nn.ModuleList, root.head.decoder.layers)
-            shard(root, list(layers), mesh)
+            shard(root, list(root.head.layers), mesh)
             # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's
             # own parameters stay whole after a pass, and the optimizer must get the sharded ones.
-            self._score(root, [None])
+            with refusing_errors(base_config(model).get_text_config()):
+                self._score(root, [None])
             reshard(root)
         return root
 
-    def _refuse_fp8(self, decoder: Any, num_fused: int) -> None:
+    def _refuse_fp8(self, head: Head, num_fused: int) -> None:
         obstacle = fp8_obstacle(
             self.device,
-            next(decoder.parameters()).dtype,
-            model_type=decoder.config.model_type,
-            num_layers=len(decoder.layers),
+            next(head.decoder.parameters()).dtype,
+            model_type=head.decoder.config.model_type,
+            num_layers=len(head.layers),
             num_fused=num_fused,
             is_sharded=self.mesh.size > 1,
         )
         if obstacle is not None:
             raise InputError(f"policy.fp8 = true: {obstacle}; set policy.fp8=false")
 
-    def _refuse_unsupported(self, setup: RankSetup) -> None:
+    def _refuse_unsupported(self) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of logits."""
         config = base_config(self.model).get_text_config()
-        if setup.trains:
-            refuse_dropout(config)
-        with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
+        with (
+            torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward), refusing_errors(config)
+        ):  # fmt: skip
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
             check_length(config, self.config.max_total_sequence_length)
 

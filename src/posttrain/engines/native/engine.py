@@ -104,7 +104,12 @@ class NativeEngine:
     shares_tensors = has_weights = True
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: NativeSettings | None = None
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: NativeSettings | None = None,
+        *,
+        use_graphs: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -118,7 +123,7 @@ class NativeEngine:
         # addresses may differ between calls; then graphs are captured again. Ranks that share layers sample without
         # graphs.
         shares_layers = sharded and self.forward.head.tensor_group is not None
-        self._use_graphs = self.forward.device.type == "cuda" and not shares_layers
+        self._use_graphs = use_graphs and self.forward.device.type == "cuda" and not shares_layers
         self._workspace: Workspace | None = None
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every token
         self._largest = (0, 0)  # largest number of pages, and longest sequence, of calls so far

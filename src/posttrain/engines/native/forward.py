@@ -87,7 +87,8 @@ class ForwardPass:
     def working_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Estimated peak memory of a pass over `num_tokens` and of the logits of `num_rows`."""
         config = self.config
-        widest = max(int(getattr(config, "intermediate_size", 0) or 0), config.hidden_size)
+        inner = getattr(config, "intermediate_size", None) or 0
+        widest = max(*(inner if isinstance(inner, list) else [inner]), config.hidden_size)  # a list: one for each layer
         per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()
         return num_tokens * per_token + 3 * num_rows * self.head.vocab_size * 4
 

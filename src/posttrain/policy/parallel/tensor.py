@@ -105,7 +105,7 @@ def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: tor
     columns = [name for name, _ in head.decoder.named_modules() if _match(name, plan) == COLUMNS]
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in columns):
         head.decoder.get_submodule(parent).register_forward_pre_hook(copied_input, with_kwargs=True)
-    for layer in head.decoder.layers:
+    for layer in head.layers:
         mark(layer, group)
     if head.is_vocabulary:
         mark(head.module, group)
