@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernel_references import torch_rotation
-from tiny_models import SLIDING_WINDOW, VOCAB_SIZE, randomise, tiny_model
+from tiny_models import SLIDING_WINDOW, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.models.attention_interface import ATTENTION, attention_context
+from posttrain.policy.checkpoint.files import load
+from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
@@ -330,3 +334,44 @@ def num_fused(model: nn.Module) -> int:
     from posttrain.policy.fused.layers import FusedLayer
 
     return sum(isinstance(module.forward, FusedLayer) for module in model.modules())
+
+
+# -- trained models ----------------------------------------------------------------------------------------------------
+
+
+def stepped(model: nn.Module) -> nn.Module:
+    """After two updates of every parameter that is trained, in place."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
+    for _ in range(2):
+        _, grads = states_and_gradients(model)
+        for name, parameter in parameters.items():
+            parameter.grad = grads.get(name)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model
+
+
+def assert_resumes(make_model: Callable[[], Any], folder: Path) -> None:
+    """A step, a checkpoint and another step give the bits of two steps."""
+    tokenizer = byte_tokenizer()
+
+    def make() -> tuple[Any, MixedPrecisionOptimizer]:
+        model = make_model()
+        return model, MixedPrecisionOptimizer(model, "torch.optim.AdamW", {"lr": 1e-2}, None)
+
+    def step(model: Any, optimizer: MixedPrecisionOptimizer) -> None:
+        states_and_gradients(model)
+        assert optimizer.step(1.0)[1], "the step was taken"
+
+    model, optimizer = make()
+    step(model, optimizer)
+    CheckpointWriter(model, tokenizer, optimizer, torch.device("cpu")).save(folder, optimizer=True)
+    step(model, optimizer)
+    resumed, again = make()
+    load(folder, resumed, tokenizer, again)
+    step(resumed, again)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    hidden = [states_and_gradients(each, backward=False)[0]["hidden"] for each in (model, resumed)]
+    assert torch.equal(*hidden)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,3 +165,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return tokenizer
+
+
+# -- saved models ------------------------------------------------------------------------------------------------------
+
+PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
+
+
+@torch.no_grad()
+def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
+    """What plain transformers computes for `PROMPT`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter))
+    logits: Tensor = model.eval()(PROMPT).logits
+    return logits

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -175,16 +176,16 @@ def recorded(model: Path, data: Path, folder: Path, *extra: str, steps: int = 8)
     ]
 
 
-def dpo(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
+def dpo(model: Path, data: Path, folder: Path, *, steps: int = 8, kind: str = "dpo") -> list[str]:
     return [
-        "dpo",
+        kind,
         *common(model, folder),
-        f"dpo.max_num_steps={steps}",
-        "dpo.max_num_epochs=100",
+        f"{kind}.max_num_steps={steps}",
+        f"{kind}.max_num_epochs=100",
         "policy.train_global_batch_size=6",
         "policy.train_micro_batch_size=2",
         "policy.optimizer.kwargs.lr=1e-2",
-        "dpo.val_period=2",
+        f"{kind}.val_period=2",
         f"data.train={{dataset_name: PreferenceDataset, data_path: {data / 'pairs.jsonl'}}}",
         f"data.validation={{dataset_name: PreferenceDataset, data_path: {data / 'held_out_pairs.jsonl'}}}",
         "checkpointing.save_period=2",
@@ -192,21 +193,7 @@ def dpo(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
     ]
 
 
-def rm(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
-    return [
-        "rm",
-        *common(model, folder),
-        f"rm.max_num_steps={steps}",
-        "rm.max_num_epochs=100",
-        "policy.train_global_batch_size=6",
-        "policy.train_micro_batch_size=2",
-        "policy.optimizer.kwargs.lr=1e-2",
-        "rm.val_period=2",
-        f"data.train={{dataset_name: PreferenceDataset, data_path: {data / 'pairs.jsonl'}}}",
-        f"data.validation={{dataset_name: PreferenceDataset, data_path: {data / 'held_out_pairs.jsonl'}}}",
-        "checkpointing.save_period=2",
-        "checkpointing.keep_top_k=null",
-    ]
+rm = functools.partial(dpo, kind="rm")
 
 
 def sft(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
@@ -222,6 +209,22 @@ def sft(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
         f"data.train={{dataset_name: ResponseDataset, data_path: {data / 'questions.jsonl'}}}",
         f"data.validation={{dataset_name: ResponseDataset, data_path: {data / 'held_out_questions.jsonl'}}}",
         "checkpointing.save_period=100",
+    ]
+
+
+def evaluation(model: Path, dataset: Path, folder: Path, *settings: str) -> list[str]:
+    return [
+        "eval",
+        str(model),
+        f"data.dataset_name={dataset}",
+        f"eval.save_path={folder}",
+        "eval.bootstrap_resamples=200",
+        "generation.device=cpu",
+        "generation.num_threads=1",
+        "generation.vllm_cfg.max_model_len=64",
+        "generation.max_new_tokens=12",
+        "env.mine.num_workers=1",
+        *settings,
     ]
 
 
@@ -301,13 +304,13 @@ def _hold_checkpoints(hold: Path) -> None:
     os.rename = held_rename
 
 
-def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: float = 120.0) -> bool:
-    """Whether `condition` came true while the process lived."""
+def wait_until(condition: Callable[[], Any], process: BaseProcess | None = None, limit_s: float = 120.0) -> bool:
+    """Whether `condition` came true (while the process lived)."""
     end = time.monotonic() + limit_s
-    while process.is_alive():
+    while process is None or process.is_alive():
         if condition():
             return True
-        assert time.monotonic() < end, "the run has made no progress"
+        assert time.monotonic() < end, "there was no progress"
         time.sleep(0.002)
     return bool(condition())
 
@@ -358,3 +361,14 @@ def weights_of(checkpoint: Path) -> dict[str, bytes]:
     files = sorted((checkpoint / "policy" / "weights" / "model").glob("*.safetensors"))
     assert files, f"no weights in {checkpoint}"
     return {file.name: file.read_bytes() for file in files}
+
+
+def assert_resumes(arguments: Callable[[Path], list[str]], whole: Path, resumed: Path, *steps: int) -> None:
+    """A copy of the finished run that lost these last checkpoints ends with the same rows and the same weights."""
+    shutil.copytree(whole, resumed)
+    for step in steps:
+        shutil.rmtree(resumed / f"step_{step}")
+    assert run(arguments(resumed)) == 0
+    assert results_of(resumed) == results_of(whole)
+    for step in steps:
+        assert weights_of(resumed / f"step_{step}") == weights_of(whole / f"step_{step}")

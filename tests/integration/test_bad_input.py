@@ -7,13 +7,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from tiny_runs import LORA, command, dpo, grpo, questions, rm, run, save_data, sft, write_rows
+import tiny_runs
+from tiny_runs import LORA, command, questions, run, save_data, write_rows
 
 import posttrain.policy.trainer as trainer_module
 
@@ -26,25 +28,24 @@ class Inputs:
     model: Path
     data: Path
 
+    def run_of(self, kind: str, *settings: str) -> list[str]:
+        return [*getattr(tiny_runs, kind)(self.model, self.data, self.folder / "run", steps=1), *settings]
+
     def grpo(self, *settings: str) -> list[str]:
-        return [*grpo(self.model, self.data, self.folder / "run", steps=1), *settings]
+        return self.run_of("grpo", *settings)
 
-    def dpo(self, *settings: str) -> list[str]:
-        return [*dpo(self.model, self.data, self.folder / "run", steps=1), *settings]
+    def reading(self, content: str | Sequence[dict[str, Any]], kind: str = "ResponseDataset") -> str:
+        """The setting that trains on a file with this content."""
+        path = self.folder / "rows.jsonl"
+        path.write_text(content) if isinstance(content, str) else write_rows(path, content)
+        return f"data.train={{dataset_name: {kind}, data_path: {path}}}"
 
-    def rm(self, *settings: str) -> list[str]:
-        return [*rm(self.model, self.data, self.folder / "run", steps=1), *settings]
-
-    def sft(self, *settings: str) -> list[str]:
-        return [*sft(self.model, self.data, self.folder / "run", steps=1), *settings]
-
-    def file(self, name: str, content: str) -> Path:
-        path = self.folder / name
-        path.write_text(content)
-        return path
-
-    def rows(self, name: str, rows: Sequence[dict[str, Any]]) -> Path:
-        return write_rows(self.folder / name, rows)
+    def model_with(self, **changes: Any) -> str:
+        """The setting that trains a copy of the model with other entries in its config.json."""
+        shutil.copytree(self.model, self.folder / "model")
+        file = self.folder / "model" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        return f"policy.model_name={file.parent}"
 
 
 @pytest.fixture
@@ -54,29 +55,29 @@ def inputs(model: Path, tmp_path: Path) -> Inputs:
 
 @pytest.fixture
 def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **settings: Any) -> None:
-        raise AssertionError("the model was loaded although the input was known to be bad")
-
-    monkeypatch.setattr(trainer_module, "load_model", refuse)
-    monkeypatch.setattr(trainer_module, "load_reward_model", refuse)
+    loaded = Mock(side_effect=AssertionError("the model was loaded although the input was known to be bad"))
+    monkeypatch.setattr(trainer_module, "load_model", loaded)
+    monkeypatch.setattr(trainer_module, "load_reward_model", loaded)
 
 
-def assert_refused(
-    arguments: Sequence[str], inputs: Inputs, capsys: pytest.CaptureFixture[str], *expected: str
-) -> None:
-    """Exit code 64, no traceback, a message that holds every expected text, and no trace of a run."""
-    capsys.readouterr()
-    try:
-        exit_code = run(arguments)
-    except SystemExit as error:  # how argparse refuses
-        exit_code = int(error.code or 0)
-    message = capsys.readouterr().err
-    assert exit_code == 64, message
-    assert "Traceback (most recent call last)" not in message
-    assert "posttrain: error: " in message
-    for text in expected:
-        assert text in message
-    assert not (inputs.folder / "run").exists()
+@pytest.fixture
+def assert_refused(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def check(arguments: Sequence[str], *expected: str) -> None:
+        """Exit code 64, no traceback, a message that holds every expected text, and no trace of a run."""
+        capsys.readouterr()
+        try:
+            exit_code = run(arguments)
+        except SystemExit as error:  # how argparse refuses
+            exit_code = int(error.code or 0)
+        message = capsys.readouterr().err
+        assert exit_code == 64, message
+        assert "Traceback (most recent call last)" not in message
+        assert "posttrain: error: " in message
+        for text in expected:
+            assert text in message
+        assert not (inputs.folder / "run").exists()
+
+    return check
 
 
 def test_good_input_is_accepted(inputs: Inputs) -> None:
@@ -89,141 +90,115 @@ def test_good_input_is_accepted(inputs: Inputs) -> None:
 
 @pytest.mark.usefixtures("no_model_is_loaded")
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
-def test_missing_model_folder(kind: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = str(inputs.folder / "no_model")
-    arguments = getattr(inputs, kind)(f"policy.model_name={missing}")
-    assert_refused(arguments, inputs, capsys, "policy.model_name", missing, "config.json", "hub name")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_folder_that_is_no_model(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo(f"policy.model_name={inputs.data}")
-    assert_refused(arguments, inputs, capsys, "policy.model_name", str(inputs.data), "config.json")
+@pytest.mark.parametrize("name", ["no_model", "data"])
+def test_folder_that_is_no_model(kind: str, name: str, inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    folder = str(inputs.folder / name)
+    arguments = inputs.run_of(kind, f"policy.model_name={folder}")
+    assert_refused(arguments, "policy.model_name", folder, "config.json")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("model_type", "lama", "lama"),
-        ("num_attention_heads", "many", "num_attention_heads"),
-        ("hidden_act", "silo", "hidden_act 'silo' is not known"),
-    ],
+    ("key", "value"), [("model_type", "lama"), ("num_attention_heads", "many"), ("hidden_act", "silo")]
 )
-def test_config_that_makes_no_model(
-    key: str, value: Any, said: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]
+def test_config_that_makes_no_model(key: str, value: Any, inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    file = str(inputs.folder / "model" / "config.json")
+    assert_refused(inputs.grpo(inputs.model_with(**{key: value})), "policy.model_name", file, value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["no weights", "torn weights"])
+def test_model_folder_without_usable_weights(share: float, inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    setting = inputs.model_with()
+    weights = inputs.folder / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    if share:
+        weights.write_bytes(content[: int(share * len(content))])
+    assert_refused(inputs.grpo(setting), "policy.model_name", str(weights.parent))
+
+
+NO_LAYER = [f"policy.dtensor_cfg.lora_cfg.{one}" for one in ("match_all_linear=false", "target_modules=[wq]")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([*LORA, *NO_LAYER], ["policy.dtensor_cfg.lora_cfg", "wq"]),
+        (["policy.hf_config_overrides={attention_dropout: 0.5}"], ["policy.hf_config_overrides.attention_dropout=0.0"]),
+        (["policy.hf_config_overrides={no_such_thing: 3}"], ["policy.hf_config_overrides", "no_such_thing"]),
+    ],
+    ids=["adapters that match no layer", "dropout in attention", "unknown overrides"],
+)
+def test_settings_that_do_not_fit_the_model(
+    settings: list[str], expected: list[str], inputs: Inputs, assert_refused: Callable[..., None]
 ) -> None:
-    folder = inputs.folder / "model"
-    shutil.copytree(inputs.model, folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    assert_refused(inputs.grpo(f"policy.model_name={folder}"), inputs, capsys, "policy.model_name", str(file), said)
-
-
-def test_dropout_in_attention_is_not_ignored(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    drops = inputs.sft("policy.hf_config_overrides={attention_dropout: 0.5}")
-    assert_refused(drops, inputs, capsys, "attention_dropout = 0.5", "policy.hf_config_overrides.attention_dropout=0.0")
-
-
-@pytest.mark.parametrize("damage", ["no weights", "torn weights"])
-def test_model_folder_without_usable_weights(damage: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = inputs.folder / "model"
-    shutil.copytree(inputs.model, folder)
-    if damage == "torn weights":
-        weights = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    else:
-        (folder / "model.safetensors").unlink()
-    assert_refused(inputs.grpo(f"policy.model_name={folder}"), inputs, capsys, "policy.model_name", str(folder))
-
-
-def test_adapters_that_match_no_layer(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]
-    arguments = inputs.grpo(*LORA, *(f"policy.dtensor_cfg.{target}" for target in targets))
-    assert_refused(arguments, inputs, capsys, "policy.dtensor_cfg.lora_cfg", "wq")
-
-
-def test_overrides_that_do_not_fit_the_model(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo("policy.hf_config_overrides={no_such_thing: 3}")
-    assert_refused(arguments, inputs, capsys, "policy.hf_config_overrides", "no_such_thing")
+    assert_refused(inputs.run_of("sft", *settings), *expected)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
-
-def reading(path: Path, kind: str = "ResponseDataset") -> str:
-    return f"data.train={{dataset_name: {kind}, data_path: {path}}}"
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_unknown_dataset(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo("data.train.dataset_name=gms8k")
-    assert_refused(arguments, inputs, capsys, "gms8k", "did you mean 'gsm8k'", "OpenMathInstruct-2")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["data.train.dataset_name=gms8k"], ["gms8k", "'gsm8k'", "OpenMathInstruct-2"]),
+        (["data.train.dataset_name=nobody/nothing", "~data.train.data_path"], ["nobody/nothing", "data_path"]),
+        (["data.train.data_path={data}/question.jsonl"], ["{data}/question.jsonl", "'questions.jsonl'"]),
+    ],
+    ids=["unknown dataset", "unknown hub dataset", "missing file"],
+)
+def test_data_that_is_not_there(
+    settings: list[str], expected: list[str], inputs: Inputs, assert_refused: Callable[..., None]
+) -> None:
+    place = {"data": inputs.data}
+    arguments = inputs.grpo(*(setting.format(**place) for setting in settings))
+    assert_refused(arguments, *(text.format(**place) for text in expected))
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_unknown_hub_dataset(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo("data.train.dataset_name=nobody/nothing", "~data.train.data_path")
-    assert_refused(arguments, inputs, capsys, "nobody/nothing", "data_path")
+@pytest.mark.parametrize(
+    ("kind", "rows", "expected"),
+    [
+        ("grpo", [*questions(4), {"input": "1 + 1", "answer": "2"}], ["row 5", "'output'", "'answer'", "output_key"]),
+        ("sft", [*questions(4), {"input": "1 + 1", "answer": "2"}], ["row 5", "'output'", "'answer'", "output_key"]),
+        ("dpo", [PAIR, {"prompt": "a", "chosen": "b"}], ["row 2", "'rejected'", "rejected_key"]),
+        ("grpo", "", ["empty"]),
+        ("grpo", "\n\n", ["empty"]),
+        ("grpo", '{"input": "1 + 1", "output": "2"}\n{"input": "1 + 2", "outp\n', ["rows.jsonl:2", "JSON"]),
+    ],
+    ids=["row of grpo", "row of sft", "pair of dpo", "empty", "blank", "broken JSON"],
+)
+def test_rows_that_cannot_be_used(
+    kind: str, rows: Any, expected: list[str], inputs: Inputs, assert_refused: Callable[..., None]
+) -> None:
+    dataset = "PreferenceDataset" if kind == "dpo" else "ResponseDataset"
+    arguments = inputs.run_of(kind, inputs.reading(rows, dataset))
+    assert_refused(arguments, str(inputs.folder / "rows.jsonl"), *expected)
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_missing_data_file(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = inputs.data / "question.jsonl"
-    assert_refused(inputs.grpo(reading(missing)), inputs, capsys, str(missing), "did you mean 'questions.jsonl'")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_row_without_the_key(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.rows("rows.jsonl", [*questions(4), {"input": "1 + 1", "answer": "2"}])
-    expected = (str(path), "row 5", "'output'", "'answer'", "output_key")
-    assert_refused(inputs.grpo(reading(path)), inputs, capsys, *expected)
-    assert_refused(inputs.sft(reading(path)), inputs, capsys, *expected)
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_pair_without_the_key(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.rows("pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}])
-    arguments = inputs.dpo(reading(path, "PreferenceDataset"))
-    assert_refused(arguments, inputs, capsys, str(path), "row 2", "'rejected'", "rejected_key")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_validation_data_is_looked_at_too(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.rows("rows.jsonl", [{"question": "1 + 1", "output": "2"}])
+def test_validation_data_is_looked_at_too(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    path = write_rows(inputs.folder / "rows.jsonl", [{"question": "1 + 1", "output": "2"}])
     arguments = inputs.grpo(f"data.validation.data_path={path}")
-    assert_refused(arguments, inputs, capsys, str(path), "row 1", "'input'", "input_key")
+    assert_refused(arguments, str(path), "row 1", "'input'", "input_key")
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_empty_file(content: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.file("rows.jsonl", content)
-    assert_refused(inputs.grpo(reading(path)), inputs, capsys, str(path), "the file is empty")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_broken_json_line(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.file("rows.jsonl", '{"input": "1 + 1", "output": "2"}\n{"input": "1 + 2", "outp\n')
-    assert_refused(inputs.grpo(reading(path)), inputs, capsys, f"{path}:2", "broken JSON")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_dataset_smaller_than_a_step(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.rows("rows.jsonl", questions(3))
-    arguments = inputs.grpo(reading(path), "grpo.max_num_epochs=1")
-    assert_refused(arguments, inputs, capsys, "data.train", "3 usable prompts", "4 of one step", "max_num_epochs")
+def test_dataset_smaller_than_a_step(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    arguments = inputs.grpo(inputs.reading(questions(3)), "grpo.max_num_epochs=1")
+    assert_refused(arguments, "data.train", "3 usable prompts", "4 of one step", "max_num_epochs")
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
-def test_nothing_is_short_enough(kind: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_short_enough(kind: str, inputs: Inputs, assert_refused: Callable[..., None]) -> None:
     """Never cut to fit; the message names the data and the setting that is too low."""
-    long = "9" * 200
-    rows = [{"input": long, "output": "1", "prompt": long, "chosen": "a", "rejected": "b"}] * 5
-    path = inputs.rows("rows.jsonl", rows)
+    rows = [{"input": "9" * 200, "output": "1", **PAIR, "prompt": "9" * 200}] * 5
     dataset = "PreferenceDataset" if kind in ("dpo", "rm") else "ResponseDataset"
-    arguments = getattr(inputs, kind)(reading(path, dataset))
-    assert_refused(arguments, inputs, capsys, "rows", "tokens: 5", "policy.max_total_sequence_length")
+    arguments = inputs.run_of(kind, inputs.reading(rows, dataset))
+    assert_refused(arguments, "rows", "tokens: 5", "policy.max_total_sequence_length")
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -238,20 +213,17 @@ def test_nothing_is_short_enough(kind: str, inputs: Inputs, capsys: pytest.Captu
         ("def other(prompt, response, reference): return 1.0", "the functions it has: other"),
         ("def f(left, right): return 1.0", "prompt, response, reference"),
         ("import os\nos._exit(3)", "exited with code 3"),
+        (None, "there is no file"),
     ],
 )
 def test_reward_function_that_cannot_be_used(
-    content: str, expected: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]
+    content: str | None, expected: str, inputs: Inputs, assert_refused: Callable[..., None]
 ) -> None:
-    path = inputs.file("my_rewards.py", content + "\n")
+    path = inputs.folder / "my_rewards.py"
+    if content is not None:
+        path.write_text(content + "\n")
     arguments = inputs.grpo(f"env.mine.function={path}:f")
-    assert_refused(arguments, inputs, capsys, "env.mine.function", f"{path}:f", expected)
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_reward_function_in_a_file_that_is_not_there(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo("env.mine.function=no_such_file.py:f")
-    assert_refused(arguments, inputs, capsys, "env.mine.function", "there is no file", "no_such_file.py")
+    assert_refused(arguments, "env.mine.function", f"{path}:f", expected)
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
@@ -267,16 +239,9 @@ def test_reward_function_in_a_file_that_is_not_there(inputs: Inputs, capsys: pyt
     ],
 )
 def test_reward_that_cannot_be_built(
-    block: str, place: str, expected: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]
+    block: str, place: str, expected: str, inputs: Inputs, assert_refused: Callable[..., None]
 ) -> None:
-    arguments = inputs.grpo(f"env.fmt={block}", "data.default.env_name=fmt")
-    assert_refused(arguments, inputs, capsys, place, expected)
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_environment_that_is_not_configured(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.grpo("data.default.env_name=yours")
-    assert_refused(arguments, inputs, capsys, "env_name 'yours'", "mine", "env.yours.function")
+    assert_refused(inputs.grpo(f"env.fmt={block}", "data.default.env_name=fmt"), place, expected)
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
@@ -298,65 +263,55 @@ def test_environment_that_is_not_configured(inputs: Inputs, capsys: pytest.Captu
         (["policy.max_grad_norm=-1"], ["policy.max_grad_norm", "-1"]),
         (["policy.scheduler={name: torch.optim.lr_scheduler.StepLR}", "grpo.seed=x"], ["grpo.seed", "'x'"]),
         (["checkpointing.checkpoint_must_save_by='3h'"], ["checkpointing.checkpoint_must_save_by", "00:03:45:00"]),
+        (["data.default.env_name=yours"], ["env_name 'yours'", "mine", "env.yours.function"]),
         (["steps"], ["'steps'", "key=value"]),
+        (["--config", "no.yaml"], ["no.yaml"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else None,
 )
 def test_settings_that_cannot_work(
-    settings: list[str], expected: list[str], inputs: Inputs, capsys: pytest.CaptureFixture[str]
+    settings: list[str], expected: list[str], inputs: Inputs, assert_refused: Callable[..., None]
 ) -> None:
-    assert_refused(inputs.grpo(*settings), inputs, capsys, *expected)
+    assert_refused(inputs.grpo(*settings), *expected)
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_batches_of_pairs_that_do_not_divide(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = inputs.dpo("policy.train_micro_batch_size=4")
-    expected = ("policy.train_global_batch_size = 6", "policy.train_micro_batch_size = 4")
-    assert_refused(arguments, inputs, capsys, *expected)
+def test_batches_of_pairs_that_do_not_divide(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    arguments = inputs.run_of("dpo", "policy.train_micro_batch_size=4")
+    assert_refused(arguments, "policy.train_global_batch_size = 6", "policy.train_micro_batch_size = 4")
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_typo_in_a_file_names_file_and_line(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.file("my.yaml", "# mine\ngrpo:\n  num_promts_per_step: 8\n")
-    arguments = [*inputs.grpo(), "--config", str(path)]
-    assert_refused(arguments, inputs, capsys, f"{path}:3", "did you mean `grpo.num_prompts_per_step`")
-
-
-@pytest.mark.usefixtures("no_model_is_loaded")
-def test_missing_config_file(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused([*inputs.grpo(), "--config", "no.yaml"], inputs, capsys, "no.yaml", "no such config file")
+def test_typo_in_a_file_names_file_and_line(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    path = inputs.folder / "my.yaml"
+    path.write_text("# mine\ngrpo:\n  num_promts_per_step: 8\n")
+    assert_refused([*inputs.grpo(), "--config", str(path)], f"{path}:3", "`grpo.num_prompts_per_step`")
 
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        (
-            "policy.optimizer.name=torch.optim.AdamZ",
-            ["policy.optimizer.name", "torch.optim.AdamZ", "torch.optim.AdamW"],
-        ),
+        ("policy.optimizer.name=torch.optim.AdamZ", ["policy.optimizer.name", "torch.optim.AdamZ"]),
         ("policy.optimizer.name=adam", ["policy.optimizer.name", "'adam'", "torch.optim.AdamW"]),
         ("policy.optimizer.kwargs.learning_rate=1", ["policy.optimizer.kwargs", "learning_rate"]),
         ("policy.optimizer.kwargs.lr=-1.0", ["policy.optimizer.kwargs", "-1"]),
         ("policy.scheduler={name: torch.optim.lr_scheduler.Up}", ["policy.scheduler", "torch.optim.lr_scheduler.Up"]),
-        (
-            "policy.scheduler={name: torch.optim.lr_scheduler.StepLR, kwargs: {size: 1}}",
-            ["policy.scheduler", "torch.optim.lr_scheduler.StepLR", "size"],
-        ),
+        ("policy.scheduler={name: torch.optim.lr_scheduler.StepLR, kwargs: {size: 1}}", ["policy.scheduler", "size"]),
     ],
 )
 def test_optimizers_and_schedules_that_do_not_exist_or_do_not_fit(
-    setting: str, expected: list[str], inputs: Inputs, capsys: pytest.CaptureFixture[str]
+    setting: str, expected: list[str], inputs: Inputs, assert_refused: Callable[..., None]
 ) -> None:
-    settings = [setting]
-    if setting.startswith("policy.optimizer.name"):
-        settings.append("policy.optimizer.kwargs.lr=1e-3")  # another optimizer keeps none of the built-in settings
-    assert_refused(inputs.grpo(*settings), inputs, capsys, *expected)
+    # Another optimizer keeps none of the built-in settings.
+    lr = ["policy.optimizer.kwargs.lr=1e-3"] if setting.startswith("policy.optimizer.name") else []
+    assert_refused(inputs.grpo(setting, *lr), *expected)
 
 
-def test_run_folder_that_is_a_file(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    path = inputs.file("results", "")
+def test_run_folder_that_is_a_file(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
+    path = inputs.folder / "results"
+    path.touch()
     arguments = inputs.grpo(f"checkpointing.checkpoint_dir={path}")
-    assert_refused(arguments, inputs, capsys, "checkpointing.checkpoint_dir", str(path), "file")
+    assert_refused(arguments, "checkpointing.checkpoint_dir", str(path), "file")
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------

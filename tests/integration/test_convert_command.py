@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tiny_models import PROMPT, logits_of
 from tiny_runs import grpo, results_of, rm, run, save_model, weights_of
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.checkpointing.integrity import seal
 from posttrain.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "converters" / "convert_dcp_to_hf.py"
-PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
 LORA = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"]
 
 
@@ -38,15 +36,6 @@ def lora(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     extra = ["checkpointing.save_consolidated=true", "policy.optimizer.kwargs.lr=5e-2"]
     assert run([*grpo(model, data, folder, steps=2), *LORA, *extra]) == 0
     return folder
-
-
-@torch.no_grad()
-def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter))
-    logits: Tensor = model.eval()(PROMPT).logits
-    return logits
 
 
 def weights(checkpoint: Path) -> Path:

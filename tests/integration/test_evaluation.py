@@ -38,29 +38,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, data: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        "eval",
-        str(model),
-        f"data.dataset_name={data / 'sums.jsonl'}",
-        f"eval.save_path={folder}",
-        "generation.device=cpu",
-        "generation.num_threads=1",
-        "generation.vllm_cfg.max_model_len=64",
-        "generation.max_new_tokens=12",
-        f"env.mine.function={data / 'rewards.py:odd'}",
-        "env.mine.num_workers=1",
-        "eval.pass_threshold=0.5",
-        "eval.bootstrap_resamples=200",
-        *more,
-    ]
+    judge = f"env.mine.function={data / 'rewards.py:odd'}"
+    return tiny_runs.evaluation(model, data / "sums.jsonl", folder, judge, "eval.pass_threshold=0.5", *more)
 
 
-SAMPLED = (
-    "eval.num_tests_per_prompt=3",
-    "generation.temperature=1",
-    "generation.num_prompts_per_step=1",
-    "eval.metric=cons@k",
-)
+SAMPLED = ("eval.num_tests_per_prompt=3", "generation.temperature=1", "generation.num_prompts_per_step=1")
+SAMPLED += ("eval.metric=cons@k",)
 
 
 @pytest.mark.invariant
@@ -128,10 +111,9 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same(model: Path, data: P
     rows = tmp_path / "cut" / "problems.jsonl"
     for number, least in enumerate((1, 5)):
         process = tiny_runs.start(words, tmp_path / f"log{number}")
-        seen = tiny_runs.wait_until(
+        assert tiny_runs.wait_until(
             lambda least=least: rows.exists() and rows.read_bytes().count(b"\n") >= least, process
         )
-        assert seen
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -151,10 +133,8 @@ def test_two_evaluations_are_compared_on_the_command_line(
         assert main([*arguments(which, data, tmp_path / name), "--quiet"]) == 0
     capsys.readouterr()
     page = tmp_path / "pages" / "compare.html"
-    assert (
-        main(["eval", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--metric", "avg@1", "--html", str(page)])
-        == 0
-    )
+    both = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["eval", "compare", *both, "--metric", "avg@1", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "sign-flip permutation" in shown
     assert "12 problems, avg@1" in shown

@@ -60,15 +60,12 @@ def completions_of(folder: Path, step: int) -> list[dict[str, Any]]:
     return [completion for group in groups for completion in group["completions"]]
 
 
-def test_every_way_to_fail_was_met(treacherous: Path) -> None:
-    texts = [c["text"] for step in range(1, STEPS + 1) for c in completions_of(treacherous, step)]
-    assert {fate(text) for text in texts} >= set(REASONS)
-
-
 @pytest.mark.invariant
 def test_failed_rewards_are_unscored_with_their_reason_and_the_others_are_scored(treacherous: Path) -> None:
+    met = set()
     for step in range(1, STEPS + 1):
         for completion in completions_of(treacherous, step):
+            met.add(fate(completion["text"]))
             text = completion["text"]
             if fate(text) in REASONS:
                 assert completion["reward"] is None
@@ -77,6 +74,7 @@ def test_failed_rewards_are_unscored_with_their_reason_and_the_others_are_scored
             else:
                 assert completion["reward"] == sum(ord(c) % 2 for c in text) / max(1, len(text))
                 assert completion["error"] is None
+    assert met >= set(REASONS), "every way to fail was met"
 
 
 def test_unscored_rollouts_are_counted_and_left_out_of_the_mean(treacherous: Path) -> None:
@@ -124,28 +122,17 @@ def test_the_report_and_the_list_of_reasons_say_so(treacherous: Path) -> None:
     assert 'raise ValueError("cannot read this answer")' in raised[0]["traceback"]
 
 
-def test_the_first_traceback_is_shown(
+def test_step_without_scores_changes_nothing_and_warns(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.py").write_text("def f(prompt, response, reference):\n    return 1 / 0\n")
     folder = tmp_path / "run"
     arguments = grpo(model, data, folder, steps=2, reward=f"{tmp_path / 'bad.py'}:f")
-    assert run([*arguments, "grpo.val_period=0"]) == 65
-    output = capsys.readouterr().out
-    assert output.count("return 1 / 0") == 1
-    assert "ZeroDivisionError" in output
-
-
-def test_step_without_scores_changes_nothing_and_warns(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.py").write_text("def f(prompt, response, reference):\n    return None\n")
-    folder = tmp_path / "run"
-    arguments = grpo(model, data, folder, steps=2, reward=f"{tmp_path / 'bad.py'}:f")
     assert run(arguments) == 65, "not taken for success"
     output = capsys.readouterr().out
-    assert "none of the 16 rollouts could be scored, so nothing was learnt" in output
-    assert "finished, but not one of the 32 rollouts could be scored, so nothing was learnt" in output
+    assert output.count("return 1 / 0") == 1, "the first traceback is shown"
+    assert "none of the 16 rollouts could be scored" in output
+    assert "not one of the 32 rollouts could be scored" in output
     assert run(arguments) == 65, "nothing to do, and still no success"
     rows = results_of(folder)
     assert [row["train/unscored"] for row in rows] == [16, 16]
@@ -161,12 +148,7 @@ def test_step_without_scores_changes_nothing_and_warns(
     [(3, "cut off at policy.generation.max_new_tokens"), (48, "too easy or too hard")],
 )
 def test_equal_rewards_warn_that_advantages_are_zero(
-    max_new_tokens: int,
-    why: str,
-    model: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    max_new_tokens: int, why: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "same.py").write_text("def f(prompt, response, reference):\n    return 0.5\n")
     folder = tmp_path / "run"
@@ -176,9 +158,8 @@ def test_equal_rewards_warn_that_advantages_are_zero(
     stops = "policy.generation.stop_strings=[a,e,i,o,u,n,s,t,r,'1','2','3',' ']"
     assert run([*arguments, *settings, *([stops] if max_new_tokens > 3 else [])]) == 0
     output = capsys.readouterr().out
-    assert "all 16 rewards are 0.5, so every advantage is 0 and nothing is learnt" in output
     assert why in output
-    assert output.count("so every advantage is 0 and nothing is learnt") <= 2, "said once, and counted in the end"
+    assert 1 <= output.count("every advantage is 0") <= 2, "said once, and counted in the end"
     assert [row["train/groups_with_signal"] for row in results_of(folder)] == [0, 0]
     assert [row["train/grad_norm"] for row in results_of(folder)] == [0, 0]
     assert "nothing is learnt" in (folder / "report.html").read_text()

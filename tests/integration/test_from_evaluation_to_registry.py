@@ -38,23 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluation(folder: Path, name: str) -> list[str]:
-    return [
-        "eval",
-        str(folder / name),
-        "--quiet",
-        f"data.dataset_name={folder / 'sums.jsonl'}",
-        f"eval.save_path={folder / f'eval-{name}'}",
-        "eval.num_tests_per_prompt=2",
-        "generation.temperature=1",
-        "generation.device=cpu",
-        "generation.num_threads=1",
-        "generation.vllm_cfg.max_model_len=64",
-        "generation.max_new_tokens=12",
-        f"env.mine.function={folder / 'rewards.py:odd'}",
-        "env.mine.num_workers=1",
-        "eval.bootstrap_resamples=200",
-    ]
+def evaluation(folder: Path, name: str, model: str | None = None, to: str | None = None) -> list[str]:
+    sampled = ["eval.num_tests_per_prompt=2", "generation.temperature=1"]
+    judge = f"env.mine.function={folder / 'rewards.py:odd'}"
+    places = model or folder / name, folder / "sums.jsonl", to or folder / f"eval-{name}"
+    return tiny_runs.evaluation(*places, *sampled, judge, "--quiet")
 
 
 def slow_divergence(folder: Path, left: str, right: str, prompt: str, answers: list[str]) -> float:
@@ -150,9 +138,7 @@ def test_from_an_evaluation_to_production(
     assert main(["registry", "diff", "sums", "1", "2"]) == 0
     assert "metrics" in capsys.readouterr().out
     # What is in production can be measured by that name.
-    again = evaluation(folder, "new")
-    again[1], again[4] = "registry:sums@production", "eval.save_path=eval-production"
-    assert main(again) == 0
+    assert main(evaluation(folder, "new", "registry:sums@production", "eval-production")) == 0
     registered, original = (read_evaluation(Path(name)) for name in ("eval-production", "eval-new"))
     assert registered.summary.metrics == original.summary.metrics
     # And so can its distance from another version.

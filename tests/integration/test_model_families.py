@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import urllib.request
 from pathlib import Path
 
@@ -18,11 +17,9 @@ import pytest
 import tiny_models
 import torch
 from generated_pages import CHECKS, FAMILIES, PAGES, refreshed
-from peft import PeftModel
-from tiny_models import byte_tokenizer, tiny_model
-from tiny_runs import LORA, dpo, grpo, results_of, rows_of, run, weights_of
+from tiny_models import byte_tokenizer, logits_of, tiny_model
+from tiny_runs import LORA, assert_resumes, dpo, grpo, rows_of, run
 from tiny_server import options_for, running
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.cli.main import main
@@ -30,7 +27,6 @@ from posttrain.models.loading import REFUSED_FAMILIES
 
 LENGTHS = ["policy.max_total_sequence_length=96", "policy.generation.max_new_tokens=8"]
 SAVE_EACH_STEP = ["checkpointing.save_period=1", "checkpointing.metric_name=null"]
-PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
@@ -71,15 +67,6 @@ def checkpoint(run_folder: Path, step: int) -> Path:
     return run_folder / f"step_{step}" / "policy" / "weights" / "model"
 
 
-@torch.no_grad()
-def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter))
-    logits: Tensor = model.eval()(PROMPT).logits
-    return logits
-
-
 @pytest.mark.invariant
 def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
     steps = rows_of(trained)
@@ -92,11 +79,7 @@ def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
 
 @pytest.mark.invariant
 def test_resumed_run_equals_the_uninterrupted_one(model: Path, trained: Path, data: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "step_2")
-    assert run(grpo_command(model, data, tmp_path / "run")) == 0
-    assert results_of(tmp_path / "run") == results_of(trained)
-    assert weights_of(tmp_path / "run" / "step_2") == weights_of(trained / "step_2")
+    assert_resumes(lambda folder: grpo_command(model, data, folder), trained, tmp_path / "run", 2)
 
 
 def test_a_dpo_step_starts_at_the_reference_and_leaves_it(model: Path, data: Path, tmp_path: Path) -> None:

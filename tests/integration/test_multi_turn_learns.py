@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
+import tiny_runs
+from tiny_runs import assert_resumes, grpo, results_of, rows_of, run, same_up_to_rounding, save_data, weights_of
 
 from posttrain.apps.demo.calculator import build_model, write_data
 from posttrain.apps.evaluate.results import read_evaluation
@@ -146,11 +147,7 @@ def test_a_resumed_run_of_conversations_is_the_uninterrupted_one(
     model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "resumed"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "step_4")
-    assert run(talking(model, data, folder)) == 0
-    assert results_of(folder) == results_of(whole)
-    assert weights_of(folder / "step_4") == weights_of(whole / "step_4")
+    assert_resumes(lambda folder: talking(model, data, folder), whole, folder, 4)
     for path in sorted((whole / "rollouts").glob("*")):
         assert (folder / "rollouts" / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -168,11 +165,7 @@ def test_conversations_carried_over_between_steps_resume_exactly(model: Path, da
         c for step in (2, 3, 4) for g in groups_of(whole / f"rollouts/step_{step}.jsonl.gz") for c in g["completions"]
     ]
     assert any(len(completion["versions"]) > 1 for completion in several), "some by two versions of the weights"
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "step_4")
-    assert run(talking(model, data, resumed, *rounds)) == 0
-    assert results_of(resumed) == results_of(whole)
-    assert weights_of(resumed / "step_4") == weights_of(whole / "step_4")
+    assert_resumes(lambda folder: talking(model, data, folder, *rounds), whole, resumed, 4)
 
 
 def test_age_0_is_the_synchronous_run_of_conversations(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:
@@ -227,24 +220,9 @@ def test_an_environment_that_fails_now_and_then_leaves_rollouts_unscored_and_the
 
 
 def evaluation(model: Path, data: Path, folder: Path, *settings: str) -> list[str]:
-    return [
-        "eval",
-        str(model),
-        f"data.dataset_name={data / 'questions.jsonl'}",
-        "data.problem_key=input",
-        "data.solution_key=output",
-        "eval.max_problems=6",
-        "eval.max_rollout_turns=4",
-        "eval.bootstrap_resamples=50",
-        f"eval.save_path={folder}",
-        "generation.device=cpu",
-        "generation.num_threads=1",
-        "generation.max_new_tokens=12",
-        "generation.num_prompts_per_step=2",
-        "generation.vllm_cfg.max_model_len=192",
-        "env.mine.num_workers=1",
-        *settings,
-    ]
+    keys = ["data.problem_key=input", "data.solution_key=output", "eval.max_problems=6", "eval.max_rollout_turns=4"]
+    sizes = ["generation.num_prompts_per_step=2", "generation.vllm_cfg.max_model_len=192"]
+    return tiny_runs.evaluation(model, data / "questions.jsonl", folder, *keys, *sizes, *settings)
 
 
 def conversing(model: Path, data: Path, folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 from ray_nodes import RayNodes
 from tiny_runs import (
     count_rows,
+    evaluation,
     grpo,
     questions,
     results_of,
@@ -104,13 +105,9 @@ def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
     two_nodes: RayNodes, model: Path, data: Path, tmp_path: Path
 ) -> None:
     def arguments(name: str) -> list[str]:
-        return [
-            *("eval", str(model), f"data.dataset_name={data / 'sums.jsonl'}", f"eval.save_path={tmp_path / name}"),
-            *("generation.device=cpu", "generation.num_threads=1", "generation.vllm_cfg.max_model_len=64"),
-            *("generation.max_new_tokens=12", "generation.temperature=1", "eval.num_tests_per_prompt=3"),
-            *(f"env.mine.function={data / 'rewards.py:odd'}", "env.mine.num_workers=1", "eval.bootstrap_resamples=10"),
-            "eval.gpu_hour_price=3600",
-        ]
+        settings = ["generation.temperature=1", "eval.num_tests_per_prompt=3", "eval.gpu_hour_price=3600"]
+        judge = f"env.mine.function={data / 'rewards.py:odd'}"
+        return evaluation(model, data / "sums.jsonl", tmp_path / name, *settings, judge)
 
     code, shown = output_of(["-m", "posttrain.cli.main", *arguments("two"), "cluster.num_nodes=2"], two_nodes)
     assert code == 0, shown

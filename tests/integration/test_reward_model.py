@@ -50,11 +50,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(data / "pairs.jsonl", prefers_early_letters(240, seed=0))
     write_rows(data / "held_out_pairs.jsonl", prefers_early_letters(60, seed=1))
     settings = ["policy.train_global_batch_size=24", "policy.optimizer.kwargs.lr=5e-3", "checkpointing.save_period=60"]
-    settings += [
-        "rm.val_period=30",
-        "policy.sequence_packing.enabled=true",
-        "policy.sequence_packing.train_mb_tokens=512",
-    ]
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=512"]
+    settings += ["rm.val_period=30", *packing]
     assert run([*rm(model, data, home / "full", steps=60), *settings]) == 0
     assert run([*rm(model, data, home / "lora", steps=60), *settings, *LORA]) == 0
     return home
@@ -70,6 +67,13 @@ def task_of(prompt: str, draw: int = 0) -> Task:
 
 def answer(text: str) -> Completion:
     return Completion((1, 2), (0.0, 0.0), text, "stop")
+
+
+def scores_of(home: Path, tasks: Any, answers: Any, name: str = "full", progress: Any = None, **keys: Any) -> Any:
+    """What the environment with this reward model says."""
+    block = {**FLOAT32, "model_name": str(home / name / "step_60"), **keys}
+    with build_environments({"rm": block}) as environment:
+        return environment.score(tasks, answers, progress)
 
 
 def transformers_scores(home: Path, conversations: list[Any], name: str = "full") -> list[float]:
@@ -105,11 +109,9 @@ def test_a_reward_model_learns_what_the_pairs_prefer(home: Path) -> None:
 def test_a_checkpoint_gives_everybody_the_scores_of_the_environment(home: Path, name: str) -> None:
     rows = prefers_early_letters(6, seed=2)
     expected = transformers_scores(home, [conversation(r, key) for r in rows for key in ("chosen", "rejected")], name)
-    block = {**FLOAT32, "model_name": str(home / name / "step_60")}
     tasks = [task_of(row["prompt"], draw) for draw, row in enumerate(rows) for _ in range(2)]
     completions = [answer(row[key]) for row in rows for key in ("chosen", "rejected")]
-    with build_environments({"rm": block}) as environment:
-        scores = environment.score(tasks, completions)
+    scores = scores_of(home, tasks, completions, name)
     assert [score.reward for score in scores] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -117,12 +119,12 @@ def test_scores_depend_on_the_budget_of_a_batch_in_rounding_alone(home: Path) ->
     rows = prefers_early_letters(5, seed=3)
     tasks = [task_of(row["prompt"], draw) for draw, row in enumerate(rows) for _ in range(2)]
     completions = [answer(row[key]) for row in rows for key in ("chosen", "rejected")]
-    block = {**FLOAT32, "model_name": str(home / "full" / "step_60" / WEIGHTS)}
+    weights = str(home / "full" / "step_60" / WEIGHTS)
     found, finished = [], []
     for budget in (8, 60, 16384):
         seen: list[int] = []
-        with build_environments({"rm": {**block, "max_batch_tokens": budget}}) as environment:
-            found.append([score.reward for score in environment.score(tasks, completions, seen.append)])
+        settings = {"model_name": weights, "max_batch_tokens": budget}
+        found.append([one.reward for one in scores_of(home, tasks, completions, progress=seen.append, **settings)])
         finished.append([count for count in seen if count])
         assert sum(seen) == 10
     assert found[0] == pytest.approx(found[2], rel=1e-5, abs=1e-5)
@@ -131,12 +133,10 @@ def test_scores_depend_on_the_budget_of_a_batch_in_rounding_alone(home: Path) ->
 
 
 def test_what_cannot_be_scored_is_unscored_with_the_reason(home: Path) -> None:
-    block = {**FLOAT32, "model_name": str(home / "full" / "step_60"), "max_model_len": 40}
     tasks = [task_of("1 + 1 = ?"), task_of("1 + 1 = ?"), Task(1, "t:1", "bare", (9,))]
     completions = [answer("abc"), answer("abc" * 20), answer("abc")]
-    with build_environments({"rm": block}) as environment:
-        scores = environment.score(tasks, completions)
-        assert environment.score([], []) == []
+    scores = scores_of(home, tasks, completions, max_model_len=40)
+    assert scores_of(home, [], []) == []
     assert scores[0].scored
     assert scores[1].reward is None
     assert "at most 40" in str(scores[1].error)
@@ -146,43 +146,29 @@ def test_what_cannot_be_scored_is_unscored_with_the_reason(home: Path) -> None:
 
 def test_any_text_gets_a_score_or_a_reason_and_no_exception(home: Path) -> None:
     texts = ["", " \n", "\\boxed{", "<|im_end|>", "\x00", "\ud800", "🙂", "a" * 20_000]
-    with build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60")}}) as environment:
-        scores = environment.score([task_of("?")] * len(texts), [answer(text) for text in texts])
+    scores = scores_of(home, [task_of("?")] * len(texts), [answer(text) for text in texts])
     assert [score.scored for score in scores] == [True, True, True, True, True, False, True, False]
     assert all(score.scored == (score.error is None) for score in scores)
     assert all("\n" not in str(score.error) for score in scores)
 
 
 def test_scores_are_normalised_and_the_bare_score_is_kept(home: Path) -> None:
-    block = {**FLOAT32, "model_name": str(home / "full" / "step_60")}
-    with build_environments({"rm": block}) as environment:
-        [bare] = environment.score([task_of("2 + 2 = ?")], [answer("abba")])
-    with build_environments({"rm": {**block, "score_mean": 0.5, "score_std": 4.0}}) as environment:
-        [normalised] = environment.score([task_of("2 + 2 = ?")], [answer("abba")])
+    task, said = [task_of("2 + 2 = ?")], [answer("abba")]
+    [bare], [normalised] = scores_of(home, task, said), scores_of(home, task, said, score_mean=0.5, score_std=4.0)
     assert bare.reward is not None
     assert bare.parts == {}
     assert normalised.reward == pytest.approx((bare.reward - 0.5) / 4)
     assert normalised.parts == {"score": pytest.approx(bare.reward)}
 
 
-def test_bf16_scores_are_close_to_those_in_fp32(home: Path) -> None:
-    scores = []
-    for precision in ("float32", "bfloat16"):
-        block = {**FLOAT32, "model_name": str(home / "full" / "step_60"), "precision": precision}
-        with build_environments({"rm": block}) as environment:
-            scores.append(environment.score([task_of("2 + 2 = ?")], [answer("abba")])[0].reward)
-    assert scores[0] != scores[1]
-    assert scores[1] == pytest.approx(scores[0], abs=0.2)
-
-
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_without_a_precision_it_is_the_one_that_the_weights_are_saved_in(home: Path, name: str) -> None:
-    scores = []
-    for precision in ("float32", None):
-        block = {**FLOAT32, "model_name": str(home / name / "step_60"), "precision": precision}
-        with build_environments({"rm": block}) as environment:
-            scores.append(environment.score([task_of("2 + 2 = ?")], [answer("abba")])[0].reward)
-    assert scores[0] == scores[1]
+    fp32, bf16, saved = (
+        scores_of(home, [task_of("2 + 2 = ?")], [answer("abba")], name, precision=precision)[0].reward
+        for precision in ("float32", "bfloat16", None)
+    )
+    assert saved == fp32 != bf16
+    assert bf16 == pytest.approx(fp32, abs=0.2)
 
 
 def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
@@ -190,8 +176,7 @@ def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
     said = Completion((1,), (0.0,), "nopagainabc", "stop", conversation=Conversation(turns))
     messages = [{"role": "user", "content": "?"}, *({"role": t.role, "content": t.text} for t in turns)]
     [expected] = transformers_scores(home, [messages])
-    with build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60")}}) as environment:
-        [score] = environment.score([task_of("?")], [said])
+    [score] = scores_of(home, [task_of("?")], [said])
     assert score.reward == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -243,12 +228,8 @@ def test_training_goes_on_from_a_reward_model(home: Path, tmp_path: Path) -> Non
 def test_each_setting_of_the_loss_changes_it(setting: str, home: Path, tmp_path: Path) -> None:
     losses = []
     for name, more in (("plain", []), ("changed", [setting])):
-        arguments = [
-            *rm(home / "model", home / "data", tmp_path / name, steps=1),
-            "data.shuffle=false",
-            "rm.val_period=0",
-        ]
-        assert run([*arguments, *more]) == 0
+        arguments = rm(home / "model", home / "data", tmp_path / name, steps=1)
+        assert run([*arguments, "data.shuffle=false", "rm.val_period=0", *more]) == 0
         losses.append(rows_of(tmp_path / name)[-1]["train/loss"])
     assert losses[0] != losses[1]
 

@@ -135,21 +135,9 @@ def test_step_that_is_written_appears_within_two_seconds(browser: Browser, tmp_p
         write_step(folder, 13)
         took_ms = visit.page.evaluate("() => window.seen")
         print(f"a new step was visible after {took_ms:.0f} ms")
-        append(
-            folder / "findings.jsonl",
-            {
-                "step": 13,
-                "rule": "r",
-                "severity": "error",
-                "metric": "train/reward",
-                "value": 1.0,
-                "text": "it is sick",
-                "fixes": [],
-                "source": "s",
-                "answers": [],
-                "last_step": 13,
-            },
-        )
+        finding = {"step": 13, "rule": "r", "severity": "error", "metric": "train/reward", "value": 1.0, "source": "s"}
+        finding |= {"text": "it is sick", "fixes": [], "answers": [], "last_step": 13}
+        append(folder / "findings.jsonl", finding)
         visit.page.locator(".finding", has_text="It is sick").wait_for()
 
 
@@ -238,11 +226,8 @@ def test_conversations_have_turns_and_text_of_models_is_inert(browser: Browser, 
             assert page.locator("img").count() == 0
             assert page.locator("main script").count() == 0
         visit.go(f"/run/{visit.run('tools')}/rollouts?step=2&group=0", ".turn.environment")
-        assert [one.split()[0] for one in page.locator(".turn > b").all_inner_texts()] == [
-            "assistant",
-            "tool",
-            "assistant",
-        ]
+        roles = [one.split()[0] for one in page.locator(".turn > b").all_inner_texts()]
+        assert roles == ["assistant", "tool", "assistant"]
         assert "<img src=x onerror=" in page.locator(".turn.model").nth(1).inner_text()
 
 
@@ -339,9 +324,8 @@ def test_text_has_contrast_in_both_schemes(browser: Browser, address: str, schem
         ):
             visit.go(path, until)
             assert visit.page.evaluate(CONTRAST) == [], path
-        shade = sum(
-            visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")[:3]
-        )
+        colour = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+        shade = sum(visit.page.evaluate(colour)[:3])
         assert shade > 600 if scheme == "light" else shade < 200
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,6 +80,7 @@ GOLD: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {},
     ),
     "LiveCodeBench calls": (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional"}], {"func_name": "add"}),
+    "as in a file of its own": (f"{ADD}\ndef f(x: int): ...", ["assert f.__annotations__['x'] is int"], {}),
 }
 
 
@@ -100,6 +102,8 @@ def test_share_passed_is_the_share_and_all_passed_all_or_nothing(all_passed: Sco
     assert share_passed(programs)["reward"] == pytest.approx(2 / 3)
     calls = item("def f(x):\n    return 2", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, 3]})
     assert share_passed(calls)["reward"] == 0.5
+    hangs = item("def f(x):\n    while x > 1: pass\n    return x", [f"assert f({x}) == {x}" for x in (1, 2, 0)])
+    assert share_passed(hangs)["tests_passed"] == 1.0, "before it hung"
 
 
 MISBEHAVIOUR = {
@@ -121,6 +125,8 @@ MISBEHAVIOUR = {
     "garbles the report": "import os\nos.write(3, bytes(range(256)) * 100)\nos._exit(0)",
     "closes every pipe": "import os\nos.closerange(0, 256)\ndef f(x): return 0",
     "replaces print and exit": "import builtins, os\nos._exit = builtins.print = lambda *a: None\nraise BaseException",
+    "replaces exec": "import builtins\nbuiltins.exec = lambda *a, **k: ''\ndef f(x): return 0",
+    "replaces compile": "import builtins\nbuiltins.compile = lambda *a, **k: ''\ndef f(x): return 0",
 }
 
 
@@ -130,28 +136,12 @@ def test_whatever_else_code_does_is_a_reward_of_zero_and_never_unscored(what: st
     assert found["reward"] == 0.0
 
 
-@pytest.mark.parametrize("name", ["exec", "compile"])
-def test_code_that_replaces_what_runs_its_tests_passes_none(name: str, share_passed: Scorer) -> None:
-    code = f"import builtins\nbuiltins.{name} = lambda *args, **kwargs: ''\ndef add(a, b):\n    return 0"
-    assert share_passed(item(code, ["assert add(1, 2) == 3"]))["reward"] == 0
-
-
-def test_code_means_what_it_means_in_a_file_of_its_own(all_passed: Scorer) -> None:
-    code = "def typed(x: int) -> int:\n    return x"
-    assert all_passed(item(code, ["assert typed.__annotations__['x'] is int"]))["reward"] == 1
-
-
 def test_a_set_up_that_fails_is_not_the_codes_fault(all_passed: Scorer) -> None:
     metadata = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import no_such_module"}
     with pytest.raises(Unscored, match=r"set-up.*no_such_module"):
         all_passed(item(ADD, None, **metadata))
     forged = "import os\nos.write(3, b'setup ImportError\\n' * 2)\ndef add(a, b):\n    return 0"
     assert all_passed(item(forged, ["assert add(1, 2) == 3"]))["reward"] == 0
-
-
-def test_tests_that_were_passed_before_the_code_hung_count_in_the_share(share_passed: Scorer) -> None:
-    code = "def f(x):\n    while x > 1: pass\n    return x"
-    assert share_passed(item(code, ["assert f(1) == 1", "assert f(2) == 2", "assert f(0) == 0"]))["tests_passed"] == 1.0
 
 
 def test_code_cannot_read_what_is_expected_of_it(share_passed: Scorer) -> None:
@@ -314,28 +304,24 @@ def test_packages_and_paths_are_visible_on_request(tmp_path: Path) -> None:
 
 
 def test_a_sandbox_that_is_not_strict_enough_ends_the_run_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unavailable(*arguments: Any) -> None:
-        raise SandboxUnavailable("level 'namespaces' does not work here: sysctl …")
-
+    unavailable = Mock(side_effect=SandboxUnavailable("level 'namespaces' does not work here: sysctl …"))
     monkeypatch.setattr(code_tests, "open_sandbox", unavailable)
-    with pytest.raises(BadSetup, match="no sandbox for `sandbox: strict`: level 'namespaces' does not work"):
+    with pytest.raises(BadSetup, match="`sandbox: strict`: level 'namespaces' does not work"):
         code_scorer(parse_reward({"type": "code"}).model_dump())
 
 
-def test_a_time_limit_for_all_tests_that_is_too_short_for_one_is_refused() -> None:
-    with pytest.raises(BadSetup, match=r"timeout_s is 5,(.|\n)*at least 17 is needed"):
-        scorer(timeout_s=5)
-
-
-def test_command_line_is_refused_before_anything_runs() -> None:
-    with pytest.raises(InputError, match=r"env\.code cannot start: timeout_s is 5"):
-        check_environments({"code": {"type": "code", "timeout_s": 5}})
-    with pytest.raises(InputError, match="cannot be used as a Python"):
-        check_environments({"code": {"type": "code", "python": "/no/such/python"}})
-    with pytest.raises(InputError, match="sandbox"):
-        check_environments({"code": {"type": "code", "sandbox": "loose"}})
-    with pytest.raises(InputError, match="did you mean 'sandbox'"):
-        check_environments({"code": {"type": "code", "sandbx": "strict"}})
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"timeout_s": 5}, r"env\.code cannot start: timeout_s is 5,(.|\n)*at least 17"),
+        ({"python": "/no/such/python"}, "cannot be used as a Python"),
+        ({"sandbox": "loose"}, "sandbox"),
+        ({"sandbx": "strict"}, "did you mean 'sandbox'"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_runs(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_environments({"code": {"type": "code", **keys}})
 
 
 def test_in_a_pool_of_workers_each_answer_gets_its_own_verdict() -> None:

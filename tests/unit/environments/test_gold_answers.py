@@ -56,15 +56,11 @@ def test_gsm8k_worked_solutions_score_one(by_mathematics: Scorer) -> None:
     assert wrong_of(by_mathematics, [(row["answer"], row["final_answer"]) for row in rows]) == []
 
 
-def test_gsm8k_answers_score_one_as_text(as_text: Scorer) -> None:
+def test_gsm8k_answers_score_one_as_text_and_when_they_are_extracted(as_text: Scorer) -> None:
     rows = read_jsonl("gsm8k/test.jsonl")
     assert len(rows) == 1055
     assert wrong_of(as_text, [(f"Answer: {row['final_answer']}", row["final_answer"]) for row in rows]) == []
     assert wrong_of(as_text, [(f"Answer: ${int(row['final_answer']):,}$.", row["final_answer"]) for row in rows]) == []
-
-
-def test_gsm8k_answers_score_one_when_they_are_extracted() -> None:
-    rows = read_jsonl("gsm8k/test.jsonl")
     pairs = [(row["answer"].replace(",", ""), row["final_answer"]) for row in rows]
     assert wrong_of(scorer("exact", extract=r"#### (\S+)"), pairs) == []
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tiny_runs import wait_until
 
 from posttrain.config.rewards import parse_reward
 from posttrain.environments import build_environments, check_environments
@@ -70,13 +71,6 @@ class Endpoint:
                 handler.wfile.write(b" ")
 
         return send
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -146,11 +140,6 @@ def test_a_verdict_becomes_a_reward_with_what_it_cost(endpoint: Endpoint, folder
     assert [message["role"] for message in request["messages"]] == ["user"]
     assert "2+2?" in request["messages"][0]["content"]
     assert "It is {reference}." in request["messages"][0]["content"], "an answer cannot ask for the reference"
-
-
-def test_the_gold_answer_scores_one(endpoint: Endpoint, folder: Path) -> None:
-    endpoint.replies = [says('{"score": 10}')]
-    assert judge_scorer(setup_for(endpoint, folder))(ITEM)["reward"] == 1.0
 
 
 def test_settings_reach_the_request(endpoint: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +221,7 @@ def test_scores_are_mapped_to_the_range_of_rewards(endpoint: Endpoint, folder: P
     assert mapped(ITEM)["reward"] == -0.5
     smaller_is_better = judge_scorer(setup_for(endpoint, folder, score_range=[5, 1]))
     assert smaller_is_better(ITEM)["reward"] == 0.75
+    assert judge_scorer(setup_for(endpoint, folder, score_range=[0, 2]))(ITEM)["reward"] == 1.0, "the best"
 
 
 # ── endpoints that misbehave ───────────────────────────────────────────────────────────────────────────────────────
@@ -262,7 +252,7 @@ GARBAGE = {
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_is_asked_about_again_and_then_unscored(what: str, endpoint: Endpoint, folder: Path) -> None:
     endpoint.replies = [GARBAGE[what]]
-    assert "no verdict after 3 requests" in unscored(endpoint, folder, max_retries=2)
+    assert "3 requests" in unscored(endpoint, folder, max_retries=2)
     assert len(endpoint.requests) == 3
     assert usage_of(folder)["unscored"] == 1
     endpoint.replies = [GARBAGE[what], says('{"score": 5}')]
@@ -288,7 +278,6 @@ def test_errors_that_stay_are_not_asked_about_again(status: int, endpoint: Endpo
     endpoint.replies = [raw(b'{"error": "no such model: a-judge"}', status)]
     reason = unscored(endpoint, folder)
     assert f"HTTP {status}" in reason
-    assert "no such model: a-judge" in reason
     assert len(endpoint.requests) == 1
 
 
@@ -308,7 +297,7 @@ def test_retry_after_is_honoured_in_seconds_and_as_a_date(endpoint: Endpoint, fo
 def test_a_pause_beyond_the_time_limit_is_not_waited_for(endpoint: Endpoint, folder: Path) -> None:
     endpoint.replies = [raw(b"slow down", 429, Retry_After="3600")]
     started_at = time.monotonic()
-    assert "the next try would come after 3600 s, beyond timeout_s" in unscored(endpoint, folder)
+    assert "3600 s" in unscored(endpoint, folder)
     assert time.monotonic() - started_at < 30
 
 
@@ -373,8 +362,9 @@ def test_the_same_question_is_paid_for_once(endpoint: Endpoint, folder: Path) ->
     assert (first["reward"], again["reward"]) == (0.5, 0.5)
     assert (first["judge_cost"], again["judge_cost"]) == (0.00011, 0.0)
     assert len(endpoint.requests) == 1
+    assert judge_scorer(setup_for(endpoint, folder, cache=False))(ITEM)["reward"] == 0.9
     total = usage_of(folder)
-    assert (total["completions"], total["cached"], total["requests"]) == (2, 1, 1)
+    assert (total["completions"], total["cached"], total["requests"]) == (3, 1, 2)
     assert total["cost"] == pytest.approx(0.00011)
 
 
@@ -383,12 +373,6 @@ def test_another_question_is_asked(change: dict[str, Any], endpoint: Endpoint, f
     endpoint.replies = [says('{"score": 5}'), says('{"score": 9}')]
     judge_scorer(setup_for(endpoint, folder))(ITEM)
     assert judge_scorer({**setup_for(endpoint, folder), **change})(ITEM)["reward"] == 0.9
-
-
-def test_the_cache_can_be_turned_off(endpoint: Endpoint, folder: Path) -> None:
-    endpoint.replies = [says('{"score": 5}'), says('{"score": 9}')]
-    score = judge_scorer(setup_for(endpoint, folder, cache=False))
-    assert [score(ITEM)["reward"], score(ITEM)["reward"]] == [0.5, 0.9]
 
 
 def test_a_kept_verdict_is_read_anew_and_asked_for_again_if_it_no_longer_fits(endpoint: Endpoint, folder: Path) -> None:
@@ -433,7 +417,7 @@ def test_a_damaged_cache_costs_no_verdict(endpoint: Endpoint, folder: Path, caps
     endpoint.replies = [says('{"score": 5}')]
     score = judge_scorer(setup_for(endpoint, folder))
     assert [score(ITEM)["reward"], score(ITEM)["reward"]] == [0.5, 0.5]
-    assert capsys.readouterr().err.count("going on without the cache") == 1
+    assert "cache.sqlite" in capsys.readouterr().err
 
 
 def test_usage_is_summed_over_everybody_who_adds_to_it(folder: Path) -> None:
@@ -472,11 +456,6 @@ def test_wrong_settings_are_named(keys: dict[str, Any], reason: str) -> None:
     assert reason in str(caught.value)
 
 
-def test_the_address_may_be_given_with_or_without_the_last_part() -> None:
-    for url in ("http://x/v1", "http://x/v1/", "http://x/v1/chat/completions"):
-        assert parse_reward({"type": "judge", "base_url": url, "model": "m"}).base_url == "http://x/v1"
-
-
 def test_a_missing_key_or_prompt_ends_the_run_before_it_starts(
     endpoint: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,7 +491,8 @@ def test_in_a_pool_of_workers_good_answers_are_scored_and_bad_verdicts_are_not(
     block |= {"cache_path": "c.sqlite", "num_workers": 1}
     task = Task(0, "t", "what", (), reference="x", environment="help")
     completions = [Completion((), (), text, "stop") for text in ("an answer", "what?", "an answer")]
-    with build_environments({"help": block}, base_folder=folder) as environments:
+    address = f"{endpoint.url}/chat/completions"  # it may be given with its last part
+    with build_environments({"help": {**block, "base_url": address}}, base_folder=folder) as environments:
         scores = environments.score([task, task, task], completions)
     assert [score.reward for score in scores] == [0.8, None, 0.8]
     assert "no verdict after 2 requests" in (scores[1].error or "")

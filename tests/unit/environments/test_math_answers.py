@@ -15,11 +15,12 @@ from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import dapo_score, last_boxed, math_scorer, normalised
 from posttrain.types import Completion, Task
 
+Scorer = Callable[[ScoringItem], Any]
 SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="module")
-def hf_score(request: pytest.FixtureRequest) -> Callable[[ScoringItem], float]:
+def hf_score(request: pytest.FixtureRequest) -> Scorer:
     # The memory limit is for worker processes; this one has torch in it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
@@ -42,7 +43,7 @@ def read_jsonl(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_agrees_with_math_verify_on_all_its_own_cases(hf_score: Callable[[ScoringItem], float]) -> None:
+def test_agrees_with_math_verify_on_all_its_own_cases(hf_score: Scorer) -> None:
     cases = read_jsonl("math_verify_cases.jsonl")
     different = [case["id"] for case in cases if hf_score(item(case["answer"], case["gold"])) != case["tool_default"]]
     assert len(cases) == 132
@@ -94,7 +95,7 @@ def test_gives_what_the_upstream_tests_demand_on_all_their_cases_with_their_sett
         (r"\boxed{\{1, 2\}}", r"\{2,1\}", 1.0),
     ],
 )
-def test_math_verify(hf_score: Callable[[ScoringItem], float], response: str, reference: Any, reward: float) -> None:
+def test_math_verify(hf_score: Scorer, response: str, reference: Any, reward: float) -> None:
     assert hf_score(item(response, reference)) == reward
 
 
@@ -114,13 +115,7 @@ def test_math_verify(hf_score: Callable[[ScoringItem], float], response: str, re
     ],
 )
 def test_each_key_changes_what_is_right(
-    keys: dict[str, Any],
-    response: str,
-    reference: str,
-    reward: float,
-    usual: float,
-    hf_score: Callable[[ScoringItem], float],
-    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any], response: str, reference: str, reward: float, usual: float, hf_score: Scorer, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
     assert math_scorer(setup_of("math", **keys))(item(response, reference)) == reward
@@ -129,15 +124,13 @@ def test_each_key_changes_what_is_right(
 
 @pytest.mark.parametrize("impl", ["hf_math_verify", "dapo_math_verify"])
 @pytest.mark.parametrize("reference", [None, "", "  "])
-def test_without_a_reference_the_completion_is_unscored(
-    hf_score: Callable[[ScoringItem], float], impl: str, reference: Any
-) -> None:
+def test_without_a_reference_the_completion_is_unscored(hf_score: Scorer, impl: str, reference: Any) -> None:
     score = hf_score if impl == "hf_math_verify" else dapo_score
     with pytest.raises(Unscored, match="no reference answer"):
         score(item(r"\boxed{5}", reference))
 
 
-def test_a_reference_that_is_no_mathematics_is_unscored(hf_score: Callable[[ScoringItem], float]) -> None:
+def test_a_reference_that_is_no_mathematics_is_unscored(hf_score: Scorer) -> None:
     with pytest.raises(Unscored, match="cannot be read as mathematics"):
         hf_score(item(r"\boxed{5}", r"\boxed{}"))
 
@@ -176,13 +169,13 @@ def test_an_error_in_the_verifier_is_raised_unless_another_reading_agrees(monkey
     ],
 )
 def test_numbers_that_differ_are_not_equal_because_both_are_cut_off(
-    hf_score: Callable[[ScoringItem], float], response: str, reference: str, reward: float
+    hf_score: Scorer, response: str, reference: str, reward: float
 ) -> None:
     assert hf_score(item(f"\\boxed{{{response}}}", reference)) == reward
 
 
 @pytest.mark.parametrize("answer", ["The answer is \u07c4", "\\boxed{\u07c4}"])
-def test_digits_of_another_script_are_a_wrong_answer(hf_score: Callable[[ScoringItem], float], answer: str) -> None:
+def test_digits_of_another_script_are_a_wrong_answer(hf_score: Scorer, answer: str) -> None:
     assert hf_score(item(answer, "4")) == 0.0
 
 
@@ -191,23 +184,19 @@ def test_digits_of_another_script_are_a_wrong_answer(hf_score: Callable[[Scoring
     "response",
     [r"[0,\frac{0}{0}]", r"\frac{1}{0}", r"\{1,\frac{0}{0}\}", r"x=\frac{1}{0}", r"\log(0)", r"\infty-\infty"],
 )
-def test_an_answer_without_a_value_is_wrong(
-    hf_score: Callable[[ScoringItem], float], response: str, reference: str
-) -> None:
+def test_an_answer_without_a_value_is_wrong(hf_score: Scorer, response: str, reference: str) -> None:
     assert hf_score(item(f"\\boxed{{{response}}}", reference)) == 0.0
 
 
 @pytest.mark.parametrize("form", ["\\boxed{%s}", "#### %s", "The answer is %s."])
-def test_the_gold_answer_of_every_gsm8k_problem_scores_one(hf_score: Callable[[ScoringItem], float], form: str) -> None:
+def test_the_gold_answer_of_every_gsm8k_problem_scores_one(hf_score: Scorer, form: str) -> None:
     rows = read_jsonl("gsm8k/test.jsonl")
     assert len(rows) == 1055
     answers = {row["final_answer"] for row in rows}  # many problems have the same
     assert [answer for answer in answers if hf_score(item(form % answer, answer)) != 1.0] == []
 
 
-def test_the_gold_answer_of_math500_scores_one_and_another_rows_does_not(
-    hf_score: Callable[[ScoringItem], float],
-) -> None:
+def test_the_gold_answer_of_math500_scores_one_and_another_rows_does_not(hf_score: Scorer) -> None:
     answers = [row["answer"] for row in read_jsonl("math/math500_test.jsonl")][:200]
     assert [a for a in answers if hf_score(item(f"\\boxed{{{a}}}", a)) != 1.0] == []
     shifted = zip(answers, answers[1:] + answers[:1], strict=True)

@@ -63,17 +63,8 @@ def test_arguments_go_by_name_and_else_by_position(tmp_path: Path, parameters: s
 
 def test_keyword_arguments_receive_everything_that_is_not_asked_for_by_name(tmp_path: Path) -> None:
     score = scorer_of(tmp_path, "def f(completion, **rest): return completion, rest")
-    assert score(ITEM) == (
-        "four",
-        {
-            "prompt": ITEM.prompt,
-            "reference": "4",
-            "messages": ITEM.messages,
-            "task_metadata": ITEM.metadata,
-            "num_tokens": 2,
-            "finish_reason": "length",
-        },
-    )
+    told = {"messages": ITEM.messages, "task_metadata": ITEM.metadata, "num_tokens": 2, "finish_reason": "length"}
+    assert score(ITEM) == ("four", {"prompt": ITEM.prompt, "reference": "4", **told})
     score = scorer_of(tmp_path, "def f(*args): return args")
     assert score(ITEM) == ("<user>2+2?", "four", "4")
 
@@ -163,19 +154,11 @@ def test_anything_else_is_unscored(value: Any) -> None:
     ("source", "function", "message"),
     [
         (None, "absent.py:f", "there is no file .*absent.py"),
-        (
-            "import no_such_module_here",
-            "rewards.py:f",
-            "(?s)does not import:.*line 1.*No module named 'no_such",
-        ),
+        ("import no_such_module_here", "rewards.py:f", "(?s)does not import:.*line 1.*No module named 'no_such"),
         ("def f(:", "rewards.py:f", "(?s)does not import:.*SyntaxError"),
         ("import sys; sys.exit(1)", "rewards.py:f", "(?s)does not import:.*SystemExit"),
         ("import os; os._exit(3)", "rewards.py:f", "exited with code 3 while importing"),
-        (
-            "def one(response): pass\ndef two(response): pass",
-            "rewards.py:f",
-            "has no 'f'; the functions it has: one, two",
-        ),
+        ("def one(response): pass\ndef two(response): pass", "rewards.py:f", "has no 'f'; .* one, two"),
         ("", "rewards.py:f", "has no 'f'; it has no functions"),
         ("f = 3", "rewards.py:f", r"is 3 \(int\), not a function"),
         ("class f: pass", "rewards.py:f", "is a class"),
@@ -192,7 +175,6 @@ def test_a_function_that_cannot_be_used_is_refused_with_the_reason(
     with pytest.raises(InputError, match=message) as caught:
         check_environments({"mine": {"function": function}}, tmp_path)
     assert str(caught.value).startswith(f"env.mine.function is {function!r}: ")
-    assert issubclass(InputError, ValueError)
 
 
 def test_a_math_verify_that_does_not_import_is_found_by_the_check(
@@ -281,12 +263,8 @@ def test_texts_columns_and_tokens_come_as_lists_of_one(tmp_path: Path) -> None:
 
 
 def test_messages_come_as_lists_of_messages_when_the_prompts_are_messages(tmp_path: Path) -> None:
-    source = "def reward(completions, prompts): return [len(prompts[0]) + len(completions[0][0]['content'])]\n"
-    assert trl_scorer(tmp_path, source, as_messages=True)(TRL_ITEM) == 3
-
-
-def test_it_may_be_async(tmp_path: Path) -> None:
-    assert trl_scorer(tmp_path, "async def reward(completions, **columns): return [0.5]\n")(TRL_ITEM) == 0.5
+    source = "async def reward(completions, prompts): return [len(prompts[0]) + len(completions[0][0]['content'])]\n"
+    assert trl_scorer(tmp_path, source, as_messages=True)(TRL_ITEM) == 3, "it may be async"
 
 
 @pytest.mark.parametrize("returned", ["0.5", "[]", "[1.0, 2.0]", "'a'"])

@@ -58,6 +58,7 @@ def reward(kind: str, response: str, reference: Any = None, *, tokens: list[int]
         ("C", ["A", "B"], {}, 0.0),
         ("42", 42, {}, 1.0),
         ("", "", {}, 1.0),
+        ("answer is 7", "7", {"extract": r"box (\d+)|answer is (\d+)"}, 1.0),  # the first group that took part
     ],
 )
 def test_exact(response: str, reference: Any, keys: dict[str, Any], expected: float) -> None:
@@ -68,10 +69,6 @@ def test_exact(response: str, reference: Any, keys: dict[str, Any], expected: fl
 def test_exact_without_a_reference_is_unscored(reference: Any) -> None:
     with pytest.raises(Unscored, match="no reference answer"):
         reward("exact", "x", reference)
-
-
-def test_exact_takes_the_first_group_that_took_part() -> None:
-    assert reward("exact", "answer is 7", "7", extract=r"box (\d+)|answer is (\d+)") == 1.0
 
 
 # -- regex -------------------------------------------------------------------------------------------------------------
@@ -133,16 +130,17 @@ def test_json_schema(response: str, expected: float) -> None:
     assert reward("json_schema", response, schema=PERSON) == expected
 
 
-def test_json_without_a_schema_only_has_to_be_json() -> None:
-    assert reward("json_schema", "[1, 2]") == 1.0
-    assert reward("json_schema", "[1, 2") == 0.0
-
-
-def test_where_selects_the_part_of_the_answer_that_is_json() -> None:
-    bare, fenced = '{"name": "Ada"}', 'See:\n```json\n{"name": "Ada"}\n```'
-    assert [reward("json_schema", text, where="whole") for text in (bare, fenced)] == [1.0, 0.0]
-    assert [reward("json_schema", text, where="fenced") for text in (bare, fenced)] == [0.0, 1.0]
-    assert [reward("json_schema", text, where="auto") for text in (bare, fenced)] == [1.0, 1.0]
+@pytest.mark.parametrize(
+    ("text", "scores"),
+    [
+        ('{"name": "Ada"}', (1.0, 0.0, 1.0)),
+        ('See:\n```json\n{"name": "Ada"}\n```', (0.0, 1.0, 1.0)),
+        ('{"name": "Ada"', (0.0, 0.0, 0.0)),
+    ],
+)
+def test_where_selects_the_part_of_the_answer_that_is_json(text: str, scores: tuple[float, ...]) -> None:
+    """Without a schema it only has to be JSON."""
+    assert tuple(reward("json_schema", text, where=where) for where in ("whole", "fenced", "auto")) == scores
 
 
 def test_a_schema_may_be_a_file(tmp_path: Path) -> None:
@@ -200,12 +198,10 @@ def test_length(length: int, keys: dict[str, Any], expected: float) -> None:
     assert reward("length", "x", tokens=list(range(length)), **keys) == pytest.approx(expected)
 
 
-def test_length_may_be_counted_in_words_or_characters() -> None:
+@pytest.mark.parametrize(("unit", "length"), [("words", 4), ("characters", 21)])
+def test_length_may_be_counted_in_words_or_characters(unit: str, length: int) -> None:
     text = "four words stand here"
-    assert reward("length", text, limit=4, unit="words") == 1.0
-    assert reward("length", text, limit=3, unit="words") == 0.0
-    assert reward("length", text, limit=21, unit="characters") == 1.0
-    assert reward("length", text, limit=20, unit="characters") == 0.0
+    assert [reward("length", text, limit=limit, unit=unit) for limit in (length, length - 1)] == [1.0, 0.0]
 
 
 def test_a_length_in_tokens_of_a_sample_without_tokens_is_unscored() -> None:

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from tiny_runs import wait_until
 
 from posttrain.environments.sandbox import processes
 from posttrain.environments.sandbox import sandbox as sandbox_module
@@ -257,17 +258,9 @@ Sandbox({level!r}, interpreter.read_only).run(program, Limits(wall_s=600))
     wait_until(lambda: len(processes_named(marker)) >= 2 and asking.poll() is None)
     os.killpg(asking.pid, signal.SIGKILL)  # as the kernel does to a worker whose trainer has died
     asking.wait()
+    wait_until(lambda: len(processes_named(marker)) >= 2 and asking.poll() is None)
+
     wait_until(lambda: not processes_named(marker))
-
-
-def wait_until(holds: object) -> None:
-    give_up_at = time.monotonic() + 60
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
-
-
-def test_a_program_can_end_neither_others_nor_its_own_keeper() -> None:
     code = """
         import os, signal
         os.kill(1, signal.SIGKILL)
@@ -307,21 +300,21 @@ def test_a_program_cannot_make_its_keeper_report_a_failure_of_the_sandbox(deed: 
 
 
 def test_a_program_can_limit_itself() -> None:
-    assert text_of(
-        run("import resource as r; r.setrlimit(r.RLIMIT_CPU, (3, 3)); print(r.getrlimit(r.RLIMIT_CPU))")
-    ) == ("(3, 3)")
+    code = "import resource as r; r.setrlimit(r.RLIMIT_CPU, (3, 3)); print(r.getrlimit(r.RLIMIT_CPU))"
+    assert text_of(run(code)) == "(3, 3)"
 
 
-def test_privileges_cannot_be_had_again() -> None:
-    for call in (
+@pytest.mark.parametrize(
+    "call",
+    [
         "os.setuid(0)",
         "os.chroot('/')",
         "os.mknod('disk', 0o60600, os.makedev(8, 0))",
-        "os.sethostname('x')",
-    ):
-        name = call.partition("(")[0]
-        expression = call if name != "os.sethostname" else "__import__('socket').sethostname('x')"
-        assert attempt(expression, "namespaces") == "PermissionError", call
+        "__import__('socket').sethostname('x')",
+    ],
+)
+def test_privileges_cannot_be_had_again(call: str) -> None:
+    assert attempt(call, "namespaces") == "PermissionError"
 
 
 @pytest.mark.parametrize(
@@ -388,24 +381,27 @@ def test_memory_that_processes_share_counts_once() -> None:
     assert run(code, limits=Limits(cpu_s=20, wall_s=30, max_memory_bytes=256 * MIB)).succeeded
 
 
-def test_a_busy_loop_is_ended_by_its_cpu_time_and_an_idle_one_by_the_clock() -> None:
-    assert run("while True: pass", limits=Limits(cpu_s=1, wall_s=60)).stopped == "cpu time"
-    assert run("import time; time.sleep(60)", limits=Limits(cpu_s=60, wall_s=0.5)).stopped == "wall time"
+DEAF = "import signal, time; signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 65))\nwhile True: time.sleep(1)"
 
 
-def test_cpu_time_cannot_be_won_by_ignoring_the_signal() -> None:
-    code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run(code, limits=Limits(cpu_s=1, wall_s=60)).stopped == "cpu time"
-
-
-def test_a_program_that_is_deaf_to_signals_is_ended_in_time() -> None:
-    code = """
-        import signal, time
-        signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 65))
-        while True:
-            time.sleep(1)
-    """
-    assert run(code, limits=Limits(cpu_s=60, wall_s=0.5)).stopped == "wall time"
+@pytest.mark.parametrize(
+    ("code", "limits", "stopped"),
+    [
+        pytest.param("while True: pass", Limits(cpu_s=1, wall_s=60), "cpu time", id="busy"),
+        pytest.param("import time; time.sleep(60)", Limits(cpu_s=60, wall_s=0.5), "wall time", id="idle"),
+        pytest.param(
+            "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+            Limits(cpu_s=1, wall_s=60),
+            "cpu time",
+            id="ignores the signal",
+        ),
+        pytest.param(DEAF, Limits(cpu_s=60, wall_s=0.5), "wall time", id="deaf to signals"),
+    ],
+)
+def test_a_busy_loop_is_ended_by_its_cpu_time_and_an_idle_one_by_the_clock(
+    code: str, limits: Limits, stopped: str
+) -> None:
+    assert run(code, limits=limits).stopped == stopped
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -512,8 +508,5 @@ def test_a_program_that_is_not_python_runs_too() -> None:
 
 
 def test_a_process_that_ends_while_its_children_are_read_has_no_descendants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(process_id: int) -> list[int]:
-        raise ProcessLookupError(errno.ESRCH, "No such process")
-
-    monkeypatch.setattr(processes, "_children", ended)
+    monkeypatch.setattr(processes, "_children", Mock(side_effect=ProcessLookupError(errno.ESRCH, "No such process")))
     assert processes.descendants(2**22 + 1) == []  # above the largest PID

@@ -108,11 +108,8 @@ def test_failing_reward_leaves_the_answer_unscored_and_is_named(folder: Path) ->
     assert found[0].error == "mine: ValueError: bad input"
     assert found[2].error == "mine: timeout after 3 s"
     assert found[3].error == "mine: the worker process exited with code 3"
-    assert [s.parts for s in found if not s.scored] == [
-        {"correct": 1.0, "format": 1.0},
-        {"correct": 1.0, "format": 1.0},
-        {"correct": 0.0, "format": 1.0},
-    ]
+    parts = [{"correct": 1.0, "format": 1.0}, {"correct": 1.0, "format": 1.0}, {"correct": 0.0, "format": 1.0}]
+    assert [s.parts for s in found if not s.scored] == parts
     assert "ValueError" in (found[0].traceback or "")
 
 
@@ -205,15 +202,9 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
         ({"rewards": {"a/b": {"type": "math"}}}, "'a/b': a name without a slash is needed"),
         ({"rewards": {"": {"type": "math"}}}, "'': a name without a slash is needed"),
         ({"rewards": {"a": {}}}, r"env.several.rewards.a.type is None: is missing; one of math, "),
-        (
-            {"rewards": {"a": {"type": "regx"}}},
-            r"rewards.a.type is 'regx': is not a type of reward; did you mean 'regex'",
-        ),
+        ({"rewards": {"a": {"type": "regx"}}}, r"rewards.a.type is 'regx'.*'regex'"),
         ({"rewards": {"a": {"type": "regex"}}}, r"env.several.rewards.a.pattern is missing"),
-        (
-            {"rewards": {"a": {"type": "regex", "pattern": "("}}},
-            r"a.pattern is '\(': not a regular expression: missing \)",
-        ),
+        ({"rewards": {"a": {"type": "regex", "pattern": "("}}}, r"a.pattern is '\(': not a regular expression"),
         ({"rewards": {"a": {"type": "regex", "patern": "x"}}}, r"a.patern: .* 'regex'; did you mean 'pattern'"),
         ({"rewards": {"a": {"type": "math", "weight": "big"}}}, r"a.weight is 'big'"),
         ({"rewards": {"a": {"type": "math", "weight": float("nan")}}}, r"a.weight is nan"),

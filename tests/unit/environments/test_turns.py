@@ -21,7 +21,6 @@ from posttrain.environments.settings import read_turns
 from posttrain.environments.turns import (
     MalformedCall,
     ToolCall,
-    ToolEnvironment,
     ToolError,
     Turn,
     TurnTask,
@@ -135,7 +134,9 @@ def test_it_agrees_with_exact_arithmetic(a: int, b: int, c: int) -> None:
         "1e99999",
         "(" * 150,
     ]
-    + ["9" * 201, "True + 1", "1 if 2 else 3", "9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64"],
+    + ["9" * 201, "True + 1", "1 if 2 else 3", "9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64*9**64"]
+    # At once: a call that runs out of time is unscored, which is better than what a wrong answer gets.
+    + ["1e99999999", "1E-9_999_999_9", "2 * 1.5e+999999999"],
 )
 def test_what_is_not_arithmetic_is_refused_and_never_run(expression: str) -> None:
     with pytest.raises(ToolError):
@@ -226,12 +227,8 @@ def test_the_state_travels_as_a_value(tmp_path: Path) -> None:
     again = answer(TurnItem("step", state=state, response="a")).fields
     assert first == again, "the same state gives the same turn, whatever was called before"
     assert first["observation"] == [{"role": "", "content": "a?"}]
-    assert (first["reward"], first["parts"], first["done"], first["counts"]) == (
-        1.0,
-        {"tries": 1.0},
-        False,
-        {"steps": 1.0},
-    )
+    assert (first["reward"], first["parts"]) == (1.0, {"tries": 1.0})
+    assert (first["done"], first["counts"]) == (False, {"steps": 1.0})
     assert answer(TurnItem("step", state=_state(first), response="b")).fields["done"] is True
     assert answer(TurnItem("end", state=state)).fields["reward"] == 0.0
 
@@ -367,29 +364,10 @@ def test_the_environments_of_the_documentation_work() -> None:
     assert guess.step(state, "40").observation == "higher"
     assert guess.step(state, "42") == Turn(reward=1.0, done=True)
     doubler = documented("Doubler")
-    assert doubler.step(TASK, '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>').observation == ["42"]
+    answered = doubler.step(TASK, '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>')
+    assert (answered.observation, answered.counts) == (["42"], counted(tool_calls=1))
     refused = doubler.step(TASK, '<tool_call>{"name": "double", "arguments": {"x": 1e9}}</tool_call>')
     assert refused.observation == ["error: too large"]
-
-
-class Doubler(ToolEnvironment):
-    tools = (
-        {
-            "type": "function",
-            "function": {
-                "name": "double",
-                "parameters": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
-            },
-        },
-    )
-
-    def call(self, state: Any, name: str, arguments: Any) -> str:
-        return str(2 * arguments["x"])
-
-
-def test_a_tool_of_ones_own_is_a_schema_and_a_function() -> None:
-    turn = Doubler().step(TASK, '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>')
-    assert turn == Turn(TASK, ["42"], counts=counted(tool_calls=1))
 
 
 # -- GSM8K as conversations --------------------------------------------------------------------------------------------
@@ -425,10 +403,3 @@ def test_nearly_all_of_gsm8ks_own_calculations_hold() -> None:
     convert = gsm8k_example().conversation
     held = sum(convert(row["question"], row["answer"]) is not None for row in rows)
     assert held / len(rows) > 0.97
-
-
-@pytest.mark.parametrize("expression", ["1e99999999", "1E-9_999_999_9", "2 * 1.5e+999999999"])
-def test_a_power_of_ten_that_could_not_be_written_out_is_refused_at_once(expression: str) -> None:
-    """A call that runs out of time is unscored, which is better than what a wrong answer gets."""
-    with pytest.raises(ToolError, match="too large"):
-        evaluate(expression)

@@ -2,14 +2,17 @@
 
 import math
 import pickle
+from collections.abc import Mapping
 
 import pytest
 import torch
 from float64 import TOLERANCE, approx, float64
 from slow_reference import Case, random_case, slow_policy_gradient
+from torch import Tensor
 
 from posttrain.config import LossFnConfig
 from posttrain.policy.objectives import ClippedPolicyGradient, clipped
+from posttrain.types import TokenBatch
 
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 SEQUENCE = {"token_level_loss": False}
@@ -38,31 +41,20 @@ ACTORS = {
     "reinforce": {"disable_ppo_ratio": True},
     "reinforce, sequence level": {"disable_ppo_ratio": True, **SEQUENCE},
 }
+
+
+def truncated(kind: str, ratio: float, floor: float | None = None) -> dict[str, object]:
+    names = ("type", "ratio", "ratio_min")
+    given = {f"truncated_importance_sampling_{name}": v for name, v in zip(names, (kind, ratio, floor), strict=True)}
+    return {**CORRECTED, **{name: value for name, value in given.items() if value is not None}}
+
+
 CORRECTIONS = {
     "untruncated": CORRECTED,
-    "tis": {
-        **CORRECTED,
-        "truncated_importance_sampling_type": "tis",
-        "truncated_importance_sampling_ratio": 1.1,
-    },
-    "tis with a floor": {
-        **CORRECTED,
-        "truncated_importance_sampling_type": "tis",
-        "truncated_importance_sampling_ratio": 1.1,
-        "truncated_importance_sampling_ratio_min": 0.95,
-    },
-    "icepop": {
-        **CORRECTED,
-        "truncated_importance_sampling_type": "icepop",
-        "truncated_importance_sampling_ratio": 1.2,
-        "truncated_importance_sampling_ratio_min": 0.85,
-    },
-    "seq-mask-tis": {
-        **CORRECTED,
-        "truncated_importance_sampling_type": "seq-mask-tis",
-        "truncated_importance_sampling_ratio": 1.05,
-        "truncated_importance_sampling_ratio_min": 0.95,
-    },
+    "tis": truncated("tis", 1.1),
+    "tis with a floor": truncated("tis", 1.1, 0.95),
+    "icepop": truncated("icepop", 1.2, 0.85),
+    "seq-mask-tis": truncated("seq-mask-tis", 1.05, 0.95),
 }
 PENALTIES = {
     **{f"{kind}{where}": {**KL, "reference_policy_kl_type": kind, **level}
@@ -87,15 +79,22 @@ PENALTIES = {
 }  # fmt: skip
 
 
+def computed(
+    case: Case, batch: TokenBatch | None = None, **options: object
+) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Loss, gradient by the log-probabilities, metrics."""
+    logprobs = case.logprobs
+    objective = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))
+    loss, metrics = objective(logprobs, batch or case.batch)
+    return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
+
+
 def assert_equals_reference(case: Case, **options: object) -> None:
     with float64(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(clipped, "EPS", 1e-30)  # on the denominators, where the reference has none
-        logprobs = case.logprobs
-        settings = LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})
-        loss, metrics = ClippedPolicyGradient(settings)(logprobs, case.batch)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
+        loss, gradient, metrics = computed(case, **options)
         expected_loss, expected_gradient, expected_metrics = slow_policy_gradient(case, **options)
-    assert float(loss.detach()) == approx(expected_loss)
+    assert float(loss) == approx(expected_loss)
     torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
     for name, value in expected_metrics.items():
         if name == "kl_penalty" and not options.get("reference_policy_kl_penalty"):
@@ -122,9 +121,7 @@ def test_importance_correction_equals_the_slow_reference(options: dict[str, obje
 
 
 @pytest.mark.parametrize("options", CORRECTIONS.values(), ids=CORRECTIONS.keys())
-def test_importance_weights_carry_no_gradient_when_the_old_policy_is_the_current_one(
-    options: dict[str, object],
-) -> None:
+def test_importance_weights_have_no_gradient_when_the_old_policy_is_the_current_one(options: dict[str, object]) -> None:
     assert_equals_reference(random_case(6, previous=False), **options)
 
 
@@ -182,13 +179,7 @@ def test_a_marked_old_logprob_is_the_current_one_and_the_others_stay(options: di
     for row in (1, 3):
         spelt_out.previous[row] = list(spelt_out.current[row])
     marked = mixed.batch.with_columns(prev_is_current=torch.tensor([flag for row in is_current for flag in row]))
-    results = []
-    for case, batch in ((mixed, marked), (spelt_out, spelt_out.batch)):
-        logprobs = case.logprobs
-        loss, _ = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))(
-            logprobs, batch
-        )
-        results.append((loss.detach(), torch.autograd.grad(loss, logprobs)[0]))
+    results = [computed(mixed, marked, **options)[:2], computed(spelt_out, **options)[:2]]
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -198,9 +189,7 @@ def test_a_marked_old_logprob_is_the_current_one_and_the_others_stay(options: di
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
     """With ratio 1 everywhere, d loss / d logprob = -advantage / number of tokens."""
     case = random_case(9, previous=False)
-    logprobs = case.logprobs
-    loss, metrics = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0))(logprobs, case.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    _, gradient, metrics = computed(case)
     batch = case.batch
     expected = -batch.columns["advantages"] * batch.columns["mask"] / case.num_tokens
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
@@ -212,10 +201,8 @@ def test_kl_at_the_reference_is_zero_and_so_is_its_gradient() -> None:
     case = random_case(10, previous=False)
     case.reference = [list(row) for row in case.current]
     case.advantages = [0.0] * len(case.advantages)
-    logprobs = case.logprobs
-    loss, metrics = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=1.0))(logprobs, case.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert float(loss.detach()) == 0.0
+    loss, gradient, metrics = computed(case, reference_policy_kl_penalty=1.0)
+    assert float(loss) == 0.0
     assert float(metrics["kl_penalty"]) == 0.0
     assert gradient.abs().max() == 0.0
 
@@ -224,13 +211,9 @@ def test_the_kl_factor_adds_the_score_function_gradient() -> None:
     """exp(lc - stop(lc)) is 1, but contributes kl * d lc: the gradient of a k1 penalty is (k1 + 1) / tokens, not 1."""
     case = random_case(11, previous=False)
     case.advantages = [0.0] * len(case.advantages)
-    logprobs = case.logprobs
-    loss, _ = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=1.0, reference_policy_kl_type="k1"))(
-        logprobs, case.batch
-    )
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    _, gradient, _ = computed(case, reference_policy_kl_penalty=1.0, reference_policy_kl_type="k1")
     batch = case.batch
-    k1 = logprobs.detach() - batch.columns["reference_logprobs"]
+    k1 = case.logprobs.detach() - batch.columns["reference_logprobs"]
     torch.testing.assert_close(gradient, (k1 + 1) * batch.columns["mask"] / case.num_tokens, rtol=1e-5, atol=1e-7)
 
 
@@ -243,42 +226,24 @@ def test_masked_tokens_have_no_influence(options: dict[str, object]) -> None:
             if not counted:
                 garbled.current[i][t], garbled.previous[i][t] = -9.0, -0.5
                 garbled.sampler[i][t], garbled.reference[i][t] = -3.0, -6.0
-    results = []
-    for version in (case, garbled):
-        logprobs = version.logprobs
-        objective = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))
-        loss, metrics = objective(logprobs, version.batch)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        results.append((loss.detach(), gradient, metrics))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    torch.testing.assert_close(results[0][1], results[1][1])
-    torch.testing.assert_close(results[0][2], results[1][2])
+    torch.testing.assert_close(computed(case, **options), computed(garbled, **options))
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE, GSPO, {**KL}])
 def test_a_batch_with_nothing_to_train_on_has_loss_zero(options: dict[str, object]) -> None:
     case = random_case(13)
     case.mask = [[0.0] * len(row) for row in case.mask]
-    logprobs = case.logprobs
-    loss, _ = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))(
-        logprobs, case.batch
-    )
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert float(loss.detach()) == 0.0
+    loss, gradient, _ = computed(case, **options)
+    assert float(loss) == 0.0
     assert gradient.abs().max() == 0.0
 
 
 def test_a_sampler_logprob_of_minus_infinity_gets_weight_zero() -> None:
     case = random_case(14)
     case.sampler[1][2] = -math.inf
-    logprobs = case.logprobs
-    loss, _ = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **CORRECTED}))(
-        logprobs, case.batch
-    )
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert math.isfinite(float(loss.detach()))
-    place = len(case.current[0]) + 2
-    assert gradient[place] == 0.0
+    loss, gradient, _ = computed(case, **CORRECTED)
+    assert math.isfinite(float(loss))
+    assert gradient[len(case.current[0]) + 2] == 0.0
     assert gradient.isfinite().all()
 
 

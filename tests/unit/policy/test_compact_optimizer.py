@@ -196,31 +196,34 @@ def test_rounding_depends_on_the_seed_and_nothing_else() -> None:
     assert not torch.equal(runs["one"]["wide"], runs["other"]["wide"])
 
 
-def test_micro_batches_add_up_in_fp32_whatever_the_format() -> None:
-    net, optimizer = compact(torch.bfloat16, StateFormat("int8", masters=False))
+PLAIN_AND_COMPACT = {
+    "plain": lambda: ordinary(torch.bfloat16),
+    "compact": lambda: compact(torch.bfloat16, StateFormat("int8", masters=False)),
+}
+
+
+@pytest.mark.parametrize("build", PLAIN_AND_COMPACT.values(), ids=PLAIN_AND_COMPACT)
+def test_gradients_of_micro_batches_add_up_in_fp32_whatever_the_format(build: Any) -> None:
+    net, optimizer = build()
     for _ in range(1024):
         net.wide.grad = torch.full_like(net.wide, 0.01)
         optimizer.collect_gradients()
         assert net.wide.grad is None
     one = float(torch.tensor(0.01).bfloat16())
-    gradient = optimizer.optimizer.gradients["wide"]
+    gradient = optimizer._gradients()["wide"]
     assert gradient.dtype == torch.float32
     torch.testing.assert_close(gradient, torch.full((6, 512), 1024 * one), rtol=1e-5, atol=0)
 
 
-def test_a_backward_pass_leaves_no_bf16_gradients_behind() -> None:
-    for build in (
-        lambda: ordinary(torch.bfloat16),
-        lambda: compact(torch.bfloat16, StateFormat("int8", masters=False)),
-    ):
-        net, optimizer = build()
-        (net.wide.float().sum() + (2 * net.bias.float()).sum()).backward()
-        assert net.wide.grad is None
-        assert net.bias.grad is None
-        gradients = optimizer._gradients()
-        assert torch.equal(gradients["wide"], torch.ones(6, 512))
-        assert torch.equal(gradients["bias"], torch.full((16,), 2.0))
-        assert gradients["wide"].dtype == torch.float32
+@pytest.mark.parametrize("build", PLAIN_AND_COMPACT.values(), ids=PLAIN_AND_COMPACT)
+def test_a_backward_pass_leaves_no_bf16_gradients_behind(build: Any) -> None:
+    net, optimizer = build()
+    (net.wide.float().sum() + (2 * net.bias.float()).sum()).backward()
+    assert net.wide.grad is None
+    assert net.bias.grad is None
+    gradients = optimizer._gradients()
+    assert torch.equal(gradients["wide"], torch.ones(6, 512))
+    assert torch.equal(gradients["bias"], torch.full((16,), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -302,23 +305,11 @@ def test_state_moves_to_host_memory_and_back_between_two_starts(dtype: torch.dty
 @pytest.mark.parametrize(
     ("saved", "now", "message"),
     [
-        (
-            StateFormat("int8"),
-            StateFormat("bfloat16"),
-            "state_dtype: the checkpoint was made with int8, this run has bfloat16",
-        ),
-        (StateFormat(), StateFormat("int8"), "state_dtype: the checkpoint was made with float32, this run has int8"),
-        (StateFormat("int8"), StateFormat(), "state_dtype: the checkpoint was made with int8, this run has float32"),
-        (
-            StateFormat(),
-            StateFormat(masters=False),
-            "master_weights: the checkpoint was made with float32, this run has none",
-        ),
-        (
-            StateFormat(masters=False),
-            StateFormat(),
-            "master_weights: the checkpoint was made with none, this run has float32",
-        ),
+        (StateFormat("int8"), StateFormat("bfloat16"), "state_dtype: .* int8, this run has bfloat16"),
+        (StateFormat(), StateFormat("int8"), "state_dtype: .* float32, this run has int8"),
+        (StateFormat("int8"), StateFormat(), "state_dtype: .* int8, this run has float32"),
+        (StateFormat(), StateFormat(masters=False), "master_weights: .* float32, this run has none"),
+        (StateFormat(masters=False), StateFormat(), "master_weights: .* none, this run has float32"),
     ],
 )
 def test_state_in_another_format_is_refused(saved: StateFormat, now: StateFormat, message: str) -> None:
@@ -387,13 +378,13 @@ def test_other_optimizers_are_refused() -> None:
         CompactOptimizer(Net(torch.bfloat16), "torch.optim.AdamW", {"amsgrad": True}, None, StateFormat("int8"), 0)
 
 
-def test_an_update_waits_for_readers_of_the_weights() -> None:
-    for build in (lambda: ordinary(torch.bfloat16), lambda: compact(torch.bfloat16, StateFormat("int8"))):
-        net, optimizer = build()
-        give(net, optimizer, 0)
-        before, seen = values(net), []
-        optimizer.before_change = lambda net=net, seen=seen: seen.append(values(net))
-        optimizer.step(1.0)
-        assert len(seen) == 1
-        assert all(torch.equal(seen[0][name], before[name]) for name in before)
-        assert not torch.equal(values(net)["wide"], before["wide"])
+@pytest.mark.parametrize("build", PLAIN_AND_COMPACT.values(), ids=PLAIN_AND_COMPACT)
+def test_an_update_waits_for_readers_of_the_weights(build: Any) -> None:
+    net, optimizer = build()
+    give(net, optimizer, 0)
+    before, seen = values(net), []
+    optimizer.before_change = lambda: seen.append(values(net))
+    optimizer.step(1.0)
+    assert len(seen) == 1
+    assert all(torch.equal(seen[0][name], before[name]) for name in before)
+    assert not torch.equal(values(net)["wide"], before["wide"])

@@ -5,7 +5,6 @@ refuses.
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from fp8_references import assert_fp8_is_near, even_model, use_torch_fp8
 from fused_references import random_batch
-from tiny_runs import LORA, dpo, grpo, results_of, run, save_data, save_model, weights_of
+from tiny_runs import LORA, assert_resumes, dpo, grpo, run, save_data, save_model
 from torch import Tensor
 
 from posttrain.config import load_config
@@ -167,11 +166,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         return [*kind(model, data, folder, steps=4), "policy.precision=bfloat16", "policy.fp8=true", *more]
 
     assert run(arguments(whole)) == 0
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "step_4")
-    assert run(arguments(resumed)) == 0
-    assert results_of(resumed) == results_of(whole)
-    assert weights_of(resumed / "step_4") == weights_of(whole / "step_4")
+    assert_resumes(arguments, whole, resumed, 4)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

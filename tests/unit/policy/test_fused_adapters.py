@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fused_references import (
     assert_near,
+    assert_resumes,
     assert_same_model,
     decoder_of,
     family_model,
@@ -25,6 +27,7 @@ from fused_references import (
     num_fused,
     poisoned_memory,
     states_and_gradients,
+    stepped,
     trainer_logprobs,
     use_torch_kernels,
 )
@@ -34,12 +37,9 @@ from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.policy.checkpoint.files import load
-from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.adapters import capture_key, product_of
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Multiply
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
@@ -83,13 +83,10 @@ def hidden(model: nn.Module) -> Tensor:
 def modules_are_not_called(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context in which peft's forward would raise: only the joined product can give an answer."""
 
-    def refuse(*_args: Any, **_options: Any) -> Tensor:
-        raise AssertionError("an adapted module was called")
-
     @contextmanager
     def context() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(lora.Linear, "forward", refuse)
+            patch.setattr(lora.Linear, "forward", Mock(side_effect=AssertionError("an adapted module was called")))
             yield
 
     return context
@@ -118,15 +115,15 @@ def test_numbers_are_those_of_peft(settings: dict[str, Any], modules_are_not_cal
         states_and_gradients(model)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "llama with biases"])
-def test_families(family: str) -> None:
-    model, own = fused_and_own(family)
-    assert_same_model(model, own, EXACT)
-
-
-@pytest.mark.parametrize("bias", ["lora_only", "all"])
-def test_biases_that_are_trained_beside_the_adapters(bias: str) -> None:
-    model, own = fused_and_own("llama with biases", bias=bias)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in ("qwen2", "qwen3", "mistral", "llama with biases")),
+        *(("llama with biases", {"bias": bias}) for bias in ("lora_only", "all")),  # biases that are trained, too
+    ],
+)
+def test_families(family: str, settings: dict[str, str]) -> None:
+    model, own = fused_and_own(family, **settings)
     assert_same_model(model, own, EXACT)
 
 
@@ -304,19 +301,6 @@ def test_a_captured_pass_is_valid_until_adapters_or_addresses_change() -> None:
 # -- they change -------------------------------------------------------------------------------------------------------
 
 
-def stepped(model: nn.Module) -> nn.Module:
-    """After two updates of the adapters, in place."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
-    for _ in range(2):
-        _, grads = states_and_gradients(model)
-        for name, parameter in parameters.items():
-            parameter.grad = grads[name]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return model
-
-
 def test_an_update_in_place_changes_the_joined_product() -> None:
     model, own = fused_and_own()
     attention = decoder_of(model).layers[0].self_attn  # type: ignore[index, union-attr]
@@ -352,25 +336,7 @@ def test_saved_adapters_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_resumed_training_equals_the_uninterrupted(tmp_path: Path) -> None:
-    def make() -> tuple[Any, MixedPrecisionOptimizer, CheckpointWriter]:
-        model, _ = fused_and_own(dtype=torch.bfloat16)
-        optimizer = MixedPrecisionOptimizer(model, "torch.optim.AdamW", {"lr": 1e-2}, None)
-        return model, optimizer, CheckpointWriter(model, byte_tokenizer(), optimizer, torch.device("cpu"))
-
-    def step(model: Any, optimizer: MixedPrecisionOptimizer) -> None:
-        states_and_gradients(model)
-        assert optimizer.step(1.0)[1], "the step was taken"
-
-    model, optimizer, writer = make()
-    step(model, optimizer)
-    writer.save(tmp_path, optimizer=True)
-    step(model, optimizer)
-    resumed, again, _ = make()
-    load(tmp_path, resumed, byte_tokenizer(), again)
-    step(resumed, again)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    assert torch.equal(hidden(model), hidden(resumed))
+    assert_resumes(lambda: fused_and_own(dtype=torch.bfloat16)[0], tmp_path)
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from fused_references import (
     FUSED,
     FUSED_LAYERS,
     assert_near,
+    assert_resumes,
     assert_same_model,
     decoder_of,
     family_model,
@@ -23,6 +24,7 @@ from fused_references import (
     num_fused,
     random_batch,
     states_and_gradients,
+    stepped,
     use_torch_kernels,
 )
 from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
@@ -30,12 +32,10 @@ from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.models.attention_interface import attention_context
-from posttrain.policy.checkpoint.files import load
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -82,11 +82,13 @@ def test_long_rows_and_rows_of_one_token() -> None:
     assert_same_model(model, own, EXACT, random_batch([1], [1], [0]))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_activation_checkpointing(family: str, may_join: bool) -> None:
+def test_activation_checkpointing(family: str, may_join: bool, reentrant: bool) -> None:
     model, own = fused_and_own(family, may_join=may_join)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
     assert_same_model(model, own, EXACT)
 
 
@@ -179,18 +181,6 @@ def test_which_modules_are_a_product() -> None:
     assert product_of(plain) is None
 
 
-def stepped(model: nn.Module) -> nn.Module:
-    """After two updates of every parameter, in place."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        _, grads = states_and_gradients(model)
-        for name, parameter in model.named_parameters():
-            parameter.grad = grads.get(name)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return model
-
-
 @pytest.mark.parametrize("family", ["qwen2", "llama with biases"])
 def test_an_update_in_place_changes_the_joined_product(family: str) -> None:
     model, own = fused_and_own(family)
@@ -223,28 +213,7 @@ def test_saved_models_are_read_by_transformers(tmp_path: Path) -> None:
 
 
 def test_resumed_training_equals_the_uninterrupted(tmp_path: Path) -> None:
-    def make() -> tuple[Any, MixedPrecisionOptimizer, CheckpointWriter]:
-        model, _ = fused_and_own("qwen2", torch.bfloat16)
-        optimizer = MixedPrecisionOptimizer(model, "torch.optim.AdamW", {"lr": 1e-2}, None)
-        return model, optimizer, CheckpointWriter(model, byte_tokenizer(), optimizer, torch.device("cpu"))
-
-    def step(model: Any, optimizer: MixedPrecisionOptimizer) -> None:
-        states_and_gradients(model)
-        assert optimizer.step(1.0)[1], "the step was taken"
-
-    model, optimizer, writer = make()
-    step(model, optimizer)
-    writer.save(tmp_path, optimizer=True)
-    step(model, optimizer)
-    resumed, again, _ = make()
-    load(tmp_path, resumed, byte_tokenizer(), again)
-    step(resumed, again)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-    assert torch.equal(
-        states_and_gradients(model, backward=False)[0]["hidden"],
-        states_and_gradients(resumed, backward=False)[0]["hidden"],
-    )
+    assert_resumes(lambda: fused_and_own("qwen2", torch.bfloat16)[0], tmp_path)
 
 
 def test_a_copy_of_a_fused_model_is_a_model_of_its_own() -> None:
@@ -364,14 +333,6 @@ def test_hooks_see_the_complete_output_of_a_layer(monkeypatch: pytest.MonkeyPatc
     before.remove()
     decoder.norm = copy.deepcopy(plain.norm)
     assert_near("with another norm", normed(decoder).last_hidden_state, expected[-1], EXACT)
-
-
-def test_recomputation_of_either_kind() -> None:
-    for reentrant in (False, True):
-        model, own = fused_and_own("llama")
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        assert_same_model(model, own, EXACT)
 
 
 def test_sums_are_not_deferred_if_a_family_uses_states_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:

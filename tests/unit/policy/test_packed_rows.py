@@ -9,7 +9,8 @@ import pytest
 import tiny_models
 import torch
 from float64 import TOLERANCE, assert_same_gradients, float64
-from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, gradients
+from fused_references import random_batch
+from tiny_models import FAMILIES, SLIDING_WINDOW, gradients
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,22 +36,6 @@ def every_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     the same rows.
     """
     monkeypatch.setattr(packed_rows, "_DENSE_BLOCK_TOKENS", request.param)
-
-
-def random_batch(
-    prompt_lengths: list[int], response_lengths: list[int], prompt_of: list[int], seed: int = 0
-) -> TokenBatch:
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(n: int) -> list[int]:
-        return torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()
-
-    return TokenBatch.build(
-        [ids(n) for n in prompt_lengths],
-        [ids(n) for n in response_lengths],
-        prompt_of,
-        {"mask": torch.ones(sum(response_lengths))},
-    )
 
 
 # Prompts longer and shorter than the sliding window, responses of one token, prompts of one token, groups of one, two
@@ -183,11 +168,8 @@ def test_a_row_holds_each_prompt_once_and_no_last_token() -> None:
     assert row.num_tokens == prompts + sum(n - 1 for n in MIXED.response_lengths)
     assert torch.equal(row.targets, torch.cat(MIXED.responses))
     assert len(row.source) == sum(MIXED.response_lengths)
-
-
-def test_positions_go_on_from_the_prompt_in_every_response() -> None:
-    row = PackedRow.build(random_batch([3], [2, 4], [0, 0]), CPU)
-    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 5]
+    two = PackedRow.build(random_batch([3], [2, 4], [0, 0]), CPU)
+    assert two.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 5], "positions continue those of the prompt"
 
 
 @pytest.mark.parametrize("option", ["s_aux", "position_bias", "indices", "block_indices"])
@@ -195,10 +177,8 @@ def test_attention_that_would_be_left_out_is_refused(option: str) -> None:
     module = nn.Module()
     module.layer_idx = 0
     states = torch.zeros(1, 2, 3, 4)
-    with (
-        attention_context(PackedAttention([Segment(0, 3)], CPU)),
-        pytest.raises(InputError, match="posttrain does not compute"),
-    ):
+    context = attention_context(PackedAttention([Segment(0, 3)], CPU))
+    with context, pytest.raises(InputError, match="posttrain does not compute"):
         attention_interface._attend(module, states, states, states, None, **{option: torch.zeros(1)})
 
 

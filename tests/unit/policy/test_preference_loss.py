@@ -3,7 +3,7 @@ numbers published for NeMo-Aligner's variants, and what they must be at equality
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,24 +137,25 @@ def slow_loss(pairs: Pairs, objective: PreferenceLoss) -> tuple[float, Tensor, d
     return metrics["loss"], gradient, metrics
 
 
+def computed(objective: Any, pairs: Pairs) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Loss, gradient by the log-probabilities, metrics."""
+    logprobs = flat(pairs.current).requires_grad_()
+    loss, metrics = objective(logprobs, pairs.batch)
+    return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
+
+
 def assert_equals_the_slow_reference(objective: PreferenceLoss, pairs: Pairs) -> None:
     with float64():
-        logprobs = flat(pairs.current).requires_grad_()
-        loss, metrics = objective(logprobs, pairs.batch)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
+        loss, gradient, metrics = computed(objective, pairs)
     expected_loss, expected_gradient, expected_metrics = slow_loss(pairs, objective)
-    assert float(loss.detach()) == approx(expected_loss)
+    assert float(loss) == approx(expected_loss)
     torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
     assert {name: float(value) for name, value in metrics.items()} == approx(expected_metrics)
 
 
 def objective_of(name: str, **options: Any) -> PreferenceLoss:
-    constants = {
-        "reference_policy_kl_penalty": BETA,
-        "gt_reward_scale": SCALE,
-        "label_smoothing": SMOOTHING,
-        "simpo_gamma": GAMMA,
-    }
+    constants = {"reference_policy_kl_penalty": BETA, "gt_reward_scale": SCALE}
+    constants |= {"label_smoothing": SMOOTHING, "simpo_gamma": GAMMA}
     return PreferenceLoss(DpoConfig(preference_loss=name, **{**constants, **options}))  # type: ignore[arg-type]
 
 
@@ -244,12 +245,8 @@ def test_rpo_with_a_certain_reward_is_dpo() -> None:
 def test_losses_without_a_reference_do_not_read_one(name: str) -> None:
     pairs = random_pairs(6)
     batch = pairs.batch
-    without = TokenBatch.build(
-        batch.prompts,
-        batch.responses,
-        batch.prompt_of,
-        {"mask": batch.columns["mask"]},  # type: ignore[arg-type]
-    )
+    columns: Any = {"mask": batch.columns["mask"]}
+    without = TokenBatch.build(batch.prompts, batch.responses, batch.prompt_of, columns)
     objective = objective_of(name)
     assert not objective.needs_reference
     assert float(objective(flat(pairs.current), without)[0]) == float(objective(flat(pairs.current), batch)[0])
@@ -269,12 +266,9 @@ def test_reported_rewards_do_not_depend_on_beta() -> None:
 @pytest.mark.parametrize("name", PAIRED)
 def test_hopeless_pairs_have_a_finite_loss_and_gradient(name: str) -> None:
     pairs = random_pairs(3)
-    pairs.reference = [
-        [v + (400.0 if index % 2 == 0 else -400.0) for v in row] for index, row in enumerate(pairs.current)
-    ]
-    logprobs = flat(pairs.current).requires_grad_()
-    loss, _ = objective_of(name, reference_policy_kl_penalty=1.0)(logprobs, pairs.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    far = (400.0, -400.0)
+    pairs.reference = [[v + far[index % 2] for v in row] for index, row in enumerate(pairs.current)]
+    loss, gradient, _ = computed(objective_of(name, reference_policy_kl_penalty=1.0), pairs)
     assert loss.isfinite()
     assert gradient.isfinite().all()
 
@@ -299,11 +293,9 @@ def test_a_pair_that_is_masked_altogether_takes_no_part(name: str, average: bool
     objective = objective_of(
         name, preference_average_log_probs=average, sft_average_log_probs=average, sft_loss_weight=0.5
     )
-    logprobs = flat(pairs.current).requires_grad_()
-    loss, metrics = objective(logprobs, pairs.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    loss, gradient, metrics = computed(objective, pairs)
     expected_loss, expected_metrics = objective(flat(without.current), without.batch)
-    torch.testing.assert_close(loss.detach(), expected_loss)
+    torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(metrics, expected_metrics)
     assert gradient[:8].abs().max() == 0.0
 
@@ -324,12 +316,8 @@ def test_pairs_must_meet_in_one_micro_batch() -> None:
 
 def test_supervised_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:
     pairs = random_pairs(5)
-    logprobs = flat(pairs.current).requires_grad_()
-    loss, metrics = NegativeLogLikelihood()(logprobs, pairs.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    counted = [
-        v for row, mask in zip(pairs.current, pairs.mask, strict=True) for v, m in zip(row, mask, strict=True) if m
-    ]
-    assert float(loss.detach()) == pytest.approx(-sum(counted) / len(counted), rel=1e-6)
-    assert float(metrics["loss"]) == float(loss.detach())
+    loss, gradient, metrics = computed(NegativeLogLikelihood(), pairs)
+    counted = flat(pairs.current)[flat(pairs.mask) > 0]
+    assert float(loss) == pytest.approx(-float(counted.mean()), rel=1e-6)
+    assert float(metrics["loss"]) == float(loss)
     torch.testing.assert_close(gradient, -flat(pairs.mask) / len(counted))

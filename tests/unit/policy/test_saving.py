@@ -8,6 +8,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,12 +85,7 @@ def test_families_stored_with_other_tensors_are_saved_by_transformers(tmp_path: 
 
 
 def test_host_memory_has_the_requested_shapes() -> None:
-    like = [
-        torch.empty(3, 5, dtype=torch.bfloat16),
-        torch.empty(()),
-        torch.empty(0, 4),
-        torch.empty(7, dtype=torch.int8),
-    ]
+    like = [torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(()), torch.empty(0, 4), torch.empty(7).to(torch.int8)]
     for view, tensor in zip(host_memory.pinned_like(like), like, strict=True):
         assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype)
         assert not view.any()
@@ -148,10 +144,7 @@ def test_memory_is_reallocated_once_the_optimizer_has_state() -> None:
 
 
 def test_failed_allocation_is_raised_by_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(num_bytes: int) -> Tensor:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(host_memory, "allocate", fail)
+    monkeypatch.setattr(host_memory, "allocate", Mock(side_effect=OSError("Cannot allocate memory")))
     with pytest.raises(OSError, match="Cannot allocate"):
         StagingArea(pin=False).views({"a": torch.zeros(1000)})
 
@@ -219,11 +212,8 @@ def test_background_thread_does_not_read_tensors_from_the_model(
     update(model, optimizer, 0)
     writer.begin(tmp_path, optimizer=True)
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError("asked for the model's tensors")
-
     for name in ("state_dict", "named_parameters", "parameters"):
-        monkeypatch.setattr(model, name, refuse)
+        monkeypatch.setattr(model, name, Mock(side_effect=AssertionError("asked for the model's tensors")))
     writer.write()
     assert (tmp_path / files.WEIGHTS / "model.safetensors").exists()
 
@@ -279,11 +269,7 @@ def test_what_a_copy_used_is_not_freed_by_the_thread_that_writes(
 def test_an_error_while_writing_does_not_keep_updates_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, writer = build("bf16")
     update(model, optimizer, 0)
-
-    def fail(*arguments: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(files, "write", fail)
+    monkeypatch.setattr(files, "write", Mock(side_effect=OSError("no space left on device")))
     writer.begin(tmp_path, optimizer=True)
     with pytest.raises(OSError, match="no space"):
         writer.write()
