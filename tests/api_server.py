@@ -15,9 +15,7 @@ Object = dict[str, Any]
 
 
 class ApiServer:
-    """`groups` are the APIs that are installed. `refused` maps a part of a path to the status and message of its
-    refusal.
-    """
+    """`groups`: the APIs that are installed. `refused`: status and message by a part of the path."""
 
     def __init__(self, *groups: str) -> None:
         self.groups = {"batch/v1", *groups}

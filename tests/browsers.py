@@ -20,9 +20,7 @@ COMMAND = "apt-get install chromium (Debian), or: playwright install chromium"
 
 
 def find_chromium() -> str | None:
-    """The path of a Chromium: the one that the variable names, one on the PATH, or one that Playwright has
-    installed.
-    """
+    """The path of a Chromium: that of the variable, on the PATH, or installed by Playwright."""
     named = os.environ.get(VARIABLE)
     found = [named] if named else [path for name in NAMES if (path := shutil.which(name))]
     cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", Path.home() / ".cache" / "ms-playwright"))

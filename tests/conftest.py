@@ -1,6 +1,4 @@
-"""Settings that hold for every test. Being here also puts `tests/` on the path, for shared modules such as
-`tiny_models`.
-"""
+"""Settings of every test. Being here also puts `tests/` on the path, for shared modules such as `tiny_models`."""
 
 import os
 import signal

@@ -154,15 +154,12 @@ class ScriptedPolicy:
         self.calls.append("end_step")
 
 
-# -- the loop
-# ------------------------------------------------------------------------------------------------------------
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FakeAlgorithm:
-    """Reports a reward of a tenth of the step, and a random loss from Python's generator, whose state a checkpoint
-    holds.
-    """
+    """Reports a tenth of the step as reward, and a loss from Python's generator, whose state a checkpoint holds."""
 
     events: Events
     validates: bool = True

@@ -1,6 +1,4 @@
-"""What training in FP8 is tested against: its products and gradients in float64, and all of it in plain torch, on a
-CPU.
-"""
+"""What training in FP8 is tested against: products and gradients in float64, and all of it in plain torch."""
 
 from __future__ import annotations
 
@@ -146,9 +144,7 @@ def assert_fp8_is_near(model: Any) -> None:
 
 
 def changed_by_fp8(model: Any) -> dict[str, float]:
-    """What FP8 does to states, log-probabilities and gradients of a fused model: norm of the change, in parts of the
-    norm.
-    """
+    """What FP8 does to states, log-probabilities and gradients of a fused model: relative norm of the change."""
     from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 
     batch = random_batch([70, 20], [60, 40, 50], [0, 1, 0])

@@ -56,8 +56,7 @@ def assert_near(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> 
     assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
-# -- operations
-# ----------------------------------------------------------------------------------------------------------
+# -- operations --------------------------------------------------------------------------------------------------------
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -180,8 +179,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, function)
 
 
-# -- models
-# --------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 # Of every family: how many of its layers are fused.
 FUSED_LAYERS = {
@@ -298,9 +296,7 @@ def assert_same_model(ours: nn.Module, expected: nn.Module, tolerance: float, ba
 
 
 def mean_error(model: nn.Module, exact: nn.Module) -> float:
-    """Of hidden states, log-probabilities and gradients, relative to their norms, over rows enough to even
-    out chance.
-    """
+    """Of hidden states, log-probabilities and gradients, relative to their norms, over many rows."""
     total, count = 0.0, 0
     for seed in range(6):
         batch = random_batch([9], [6, 5], [0, 0], seed)

@@ -1,6 +1,4 @@
-"""Benchmarks as the hub has them: file names, columns and types of their repositories, with a row or two in
-each file.
-"""
+"""Benchmarks as the hub has them: file names, columns and types, with a row or two in each file."""
 
 from __future__ import annotations
 

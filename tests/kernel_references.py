@@ -107,9 +107,7 @@ def random_cache(
 
 
 def in_fp8(cache: Cache) -> tuple[Cache, Cache]:
-    """The same cache with keys and values in FP8, and what those stand for in float64. Unseen places stay
-    NaN in both.
-    """
+    """The cache with keys and values in FP8, and what those stand for in float64. Unseen places stay NaN."""
     pools, factors = [], []
     for pool in (cache.keys, cache.values):
         factor = pool.float().abs().amax(-1) / 448
@@ -236,9 +234,7 @@ def assert_steps_like_torch(kernels: Any, rows: int, device: str) -> None:
 
 
 def assert_drafts_like_torch(seed: int, device: torch.device) -> None:
-    """Random texts of few different tokens, so that many suffixes match; three steps, each with the texts of the one
-    before.
-    """
+    """Random texts of few tokens, so that suffixes match; three steps, each with the texts of the one before."""
     from posttrain.engines.native import drafting, kernels
 
     generator = torch.Generator().manual_seed(seed)

@@ -185,9 +185,7 @@ def _faked(row: PackedRow, fake: Callable[[Tensor], Tensor]) -> PackedRow:
 
 
 class KeepsAsOnAGpu:
-    """`AttentionContext` that keeps what variable-length attention on a GPU keeps: inputs, output, the log
-    of its sums.
-    """
+    """Keeps what variable-length attention on a GPU keeps: inputs, output, the log of its sums."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _Attention.apply(query, key, value)
@@ -225,9 +223,7 @@ KINDS = {"allgather": "gathered", "reduce_scatter": "scattered", "allreduce": "s
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that this rank gives to collectives: its shard of what is gathered, all of what
-    is summed.
-    """
+    """Bytes that this rank gives to collectives: its shard of what is gathered, all of what is summed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Runs on the local cluster, for tests: rendered as for any cluster, executed in namespaces where the
-kernel allows it.
-"""
+"""Runs on the local cluster, for tests: rendered as for any cluster, executed in namespaces where that is allowed."""
 
 from __future__ import annotations
 

@@ -93,9 +93,7 @@ def setup(case: str, folder: Path) -> RankSetup:
 
 
 def batch_for(objective: str) -> TokenBatch:
-    """Groups of answers to one prompt, of many lengths. In rows of the longest prompt, a rank of cp2 has no response
-    token.
-    """
+    """Answers of many lengths. In rows of the longest prompt, a rank of cp2 has no response token."""
     random = torch.Generator().manual_seed(1)
     lengths = [5, 9, 1, 7, 4, 6, 3, 8]
     prompt_of = [0, 0, 0, 0, 1, 1, 2, 2] if objective == "grpo" else [0, 0, 1, 1, 2, 2, 3, 3]

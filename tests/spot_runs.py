@@ -88,9 +88,7 @@ class SpotRun:
         return {path.name for path in self.folder.glob("step_*")}
 
     def interrupt(self, one: Interruption, done: set[str]) -> bool:
-        """Once both ranks of a new attempt run. `done` are the pods of attempts before. False: the run was
-        over first.
-        """
+        """Once both ranks of a new attempt run. `done`: pods of attempts before. False: the run was over first."""
 
         def fresh() -> dict[int, RunPod] | bool:
             alive = {

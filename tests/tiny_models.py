@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.attention_interface import ATTENTION, attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.packed import PackedRow
+from posttrain.types import TokenBatch
 
 VOCAB_SIZE = 96
 SLIDING_WINDOW = 5  # shorter than the sequences of the tests
@@ -165,6 +168,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return tokenizer
+
+
+def packed_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """Of all responses, in one packed row, as training computes them."""
+    row = PackedRow.build(batch, torch.device("cpu"))
+    with attention_context(row.attention):
+        return TokenLogprobs(model, chunk)(row, temperature)
 
 
 # -- saved models ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""A pipeline that takes seconds: a model of some ten thousand parameters learns to prefer the first letters of the
-alphabet.
-"""
+"""A pipeline that takes seconds: a tiny model learns to prefer the first letters of the alphabet."""
 
 from __future__ import annotations
 

@@ -126,9 +126,7 @@ def common(model: Path, folder: Path) -> list[str]:
 
 
 def grpo(model: Path, data: Path, folder: Path, *, steps: int = 8, reward: str = "") -> list[str]:
-    """GRPO with two updates a step, KL, warm-up, validation, and more steps than an epoch has. `reward`:
-    file.py:name.
-    """
+    """Two updates a step, KL, warm-up, validation, more steps than an epoch has. `reward`: file.py:name."""
     return [
         "grpo",
         *common(model, folder),
@@ -361,6 +359,30 @@ def weights_of(checkpoint: Path) -> dict[str, bytes]:
     files = sorted((checkpoint / "policy" / "weights" / "model").glob("*.safetensors"))
     assert files, f"no weights in {checkpoint}"
     return {file.name: file.read_bytes() for file in files}
+
+
+def assert_same_curves(folder: Path, expected: Path, *, but: str | None = None) -> None:
+    """Every number of every step up to rounding, except those with `but` in their name."""
+
+    def rows(of: Path) -> list[Row]:
+        return [{key: value for key, value in row.items() if but is None or but not in key} for row in results_of(of)]
+
+    ours, theirs = rows(folder), rows(expected)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
+
+
+def copy_until(step: int, source: Path, target: Path) -> Path:
+    """A run's folder as it was when checkpoint `step` was the newest; what else it wrote is still there."""
+    shutil.copytree(source, target)
+    for checkpoint in target.glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+    assert (target / f"step_{step}").is_dir()
+    return target
 
 
 def assert_resumes(arguments: Callable[[Path], list[str]], whole: Path, resumed: Path, *steps: int) -> None:

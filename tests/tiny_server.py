@@ -1,6 +1,4 @@
-"""A server over a model of some ten thousand parameters, in this process unless the options say otherwise, on a free
-port.
-"""
+"""A server over a tiny model, in this process unless the options say otherwise, on a free port."""
 
 from __future__ import annotations
 

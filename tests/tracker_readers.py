@@ -1,6 +1,4 @@
-"""What trackers have of a run, read with their own readers: for each step the numbers, each time that they
-are there.
-"""
+"""What trackers have of a run, read with their own readers: the numbers of each step, each time they are there."""
 
 from __future__ import annotations
 

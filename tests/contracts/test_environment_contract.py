@@ -16,9 +16,7 @@ from posttrain.types import Completion, Task
 
 @dataclass(frozen=True)
 class Case:
-    """A config block, and for a reference: an answer that is right, one that is wrong, a reference that cannot be
-    judged.
-    """
+    """A config block, and for a reference: a right answer, a wrong one, a reference that cannot be judged."""
 
     block: dict[str, Any]
     reference: Any

@@ -1,6 +1,4 @@
-"""What every `roles.RolloutSource` promises, over all of them: fresh, recorded, mixed, several turns, dynamic sampling,
-fake.
-"""
+"""What every `roles.RolloutSource` promises: fresh, recorded, mixed, several turns, dynamic sampling, fake."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What every `Trainer` does, in this process and on two Ray actors; and what the engine that shares its
-weights does.
-"""
+"""What every `Trainer` does, here and on two Ray actors; and what the engine that shares its weights does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`make faults`: the long form of the campaign. Exit code 0: everything held. 1: something failed, or the time was
-over.
-"""
+"""`make faults`: the long form of the campaign. Exit code 0: all held. 1: something failed, or time was over."""
 
 from __future__ import annotations
 

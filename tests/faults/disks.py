@@ -1,6 +1,4 @@
-"""Full and read-only disks: an error that says so, checkpoints as they were, and the same end once there is
-room again.
-"""
+"""Full and read-only disks: an error that says so, intact checkpoints, and the same end once there is room."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`kill -9` at random moments: the same command, given again, ends with the very bits of the run that was
-never killed.
-"""
+"""`kill -9` at random moments: the same command, given again, ends with the bits of a run never killed."""
 
 from __future__ import annotations
 
@@ -169,8 +167,7 @@ def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool
     return finished.code != 0
 
 
-# -- an engine of its own that samples ahead
-# -----------------------------------------------------------------------------
+# -- an engine of its own that samples ahead ---------------------------------------------------------------------------
 
 
 def kill_dedicated(lab: Lab, folder: Path, chance: random.Random) -> None:

@@ -1,6 +1,4 @@
-"""A server and clients that behave badly: it answers the others, stays within its memory, and ends when it
-is told to.
-"""
+"""A server and clients that behave badly: it answers the others, keeps within its memory, ends when told to."""
 
 from __future__ import annotations
 

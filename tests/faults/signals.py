@@ -1,6 +1,4 @@
-"""Signals, and a console that goes away: the run saves or goes on, and ends with the bits of the run that was left
-alone.
-"""
+"""Signals, and a console that goes away: the run saves or goes on, and ends with the bits of one left alone."""
 
 from __future__ import annotations
 

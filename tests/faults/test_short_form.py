@@ -1,6 +1,4 @@
-"""The short form of the campaign: of every part a few cases, the same ones every time. `make faults` runs
-all of them.
-"""
+"""The short form of the campaign: a few cases of every part, the same every time. `make faults` runs all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Several commands with the same run folder: one writes, the others are refused at once, and the record is
-of one run.
-"""
+"""Several commands with one run folder: one writes, the others are refused at once, the record is of one run."""
 
 from __future__ import annotations
 

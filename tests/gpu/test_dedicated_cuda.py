@@ -133,8 +133,7 @@ def test_another_process_gets_the_same_bits_over_cuda_ipc_and_memory_stays_flat(
     assert abs(held[2][2] - held[-1][2]) < 32 << 20, "of the whole GPU"
 
 
-# -- whole runs
-# ----------------------------------------------------------------------------------------------------------
+# -- whole runs --------------------------------------------------------------------------------------------------------
 
 
 def assert_same_curves(folder: Path, expected: Path) -> None:

@@ -128,8 +128,7 @@ def test_states_and_gradients_of_a_model_are_near_those_in_bf16(family: str) -> 
     assert_fp8_is_near(even_model(family, "cuda"))
 
 
-# -- a trainer
-# -----------------------------------------------------------------------------------------------------------
+# -- a trainer ---------------------------------------------------------------------------------------------------------
 
 PARTS: list[TokenBatch | None] = [random_batch([90, 20], [60, 40, 50], [0, 1, 0]), random_batch([30], [99], [0], 1)]
 

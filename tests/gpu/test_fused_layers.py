@@ -54,8 +54,7 @@ def device_noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0)
     return noise(*shape, seed=seed).to(DEVICE, dtype)
 
 
-# -- operations
-# ------------------------------------------------------------------------------------------------------------
+# -- operations --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -200,8 +199,7 @@ def test_logprobs(rows: int, width: int, factor: float) -> None:
         assert_near("gradient", grad, wide.grad, tolerance)
 
 
-# -- attention over parts of one product
-# -------------------------------------------------------------------------------------
+# -- attention over parts of one product -------------------------------------------------------------------------------
 
 SEGMENTS = {
     "alone": [Segment(0, 40), Segment(40, 41), Segment(41, 100)],
@@ -234,8 +232,7 @@ def test_queries_keys_and_values_may_be_views_of_one_product(
         assert_near(name, ours, expected, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
-# -- models
-# ----------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
@@ -259,8 +256,7 @@ def test_model_in_bf16(family: str, checkpointing: bool) -> None:
     assert mean_error(model, exact) < 1.25 * mean_error(own, exact)
 
 
-# -- adapters
-# --------------------------------------------------------------------------------------------------------------
+# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def adapted(family: str, dtype: torch.dtype) -> Any:

@@ -1,6 +1,4 @@
-"""The native engine on a GPU: what a CPU samples, the trainer's log-probabilities in bf16, and memory that
-comes back.
-"""
+"""The native engine on a GPU: a CPU's samples, the trainer's log-probabilities in bf16, memory that comes back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A session on a GPU: what the engine gives each request alone, with different settings and adapters side by side, and
-one step ahead of the host.
-"""
+"""A session on a GPU: each request as alone, settings and adapters side by side, one step ahead of the host."""
 
 from __future__ import annotations
 

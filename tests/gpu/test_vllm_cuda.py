@@ -19,9 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
 def test_a_vllm_of_two_gpus_samples_from_the_weights_of_each_step(adapters: list[str], tmp_path: Path) -> None:
-    """The run compares log-probabilities with the trainer's in each step; those of dummy or stale weights
-    are far away.
-    """
+    """Each step compares log-probabilities with the trainer's; those of dummy or stale weights are far away."""
     model, data = save_model(tmp_path / "model", hidden_size=128, num_kv_heads=2), save_data(tmp_path / "data")
     words = [
         *grpo(model, data, tmp_path / "run", steps=4),

@@ -1,6 +1,4 @@
-"""What bad input gets: exit code 64 and one message with the place and the remedy, before a model is loaded if
-possible.
-"""
+"""What bad input gets: exit code 64 and a message with place and remedy, before a model is loaded if possible."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run with a reward that teaches nothing: found while it goes on, saved and stopped, found again afterwards, and
-resumed.
-"""
+"""A reward that teaches nothing: found while the run goes on, saved and stopped, found again, and resumed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`posttrain eval` as a user runs it, on a tiny model: the numbers, the block, killing and going on, comparing, bad
-input.
-"""
+"""`posttrain eval` as a user runs it: the numbers, the block, killing and going on, comparing, bad input."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_equal_rewards_warn_that_advantages_are_zero(
     assert run([*arguments, *settings, *([stops] if max_new_tokens > 3 else [])]) == 0
     output = capsys.readouterr().out
     assert why in output
-    assert 1 <= output.count("every advantage is 0") <= 2, "said once, and counted in the end"
+    assert 1 <= output.count("so every advantage is 0 and nothing is learnt") <= 2, "said once, and counted in the end"
     assert [row["train/groups_with_signal"] for row in results_of(folder)] == [0, 0]
     assert [row["train/grad_norm"] for row in results_of(folder)] == [0, 0]
     assert "nothing is learnt" in (folder / "report.html").read_text()

@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tiny_runs import run, sft
@@ -79,10 +80,7 @@ def test_storage_that_fails_during_a_run_is_no_bad_input(
 def test_a_crash_before_the_run_begins_is_in_the_record_and_the_log(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise RuntimeError("no room for the model")
-
-    monkeypatch.setattr(build, "start_workers", fail)
+    monkeypatch.setattr(build, "start_workers", Mock(side_effect=RuntimeError("no room for the model")))
     assert run(arguments) == 1
     (record,) = read_attempts(tmp_path / "run")
     assert record.error == "RuntimeError: no room for the model"

@@ -293,8 +293,7 @@ def test_killed_in_the_middle_of_every_stage_it_gets_the_same_result(world: Path
     )
 
 
-# -- new data
-# ------------------------------------------------------------------------------------------------------------
+# -- new data ----------------------------------------------------------------------------------------------------------
 
 
 def test_new_traces_begin_a_second_iteration_from_production(

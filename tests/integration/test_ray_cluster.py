@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from ray_nodes import RayNodes
 from tiny_runs import (
+    assert_same_curves,
     count_rows,
     evaluation,
     grpo,
     questions,
     results_of,
     run,
-    same_up_to_rounding,
     save_data,
     weights_of,
     write_rows,
@@ -97,8 +97,7 @@ def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path,
     assert driver.wait() == 0, shown
     assert f"Ray cluster at {nodes.address}: 2 CPU ranks on 2 nodes" in shown
     assert run([*grpo(model, data, tmp_path / "local", steps=2), "cluster.launcher=local"]) == 0
-    for ours, theirs in zip(results_of(tmp_path / "two"), results_of(tmp_path / "local"), strict=True):
-        assert ours == {key: same_up_to_rounding(value) for key, value in theirs.items()}
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
 
 
 def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(

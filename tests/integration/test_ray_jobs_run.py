@@ -1,6 +1,4 @@
-"""Runs submitted over the Jobs API of a real Ray cluster: the head of a rendered RayCluster, as processes of this
-machine.
-"""
+"""Runs submitted over the Jobs API of a real Ray cluster: the head of a rendered RayCluster, as processes."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def profile(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A profile whose cluster runs: `posttrain node` with the variables of the rendered head, and what KubeRay adds to
-    them.
-    """
+    """A profile whose cluster runs: `posttrain node` with the rendered head's variables, and what KubeRay adds."""
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:
         one.bind(("", 0))

@@ -1,6 +1,4 @@
-"""A reward model from pairs to rewards: trained by the command, saved for everybody's tools, used as a
-judge of GRPO.
-"""
+"""A reward model from pairs to rewards: trained, saved for everybody's tools, used as a judge of GRPO."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run is a folder of plain files: the metrics by NeMo RL's names, the samples behind them, the config, one page to
-read.
-"""
+"""A run is a folder of plain files: metrics by NeMo RL's names, samples, the config, one page to read."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import dpo, results_of, rows_of, run, weights_of
@@ -26,10 +27,8 @@ def test_the_setting_decides_where_checkpoints_are_written_and_not_what_is_in_th
     for name, setting in settings.items():
         assert run([*dpo(model, data, tmp_path / name, steps=5), setting]) == 0
     writes = {name: background_writes(tmp_path / name) for name in settings}
-    assert writes["at_once"] == 0
-    assert writes["auto"] == 0, "on a CPU it does not pay"
-    assert writes["in_background"] > 0
-    assert writes["as_nemo_names_it"] > 0
+    assert writes["at_once"] == writes["auto"] == 0, "on a CPU it does not pay"
+    assert min(writes["in_background"], writes["as_nemo_names_it"]) > 0
     for name in settings:
         assert results_of(tmp_path / name) == results_of(tmp_path / "at_once")
         for step in (2, 4, 5):
@@ -84,13 +83,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_one_checkpoint(
     ],
 )
 def test_optimizer_state_in_another_format_is_refused_with_a_message(
-    saved: list[str],
-    now: list[str],
-    message: str,
-    model: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    saved: list[str], now: list[str], message: str, model: Path, data: Path, tmp_path: Path, capsys: Any
 ) -> None:
     def optimizer(settings: list[str]) -> list[str]:
         return [BF16, *(f"policy.optimizer.{setting}" for setting in settings)]

@@ -48,7 +48,7 @@ def of_our_size(model: Path, data_path: Path, folder: Path) -> list[str]:
     ]
 
 
-def assert_two_steps(folder: Path, checkpoints: Path | None = None) -> None:
+def assert_two_steps(folder: Path) -> None:
     rows = rows_of(folder)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
     for row in rows:
@@ -56,26 +56,22 @@ def assert_two_steps(folder: Path, checkpoints: Path | None = None) -> None:
         assert row["train/unscored"] == 0
         assert row["train/num_samples"] == 16
         assert row["train/kl_penalty"] >= 0, "KL has a price in these configs"
-    assert ((checkpoints or folder) / "step_2" / "policy" / "weights" / "model").is_dir()
     assert (folder / "report.html").is_file()
 
 
 @pytest.mark.usefixtures("at_the_root")
-def test_the_lora_config_runs(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [("grpo_lora_7b_2nodes", "adapter_model.safetensors"), ("grpo_llama8b_2nodes", "model.safetensors")],
+)
+def test_the_config_runs(
+    config: str, weights: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
-    config = ["grpo", "--config", "configs/grpo_lora_7b_2nodes.yaml"]
-    assert run([*config, *of_our_size(model, data / "open_math.jsonl", folder)]) == 0
+    command = ["grpo", "--config", f"configs/{config}.yaml"]
+    assert run([*command, *of_our_size(model, data / "open_math.jsonl", folder)]) == 0
     assert_two_steps(folder)
-    assert (folder / "step_2" / "policy" / "weights" / "model" / "adapter_model.safetensors").is_file()
+    assert (folder / "step_2" / "policy" / "weights" / "model" / weights).is_file()
     engine = [line for line in capsys.readouterr().err.splitlines() if "backend" in line]
     assert len(engine) == 1, "one line says that the native engine runs"
     assert "native" in engine[0]
-
-
-@pytest.mark.usefixtures("at_the_root")
-def test_the_llama_config_runs(model: Path, data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = ["grpo", "--config", "configs/grpo_llama8b_2nodes.yaml"]
-    assert run([*config, *of_our_size(model, data / "open_math.jsonl", folder)]) == 0
-    assert_two_steps(folder)
-    assert (folder / "step_2" / "policy" / "weights" / "model" / "model.safetensors").is_file()

@@ -1,6 +1,4 @@
-"""The commands of the guides that posttrain follows, as `examples/seeds/*.sh` has them: run with a tiny model and small
-sizes.
-"""
+"""The commands of the guides, as `examples/seeds/*.sh` has them: run with a tiny model and small sizes."""
 
 from __future__ import annotations
 

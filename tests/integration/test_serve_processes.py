@@ -1,6 +1,4 @@
-"""The engine of a server in a process of its own: the same answers, and what happens when one of the two processes
-ends.
-"""
+"""A server's engine in a process of its own: the same answers, and what happens when one of the two ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run with several rewards: their breakdown is in every rollout and in the metrics, and training uses the weighted
-sum.
-"""
+"""Several rewards: their breakdown is in every rollout and in the metrics, and training uses the weighted sum."""
 
 from __future__ import annotations
 

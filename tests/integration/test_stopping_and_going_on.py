@@ -166,9 +166,7 @@ def test_resuming_a_prepared_checkpoint_runs_no_code(
 
 
 def test_bf16_runs_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
-    """The fp32 masters are part of the checkpoint: rounding to bf16 and back would lose what the optimizer
-    remembers.
-    """
+    """The fp32 masters are part of the checkpoint: rounding to bf16 and back would lose digits."""
     for name, steps in (("whole", [6]), ("stopped", [2, 6])):
         for max_steps in steps:
             arguments = dpo(model, data, tmp_path / name, steps=max_steps)

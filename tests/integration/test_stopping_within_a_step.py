@@ -1,6 +1,4 @@
-"""A run that is asked to stop anywhere within a step, and is started again, is the run that was never stopped, bit for
-bit.
-"""
+"""A run that is asked to stop anywhere within a step, and started again, is the run never stopped, bit for bit."""
 
 from __future__ import annotations
 
@@ -71,11 +69,8 @@ def test_ranks_under_ray_stop_while_they_sample(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rank is busy with `generate`, for longer than this test lasts, and hears of the stop beside it."""
-    sampled = [
-        "grpo.num_prompts_per_step=20",
-        "grpo.num_generations_per_prompt=100",
-        "policy.train_global_batch_size=2000",
-    ]
+    sampled = ["grpo.num_prompts_per_step=20", "grpo.num_generations_per_prompt=100"]
+    sampled += ["policy.train_global_batch_size=2000"]
     endless = ["policy.generation.max_new_tokens=50", "policy.generation.ignore_eos=true", "grpo.val_period=0"]
     arguments = [*grpo(model, data, tmp_path / "run", steps=3), "cluster.launcher=ray", *sampled, *endless]
     gather = sharded.gather
@@ -112,18 +107,10 @@ def test_ranks_under_ray_stop_while_they_sample(
     ],
 )
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
-    kind: str,
-    place: tuple[type, str],
-    call: int,
-    saved: int | None,
-    model: Path,
-    data: Path,
-    whole: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, place: Any, call: int, saved: int | None, model: Path, data: Path, whole: Any, tmp_path: Path
 ) -> None:
     arguments = kinds(model, data)[kind](tmp_path / "run")
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         calls = stop_at(patched, place, call)
         code = run(arguments)
     assert calls[0] >= call, "the run got as far as that"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_local_equals_ray import assert_same_curves, copy_until
-from tiny_runs import LORA, grpo, results_of, run, save_model, trained_draws, weights_of
+from tiny_runs import LORA, assert_same_curves, copy_until, grpo, results_of, run, save_model, trained_draws, weights_of
 
 from posttrain.orchestration import deadlines, sharded
 
@@ -83,9 +82,7 @@ def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_p
 def test_a_run_that_is_stopped_while_it_samples_ahead_resumes_with_the_same_bits(
     place: str, ahead: Ahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first update of step 3, which is left undone with the round ahead of it; in it, so that both are
-    finished.
-    """
+    """Before step 3's first update, which is undone with the round ahead; in it, so that both are finished."""
     gather, num_calls = sharded.gather, 0
 
     def stopping_gather(operation: str, pending: list[Any], *unit: str) -> list[Any]:
@@ -111,8 +108,7 @@ def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, d
     assert_same_curves(tmp_path / "four", tmp_path / "local")
 
 
-# -- engines of two parts
-# ------------------------------------------------------------------------------------------------
+# -- engines of two parts ----------------------------------------------------------------------------------------------
 
 TWO_PARTS = [
     "cluster.gpus_per_node=3",

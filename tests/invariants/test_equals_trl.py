@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from float64 import approx, assert_same_gradients, float64
-from tiny_models import byte_tokenizer, gradients, tiny_model
+from tiny_models import byte_tokenizer, gradients, packed_logprobs, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from trl_options import TRL_OPTIONS
 
 from posttrain.config import DpoConfig, LossFnConfig
-from posttrain.models.attention_interface import attention_context
-from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss, clipped
-from posttrain.policy.packed import PackedRow
+from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss
 from posttrain.roles import Objective
 from posttrain.types import TokenBatch
 
@@ -27,24 +25,10 @@ pytest.importorskip("trl", reason="the bench extra is not installed")
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("in_float64", "no_epsilon")
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)
-COMMON: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-
-
-@pytest.fixture(autouse=True)
-def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our denominators have an epsilon of 1e-8, as in NeMo RL. TRL's have none, and in float64 the difference shows."""
-    monkeypatch.setattr(clipped, "EPS", 0.0)
 
 
 def policy(family: str = "llama", **options: Any) -> nn.Module:
@@ -63,30 +47,28 @@ def random_batch(lengths: list[int], prompt_of: list[int], prompt_lengths: list[
     return TokenBatch.build(prompts, responses, prompt_of, {"mask": torch.ones(sum(lengths))})
 
 
-def forward(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
-    row = PackedRow.build(batch, torch.device("cpu"))
-    with attention_context(row.attention):
-        return TokenLogprobs(model)(row, temperature)
-
-
 def ours(
     objective: Objective, batch: TokenBatch, family: str = "llama", temperature: float = 1.0
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     model = policy(family)
-    loss, metrics = objective(forward(model, batch, temperature), batch)
+    loss, metrics = objective(packed_logprobs(model, batch, temperature), batch)
     loss.backward()
     return float(loss.detach()), gradients(model), {name: float(value) for name, value in metrics.items()}
 
 
-# -- DPO
-# -----------------------------------------------------------------------------------------------------------------
+def assert_same(ours: tuple[float, dict[str, Tensor]], theirs: tuple[float, dict[str, Tensor]]) -> None:
+    assert ours[0] == approx(theirs[0])
+    assert_same_gradients(ours[1], theirs[1])
+
+
+# -- DPO ---------------------------------------------------------------------------------------------------------------
 
 with float64():
     PAIRS = random_batch([5, 9, 1, 7, 6, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], [7, 3, 12, 1], seed=0)
 
 
 def dpo_trainer(folder: Path, family: str, **options: Any) -> DPOTrainer:
-    args = DPOConfig(output_dir=str(folder), max_length=None, **COMMON, **options)
+    args = DPOConfig(output_dir=str(folder), max_length=None, **TRL_OPTIONS, **options)
     data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     return DPOTrainer(
         model=policy(family, attention="eager"),
@@ -114,7 +96,7 @@ def trl_dpo(
 
 def with_reference(batch: TokenBatch, family: str = "llama") -> TokenBatch:
     with torch.no_grad():
-        return batch.with_columns(reference_logprobs=forward(policy(family, seed=1), batch))
+        return batch.with_columns(reference_logprobs=packed_logprobs(policy(family, seed=1), batch))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -123,43 +105,24 @@ def test_dpo_sigmoid(tmp_path: Path, family: str, beta: float) -> None:
     loss, expected, theirs = trl_dpo(tmp_path, PAIRS, family, beta=beta, loss_type="sigmoid")
     batch = with_reference(PAIRS, family)
     actual_loss, actual, metrics = ours(PreferenceLoss(DpoConfig(reference_policy_kl_penalty=beta)), batch, family)
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
     assert metrics["num_ranked_right"] / len(PAIRS.prompts) == approx(theirs["rewards/accuracies"])
     # TRL multiplies its rewards by beta; ours, like NeMo RL's, are the bare log-ratios.
     assert beta * metrics["rewards_chosen_mean"] == approx(theirs["rewards/chosen"])
     assert beta * metrics["rewards_rejected_mean"] == approx(theirs["rewards/rejected"])
 
 
-def test_dpo_with_rewards_averaged_over_tokens(tmp_path: Path) -> None:
-    loss, expected, _ = trl_dpo(tmp_path, PAIRS, beta=0.3, loss_type="sigmoid_norm")
-    objective = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=0.3, preference_average_log_probs=True))
-    actual_loss, actual, _ = ours(objective, with_reference(PAIRS))
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
-
-
 def test_dpo_with_a_supervised_term(tmp_path: Path) -> None:
-    """TRL averages it over all chosen tokens, we within each answer first: the same when the answers are
-    equally long.
-    """
+    """TRL averages over all chosen tokens, we within each answer first: the same for equally long answers."""
     pairs = random_batch([5, 9, 5, 2, 5, 6], [0, 0, 1, 1, 2, 2], [4, 8, 2], seed=3)
     loss, expected, _ = trl_dpo(tmp_path, pairs, beta=0.3, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.25])
-    objective = PreferenceLoss(
-        DpoConfig(
-            reference_policy_kl_penalty=0.3,
-            preference_loss_weight=0.8,
-            sft_loss_weight=0.25,
-            sft_average_log_probs=True,
-        )
-    )
+    weights = {"preference_loss_weight": 0.8, "sft_loss_weight": 0.25}
+    objective = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=0.3, sft_average_log_probs=True, **weights))
     actual_loss, actual, _ = ours(objective, with_reference(pairs))
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
 
 
-# -- GRPO
-# ----------------------------------------------------------------------------------------------------------------
+# -- GRPO --------------------------------------------------------------------------------------------------------------
 
 ADVANTAGES = [1.2, -0.7, 0.3, -1.5, 0.0, 0.9, -0.4, 2.0]
 with float64():
@@ -170,7 +133,7 @@ def grpo_batch(family: str = "llama", temperature: float = 1.0, on_policy: bool 
     """Advantages per response; old and reference log-probabilities near the model's own, so that some ratios clip."""
     lengths = torch.tensor(PLAIN.response_lengths)
     with torch.no_grad():
-        current = forward(policy(family), PLAIN, temperature)
+        current = packed_logprobs(policy(family), PLAIN, temperature)
     generator = torch.Generator().manual_seed(9)
     old = current + 0.3 * torch.randn(len(current), generator=generator)
     batch = PLAIN.with_columns(
@@ -190,7 +153,7 @@ def grpo_trainer(folder: Path, family: str = "llama", accumulate: int = 1, **opt
         num_generations=4,
         max_completion_length=16,
         model_init_kwargs={"dtype": "auto", "attn_implementation": "eager"},
-        **COMMON,
+        **TRL_OPTIONS,
         **options,
     )
     trainer = GRPOTrainer(
@@ -250,12 +213,8 @@ OFF_POLICY = {
     "grpo": ({"loss_type": "grpo"}, {"token_level_loss": False}),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05},
-        {
-            "token_level_loss": False,
-            "sequence_level_importance_ratios": True,
-            "ratio_clip_min": 0.05,
-            "ratio_clip_max": 0.05,
-        },
+        {"token_level_loss": False, "sequence_level_importance_ratios": True}
+        | {"ratio_clip_min": 0.05, "ratio_clip_max": 0.05},
     ),
     # TRL's CISPO bounds the ratio by epsilon_high itself and has no lower bound.
     "cispo": (
@@ -272,8 +231,7 @@ def test_grpo_after_the_first_update(tmp_path: Path, theirs: dict[str, Any], opt
     actual_loss, actual, _ = ours(
         ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})), batch
     )
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
@@ -283,8 +241,7 @@ def test_grpo_on_policy_under_a_temperature(tmp_path: Path, family: str, kind: s
     loss, expected = trl_grpo(grpo_trainer(tmp_path, family, loss_type=kind, temperature=0.7, beta=0.0), batch)
     objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level))
     actual_loss, actual, _ = ours(objective, batch, family, temperature=0.7)
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
 
 
 @pytest.mark.parametrize(("kind", "token_level"), [("dapo", True), ("grpo", False)])
@@ -294,16 +251,13 @@ def test_one_batch_equals_gradient_accumulation_of_trl(tmp_path: Path, kind: str
     actual_loss, actual, _ = ours(
         ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level)), batch
     )
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
 
 
 @pytest.mark.parametrize(("kind", "token_level"), [("dapo", True), ("grpo", False)])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "off policy"])
 def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, on_policy: bool) -> None:
-    """TRL weights the KL by current / old. On policy that is our usual factor; off policy it is our
-    sampler's weight.
-    """
+    """TRL weights the KL by current / old: on policy our usual factor, off policy our sampler's weight."""
     batch = grpo_batch(on_policy=on_policy)
     trainer = grpo_trainer(tmp_path, loss_type=kind, beta=0.2, use_bias_correction_kl=True)
     loss, expected = trl_grpo(trainer, batch)
@@ -313,8 +267,7 @@ def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, o
         )
     )
     actual_loss, actual, metrics = ours(objective, batch)
-    assert actual_loss == approx(loss)
-    assert_same_gradients(actual, expected)
+    assert_same((actual_loss, actual), (loss, expected))
     if token_level:
         assert metrics["kl_penalty"] == approx(trainer._metrics["train"]["kl"][-1])
 
@@ -326,7 +279,7 @@ def test_kl_without_bias_correction_differs_by_the_score_function_term_alone(tmp
     assert actual_loss == approx(loss)
 
     model = policy()
-    current = forward(model, batch)
+    current = packed_logprobs(model, batch)
     log_ratio = (batch.columns["reference_logprobs"] - current).detach()
     k3 = log_ratio.exp() - 1 - log_ratio
     (0.2 * k3 * current).sum().div(batch.num_tokens).backward()

@@ -16,6 +16,8 @@ import torch
 from peft import PeftModel
 from tiny_runs import (
     LORA,
+    assert_same_curves,
+    copy_until,
     count_rows,
     dpo,
     grpo,
@@ -24,7 +26,6 @@ from tiny_runs import (
     rm,
     rows_of,
     run,
-    same_up_to_rounding,
     save_model,
     start,
     wait_until,
@@ -59,16 +60,6 @@ def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
     assert ray.get(capability.remote()) == torch.backends.cpu.get_cpu_capability()
 
 
-def assert_same_curves(folder: Path, expected: Path) -> None:
-    """Every number of every step."""
-    ours, theirs = results_of(folder), results_of(expected)
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for row, other in zip(ours, theirs, strict=True):
-        assert row.keys() == other.keys()
-        for key, value in row.items():
-            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
-
-
 @torch.no_grad()
 def assert_converts(folder: Path, model: Path, step: int) -> None:
     """What two ranks saved becomes a folder that plain transformers loads, with the logits of the checkpoint."""
@@ -82,16 +73,6 @@ def assert_converts(folder: Path, model: Path, step: int) -> None:
         trained = PeftModel.from_pretrained(trained, str(weights))
     found = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()(prompt).logits
     torch.testing.assert_close(found, trained.eval()(prompt).logits, rtol=5e-4, atol=5e-4)
-
-
-def copy_until(step: int, source: Path, target: Path) -> Path:
-    """A run's folder as it was when checkpoint `step` was the newest."""
-    shutil.copytree(source, target)
-    for checkpoint in target.glob("step_*"):
-        if int(checkpoint.name.removeprefix("step_")) > step:
-            shutil.rmtree(checkpoint)
-    assert (target / f"step_{step}").is_dir()
-    return target
 
 
 def test_rounds_on_two_ranks_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:

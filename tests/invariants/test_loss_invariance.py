@@ -11,17 +11,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from float64 import approx, assert_same_gradients, float64
-from tiny_models import VOCAB_SIZE, gradients, tiny_model
+from tiny_models import VOCAB_SIZE, gradients, packed_logprobs, tiny_model
 from torch import Tensor
 
 from posttrain.config import DpoConfig, LossFnConfig
 from posttrain.config.dpo import LOSSES
 from posttrain.data.packing import MicroBatching, plan_micro_batches
-from posttrain.models.attention_interface import attention_context
-from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import ClippedPolicyGradient, KtoLoss, NegativeLogLikelihood, PreferenceLoss
 from posttrain.policy.objectives.reduce import combine_metrics
-from posttrain.policy.packed import PackedRow
 from posttrain.roles import Objective
 from posttrain.types import TokenBatch
 
@@ -49,7 +46,7 @@ def random_batch(lengths: list[int], prompt_of: list[int], seed: int = 0) -> Tok
         prompt_of,
         {"mask": torch.ones(sum(lengths))},
     )
-    current = forward(tiny_model(dtype=torch.float64), batch).detach()
+    current = packed_logprobs(tiny_model(dtype=torch.float64), batch, TEMPERATURE).detach()
     near = [current + 0.3 * torch.randn(len(current), generator=generator) for _ in range(3)]
     advantages = torch.randn(len(lengths), generator=generator).repeat_interleave(torch.tensor(lengths))
     return batch.with_columns(
@@ -69,12 +66,6 @@ def with_constants(batch: TokenBatch, **values: list[float]) -> TokenBatch:
     return batch.with_columns(**{name: torch.tensor(v).repeat_interleave(lengths) for name, v in values.items()})
 
 
-def forward(model: torch.nn.Module, batch: TokenBatch) -> Tensor:
-    row = PackedRow.build(batch, torch.device("cpu"))
-    with attention_context(row.attention):
-        return TokenLogprobs(model)(row, TEMPERATURE)
-
-
 def train(batch: TokenBatch, objective: Objective, batching: MicroBatching, ranks: int = 1) -> Outcome:
     """What the ranks would hand to one optimizer step, added up."""
     plan = plan_micro_batches(batch, batching, ranks, keep_groups_whole=objective.keeps_groups_whole)
@@ -85,7 +76,7 @@ def train(batch: TokenBatch, objective: Objective, batching: MicroBatching, rank
         for rows in micro_batches:
             if rows:
                 part = batch.select(rows)
-                share, metrics = objective(forward(model, part), part)
+                share, metrics = objective(packed_logprobs(model, part, TEMPERATURE), part)
                 share.backward()
                 loss += float(share.detach())
                 measured.append({name: float(value) for name, value in metrics.items()})
@@ -252,7 +243,7 @@ def test_denominators_per_micro_batch_would_give_another_loss(batch: TokenBatch,
     losses = []
     for rows in ([0, 1], [2, 3], [4, 5], [6, 7]):
         part = batch.select(rows, recount=True)
-        losses.append(float(objective(forward(model, part), part)[0].detach()))
+        losses.append(float(objective(packed_logprobs(model, part, TEMPERATURE), part)[0].detach()))
     expected = whole(batch, objective).loss
     if isinstance(objective, PreferenceLoss) and not objective.config.sft_token_level_loss:
         # four parts with one pair each: the mean is right, the sum is not

@@ -16,18 +16,16 @@ from typing import Any
 import pytest
 import torch
 from float64 import approx, assert_same_gradients
-from tiny_models import byte_tokenizer, gradients, tiny_model
+from tiny_models import byte_tokenizer, gradients, packed_logprobs, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from trl_options import TRL_OPTIONS
 
 from posttrain.algorithms.batches import judged_batch, pair_batch
 from posttrain.algorithms.kto import Kto
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.config import DpoConfig
-from posttrain.models.attention_interface import attention_context
-from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
-from posttrain.policy.packed import PackedRow
 from posttrain.roles import Objective
 from posttrain.types import Judged, Pair, TokenBatch
 
@@ -40,14 +38,6 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 TOKENIZER = byte_tokenizer()
-COMMON: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
 ROWS = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
 
 
@@ -91,7 +81,7 @@ class Kind:
         return Bigrams(seed) if self.name == "bigrams" else llama(seed)
 
     def logprobs(self, model: Any, batch: TokenBatch) -> Tensor:
-        return model.logprobs(batch) if self.name == "bigrams" else forward(model, batch)
+        return model.logprobs(batch) if self.name == "bigrams" else packed_logprobs(model, batch)
 
 
 @pytest.fixture(params=[Kind("bigrams"), Kind("llama")], ids=lambda kind: kind.name)
@@ -119,12 +109,6 @@ def random_pairs(prompt_lengths: list[int], lengths: list[tuple[int, int]], seed
 
 
 PAIRS = random_pairs([7, 3, 12, 1], [(5, 9), (1, 7), (6, 6), (3, 8)])
-
-
-def forward(model: nn.Module, batch: TokenBatch) -> Tensor:
-    row = PackedRow.build(batch, torch.device("cpu"))
-    with attention_context(row.attention):
-        return TokenLogprobs(model)(row, 1.0)
 
 
 Outcome = tuple[float, dict[str, Tensor], dict[str, float]]  # loss, gradients, metrics
@@ -156,15 +140,14 @@ def finished(trainer: Any, inputs: dict[str, Any], kind: Kind) -> Outcome:
     return float(loss.detach()), gradients(model), {k: v[-1] for k, v in stored["train"].items()}
 
 
-# -- losses with a reference
-# -------------------------------------------------------------------------------------------------
+# -- losses with a reference -------------------------------------------------------------------------------------------
 
 
 def trl_dpo(kind: Kind, folder: Path, pairs: list[Pair], **options: Any) -> Outcome:
     trainer = DPOTrainer(
         model=llama(attention="eager"),
         ref_model=llama(seed=1, attention="eager"),
-        args=DPOConfig(output_dir=str(folder), max_length=None, **COMMON, **options),
+        args=DPOConfig(output_dir=str(folder), max_length=None, **TRL_OPTIONS, **options),
         train_dataset=ROWS,
         processing_class=byte_tokenizer(),
     )
@@ -225,8 +208,7 @@ def test_default_ipo_differs_from_trl(kind: Kind, tmp_path: Path) -> None:
     assert ours(kind, objective, with_reference(kind, pair_batch(PAIRS)))[0] != pytest.approx(loss, rel=0.1)
 
 
-# -- losses without one
-# --------------------------------------------------------------------------------------------------------
+# -- losses without one ------------------------------------------------------------------------------------------------
 
 
 def padded(rows: list[list[int]], fill: int) -> Tensor:
@@ -251,7 +233,7 @@ def trl_without_reference(which: str, kind: Kind, folder: Path, pairs: list[Pair
     config, trainer = {"cpo": (CPOConfig, CPOTrainer), "orpo": (ORPOConfig, ORPOTrainer)}[which]
     made = trainer(
         model=llama(attention="eager"),
-        args=config(output_dir=str(folder), max_length=64, **COMMON, **options),
+        args=config(output_dir=str(folder), max_length=64, **TRL_OPTIONS, **options),
         train_dataset=ROWS,
         processing_class=byte_tokenizer(),
     )
@@ -316,8 +298,7 @@ def test_the_odds_ratio_term_of_orpo_after_prompts_of_any_length(kind: Kind, tmp
     assert metrics["preference_loss"] == approx(-theirs["log_odds_ratio"])
 
 
-# -- KTO
-# -------------------------------------------------------------------------------------------------------------------
+# -- KTO ---------------------------------------------------------------------------------------------------------------
 
 
 def random_answers(seed: int) -> list[Judged]:
@@ -334,7 +315,7 @@ def trl_kto(kind: Kind, folder: Path, answers: list[Judged], seed: int, **option
         model=llama(attention="eager"),
         ref_model=llama(seed=seed, attention="eager"),
         args=KTOConfig(
-            output_dir=str(folder), max_length=None, per_device_train_batch_size=len(answers), **COMMON, **options
+            output_dir=str(folder), max_length=None, per_device_train_batch_size=len(answers), **TRL_OPTIONS, **options
         ),
         train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": True}] * len(answers)),
         processing_class=byte_tokenizer(),

@@ -4,14 +4,13 @@ one process or on two Ray ranks, they are the same run.
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, weights_of
+from tiny_runs import LORA, copy_until, dpo, results_of, rows_of, run, same_up_to_rounding, weights_of
 
 from posttrain.algorithms.batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
@@ -63,15 +62,6 @@ def arguments(name: str, model: Path, data: Path, folder: Path, *more: str) -> l
     return [*dpo(model, data, folder, steps=STEPS), *settings, *more]
 
 
-def copy_until(step: int, source: Path, target: Path) -> Path:
-    """A run's folder as it was when checkpoint `step` was the newest; what else it wrote is still there."""
-    shutil.copytree(source, target)
-    for checkpoint in target.glob("step_*"):
-        if int(checkpoint.name.removeprefix("step_")) > step:
-            shutil.rmtree(checkpoint)
-    return target
-
-
 def assert_close(folder: Path, expected: Path, *, but: tuple[str, ...] = ()) -> None:
     """Every number of every step, except those that are to differ."""
     ours, theirs = results_of(folder), results_of(expected)
@@ -111,8 +101,7 @@ def test_packing_does_not_change_a_run(
     assert_close(folder, finished[name], but=("packing_efficiency", "packing_factor"))
 
 
-# -- the reference
-# -------------------------------------------------------------------------------------------------------------
+# -- the reference -----------------------------------------------------------------------------------------------------
 
 
 def cached(folder: Path, prefix: str) -> list[float]:
@@ -159,10 +148,8 @@ def test_missing_reference_cache_is_recomputed(
 def test_losses_without_reference_load_no_reference(
     name: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a frozen copy of the model was made")
-
-    monkeypatch.setattr(PolicyTrainer, "_freeze_reference", refuse)
+    copied = Mock(side_effect=AssertionError("a frozen copy of the model was made"))
+    monkeypatch.setattr(PolicyTrainer, "_freeze_reference", copied)
     folder = tmp_path / "run"
     assert run([*arguments(name, model, data, folder), "dpo.max_num_steps=1", "dpo.val_at_start=false"]) == 0
     assert not cached(folder, "train")
@@ -201,8 +188,7 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
         assert part in message
 
 
-# -- several ranks
-# ---------------------------------------------------------------------------------------------------------------
+# -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray

@@ -21,14 +21,13 @@ from torch import Tensor
 from posttrain.algorithms.batches import rollout_batch, scored_places
 from posttrain.config import GrpoRunConfig, load_config
 from posttrain.config.loader import presets
-from posttrain.policy.objectives import clipped as clipped_objective
 from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
 LENGTHS = [[3, 1, 5, 2], [2, 6, 4, 1], [1, 3, 2, 2]]
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 1.0], [0.3, 0.3, 0.3, 0.3]]
 MAX_NEW_TOKENS = 8
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("in_float64", "no_epsilon")
 
 PerToken = list[list[list[float]]]  # group, rollout, token
 Rewards = list[list[float]]
@@ -53,14 +52,6 @@ class Step:
         return sum(len(tokens) for group in self.current for tokens in group)
 
 
-@pytest.fixture(autouse=True)
-def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our denominators have an epsilon of 1e-8, as in NeMo RL. The formulas have none, and in float64 the difference
-    shows.
-    """
-    monkeypatch.setattr(clipped_objective, "EPS", 0.0)
-
-
 def random_step(rewards: Rewards = REWARDS, lengths: Sequence[Sequence[int]] = LENGTHS, seed: int = 0) -> Step:
     generator = torch.Generator().manual_seed(seed)
 
@@ -76,8 +67,7 @@ def random_step(rewards: Rewards = REWARDS, lengths: Sequence[Sequence[int]] = L
     return Step(rewards, old, near(current, 0.5), near(old, 0.3), current)
 
 
-# -- advantages, as each peer computes them
-# -------------------------------------------------------------------------------
+# -- advantages, as each peer computes them ----------------------------------------------------------------------------
 
 
 def flat_over_tokens(step: Step, of_answers: list[list[float]]) -> PerToken:
@@ -183,8 +173,7 @@ def verl_dapo(step: Step) -> PerToken:
     return group_normalised(1e-6)(Step(rewards, step.old, step.reference, step.sampler, step.current))
 
 
-# -- losses, as each peer computes them
-# -----------------------------------------------------------------------------------
+# -- losses, as each peer computes them --------------------------------------------------------------------------------
 
 TokenLoss = Callable[[Tensor, float, float, float, float], Tensor]  # current, old, reference, sampler, advantage
 
@@ -317,8 +306,7 @@ PEERS = {
 }
 
 
-# -- posttrain's side
-# -----------------------------------------------------------------------------------------------------
+# -- posttrain's side --------------------------------------------------------------------------------------------------
 
 
 @cache

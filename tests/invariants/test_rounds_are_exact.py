@@ -1,6 +1,4 @@
-"""Asynchronous GRPO: age 0 is the synchronous run, and a run that is killed and resumed has the bits of one that was
-not.
-"""
+"""Asynchronous GRPO: age 0 is the synchronous run, and a killed and resumed run has the bits of one that was not."""
 
 from __future__ import annotations
 

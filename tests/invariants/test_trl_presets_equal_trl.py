@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 from float64 import TOLERANCE, approx, assert_same_gradients
-from tiny_models import byte_tokenizer, gradients, tiny_model
+from tiny_models import byte_tokenizer, gradients, packed_logprobs, tiny_model
 from torch import Tensor, nn
+from trl_options import TRL_OPTIONS
 
 from posttrain.algorithms.batches import rollout_batch, scored_places
 from posttrain.config import load_config
-from posttrain.models.attention_interface import attention_context
-from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.objectives import clipped
-from posttrain.policy.packed import PackedRow
 from posttrain.recipes.grpo import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task, TokenBatch
 
@@ -30,30 +27,19 @@ pytest.importorskip("trl", reason="the bench extra is not installed")
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("in_float64", "no_epsilon")
 
 TOKENIZER = byte_tokenizer()
 REWARDS = [1.0, 0.0, 0.25, 0.0, 0.1, 0.7, 0.7, 0.3]
 PROMPTS = ["one", "another one"]
 MAX_TOKENS = 7
 COMMON: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
+    **TRL_OPTIONS,
     "per_device_train_batch_size": 8,
     "num_generations": 4,
     "max_completion_length": MAX_TOKENS,
     "model_init_kwargs": {"dtype": "auto", "attn_implementation": "eager"},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our denominators have an epsilon of 1e-8, as in NeMo RL. TRL's have none, and in float64 the difference shows."""
-    monkeypatch.setattr(clipped, "EPS", 0.0)
 
 
 def model(**options: Any) -> nn.Module:
@@ -106,12 +92,6 @@ def groups_of(step: dict[str, Tensor]) -> list[Group]:
     return groups
 
 
-def forward(policy: nn.Module, batch: TokenBatch) -> Tensor:
-    row = PackedRow.build(batch, torch.device("cpu"))
-    with attention_context(row.attention):
-        return TokenLogprobs(policy)(row, 1.0)
-
-
 def padded(values: Tensor, batch: TokenBatch, like: Tensor) -> Tensor:
     """A column of ours as TRL holds it: one row per answer."""
     wide = torch.zeros(like.shape)
@@ -143,7 +123,7 @@ def ours(config: Any, theirs: Theirs, **columns: Tensor) -> tuple[float, dict[st
     advantages = [rollout.advantage for group in told for rollout in group.rollouts]
     assert advantages == approx(theirs.step["advantages"].tolist())
     policy = model()
-    loss, _ = build_objective(config)(forward(policy, batch), batch)
+    loss, _ = build_objective(config)(packed_logprobs(policy, batch), batch)
     loss.backward()
     return float(loss.detach()), gradients(policy)
 
@@ -155,8 +135,8 @@ def test_grpo_presets(tmp_path: Path, name: str) -> None:
     batch = rollout_batch(groups_of(theirs.step))
     reference = padded_back(theirs.step["ref_per_token_logps"], batch)
     with torch.no_grad():
-        now = forward(model(), batch)
-        torch.testing.assert_close(reference, forward(model(seed=1), batch), rtol=TOLERANCE, atol=TOLERANCE)
+        now = packed_logprobs(model(), batch)
+        torch.testing.assert_close(reference, packed_logprobs(model(seed=1), batch), rtol=TOLERANCE, atol=TOLERANCE)
     priced = load_config("grpo", None, [*sizes, "loss_fn.reference_policy_kl_penalty=0.3"]).config
     assert_same(ours(priced, theirs, reference_logprobs=reference), theirs.loss())
 
@@ -181,7 +161,7 @@ def test_rloo_preset(tmp_path: Path, normalised: bool) -> None:
     theirs = trl_step(tmp_path, "rloo", {"normalize_advantages": normalised})
     batch = rollout_batch(groups_of(theirs.step))
     with torch.no_grad():
-        now, reference = forward(model(), batch), forward(model(seed=1), batch)
+        now, reference = packed_logprobs(model(), batch), packed_logprobs(model(seed=1), batch)
     columns = {"current_logprobs": now, "reference_logprobs": reference}
     assert_same(ours(config, theirs, **columns), theirs.loss())
 

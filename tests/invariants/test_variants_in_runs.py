@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import (
+    assert_same_curves,
     count_rows,
     grpo,
     results_of,
     run,
-    same_up_to_rounding,
     save_data,
     save_model,
     start,
@@ -90,19 +90,6 @@ def whole(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return of
 
 
-def assert_same_numbers(folder: Path, expected: Path) -> None:
-    """Every number but those of the packing itself."""
-    ours, theirs = (
-        [{key: value for key, value in row.items() if "packing" not in key} for row in results_of(run_folder)]
-        for run_folder in (folder, expected)
-    )
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for row, other in zip(ours, theirs, strict=True):
-        assert row.keys() == other.keys()
-        for key, value in row.items():
-            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
-
-
 def assert_same_bits(folder: Path, expected: Path) -> None:
     assert results_of(folder) == results_of(expected)
     assert weights_of(folder / f"step_{STEPS}") == weights_of(expected / f"step_{STEPS}")
@@ -162,7 +149,7 @@ def test_results_are_independent_of_packing_and_micro_batching(
         "checkpointing.enabled=false",
     ]
     assert run([*arguments(name, tmp_path / "run"), *one_by_one]) == 0
-    assert_same_numbers(tmp_path / "run", whole(name))
+    assert_same_curves(tmp_path / "run", whole(name), but="packing")
 
 
 @pytest.mark.ray
@@ -180,4 +167,4 @@ def test_two_ranks_equal_one_process(
     two = ["cluster.launcher=ray", "cluster.gpus_per_node=2", "grpo.max_val_samples=1", "checkpointing.enabled=false"]
     assert run([*arguments(name, tmp_path / "two"), *two]) == 0
     assert run([*arguments(name, tmp_path / "one"), *two[2:]]) == 0
-    assert_same_numbers(tmp_path / "two", tmp_path / "one")
+    assert_same_curves(tmp_path / "two", tmp_path / "one", but="packing")

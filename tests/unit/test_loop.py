@@ -144,9 +144,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
 
 
 def stop_within(run: Any, step: int) -> None:
-    """Asks the run to stop while it samples in `step`: some data is drawn already, random numbers are, no update is
-    made.
-    """
+    """Asks for a stop while `step` samples: data and random numbers are drawn already, no update is made."""
     move_on = run.algorithm.during_step
 
     def during(number: int) -> None:

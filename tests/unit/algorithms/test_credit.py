@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -143,30 +144,17 @@ K1 = (NOW - REFERENCE).tolist()  # 0.5 | -1, 0 | 2, -1, 0.5
 
 def charge(charged_to: str, **options: object) -> list[list[float]]:
     kl = KlInReward(0.1, charged_to, "k1", None, None)  # type: ignore[arg-type]
-    groups = [group(0, [1.0, 0.0, 0.5])]
-    return credited(
-        Credit(PLAIN, kl=kl),
-        groups,
-        current_logprobs=NOW,
-        reference_logprobs=REFERENCE,
-        **options,  # type: ignore[arg-type]
-    )[1]
+    columns: Any = {"current_logprobs": NOW, "reference_logprobs": REFERENCE, **options}
+    return credited(Credit(PLAIN, kl=kl), [group(0, [1.0, 0.0, 0.5])], **columns)[1]
 
 
-def test_kl_of_each_token_is_charged_to_that_token() -> None:
-    assert charge("token") == [
-        pytest.approx([0.5 - 0.05]),
-        pytest.approx([-0.5 + 0.1, -0.5]),
-        pytest.approx([-0.2, 0.1, -0.05]),
-    ]
-
-
-def test_kl_is_charged_to_the_tokens_that_led_to_it() -> None:
-    assert charge("return") == [
-        pytest.approx([0.5 - 0.05]),
-        pytest.approx([-0.5 + 0.1, -0.5]),
-        pytest.approx([-0.15, 0.05, -0.05]),
-    ]
+@pytest.mark.parametrize(
+    ("charged_to", "last"),
+    [("token", [-0.2, 0.1, -0.05]), ("return", [-0.15, 0.05, -0.05])],  # its own, and what it led to
+)
+def test_kl_is_charged_to_each_token_or_to_those_that_led_to_it(charged_to: str, last: list[float]) -> None:
+    expected = [[0.5 - 0.05], [-0.5 + 0.1, -0.5], last]
+    assert charge(charged_to) == [pytest.approx(values) for values in expected]
 
 
 def test_kl_of_an_answer_is_part_of_its_reward_before_the_baseline() -> None:

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,11 +42,7 @@ def test_wait_returns_at_once_without_a_write() -> None:
 
 def test_an_error_is_returned_once_by_the_next_wait() -> None:
     background = BackgroundWrite()
-
-    def fail(_: Callable[[], bool]) -> None:
-        raise OSError("no space left on device")
-
-    background.start(fail)
+    background.start(Mock(side_effect=OSError("no space left on device")))
     while not background.is_over:
         pass
     assert background.has_failed
@@ -99,43 +96,33 @@ def test_the_driver_waits_for_the_marks_of_all_ranks_and_removes_them(tmp_path: 
     late.join()
 
 
-def test_the_error_of_a_rank_is_reported(tmp_path: Path) -> None:
-    leave_mark(tmp_path, 0, "")
-    leave_mark(tmp_path, 1, "OSError: disk full")
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all have written", "rank 0 waits for rank 1"])
+def test_the_error_of_a_rank_is_reported(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    for rank in ranks:
+        leave_mark(tmp_path, rank, "OSError: disk full" if rank else "")
     with pytest.raises(RuntimeError, match=r"rank 1 could not write its part(?s:.*)disk full"):
         wait_for_marks(tmp_path, 2, never, 60.0)
 
 
-def test_a_failure_is_reported_while_another_rank_still_writes(tmp_path: Path) -> None:
-    leave_mark(tmp_path, 1, "OSError: disk full")  # rank 0 never comes: it waits for rank 1
-    with pytest.raises(RuntimeError, match="rank 1 could not write"):
-        wait_for_marks(tmp_path, 2, never, 60.0)
-
-
 def test_a_rank_that_cannot_write_its_mark_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(background_module.durable, "write_text", full)
+    no_space = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(background_module.durable, "write_text", Mock(side_effect=no_space))
     leave_mark(tmp_path, 0, "OSError: No space left on device")
     with pytest.raises(RuntimeError, match="rank 0 could not write its part"):
         wait_for_marks(tmp_path, 1, never, 60.0)
 
 
-def test_the_wait_for_a_dead_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_given_up", "limit_s"), [(True, 60.0), (False, 0.0)], ids=["it died", "deadline"])
+def test_a_rank_that_never_writes_is_named(
+    is_given_up: bool, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background_module, "_GRACE_S", 0.1)
     leave_mark(tmp_path, 0, "")
     with pytest.raises(RuntimeError, match="rank 1 has not written"):
-        wait_for_marks(tmp_path, 2, lambda: True, 60.0)
+        wait_for_marks(tmp_path, 2, lambda: is_given_up, limit_s)
 
 
 @pytest.mark.parametrize("problem", ["", "OSError: disk full"])
 def test_leave_mark_does_not_recreate_a_removed_folder(problem: str, tmp_path: Path) -> None:
     leave_mark(tmp_path / "gone", 0, problem)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_rank_that_never_writes_is_named_after_the_deadline(tmp_path: Path) -> None:
-    leave_mark(tmp_path, 0, "")
-    with pytest.raises(RuntimeError, match="rank 1 has not written its part"):
-        wait_for_marks(tmp_path, 2, never, 0.0)

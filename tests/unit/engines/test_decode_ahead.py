@@ -32,7 +32,8 @@ TOKENIZER = byte_tokenizer()
 KEY = NoiseKey(seed=3, step=5)
 # Some answers stop early, others do not.
 SAMPLING = Sampling(24, temperature=1.3, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40)))
-PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2  # as in test_native_engine.py
+# A page of 4 tokens of the tiny model: 2 layers, keys and values, 2 heads of 8, fp32, the dense copy as well.
+PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2
 
 
 class SimulatedGraphs(CudaGraphCache):
@@ -47,11 +48,6 @@ class SimulatedGraphs(CudaGraphCache):
 class FailingGraphs(CudaGraphCache):
     def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
         raise GraphCaptureError("a layer synchronises with the device")
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
 
 
 def make_tasks() -> list[Task]:
@@ -84,7 +80,7 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, graphs: type[CudaGraphCache
 def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
     for one, other in zip(left, right, strict=True):
         for a, b in zip(one, other, strict=True):
-            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
             assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from test_decode_ahead import KEY, SAMPLING, TOKENIZER, ahead, make_tasks
-from tiny_models import tiny_model
 from torch import nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -20,11 +19,6 @@ from posttrain.engines.native.sampler import Drawn, TokenSampler
 from posttrain.engines.native.scheduler import Admission, PromptGroup, Sample, Scheduler
 from posttrain.engines.native.stopping import StopRules
 from posttrain.types import Sampling, Task
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
 
 
 @pytest.fixture(params=["ahead", "in step"])

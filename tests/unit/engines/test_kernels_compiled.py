@@ -1,6 +1,4 @@
-"""Compiles the kernels for a Hopper GPU, without having one: what would be launched, with the sizes that would be
-chosen.
-"""
+"""Compiles the kernels for a Hopper GPU, without one: what would be launched, with the sizes it would choose."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs `interpreted_kernels.py`: the kernels' tests on a CPU, in a process where Triton interprets instead of
-compiling.
-"""
+"""Runs `interpreted_kernels.py`: the kernels' tests in a process where Triton interprets on the CPU."""
 
 from __future__ import annotations
 

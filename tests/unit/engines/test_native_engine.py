@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
+from test_decode_ahead import KEY, PAGE_BYTES, TOKENIZER, assert_same, make_tasks
+from tiny_models import tiny_model
 from torch import nn
 
 import posttrain.engines.native.engine as engine_module
@@ -21,44 +22,18 @@ from posttrain.engines.native.scheduler import Prefill
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.packed import PackedAttention, Segment
-from posttrain.types import Completion, NoiseKey, Sampling, Task
+from posttrain.types import Completion, Sampling, Task
 
-TOKENIZER = byte_tokenizer()
 SAMPLING = Sampling(20, temperature=1.0, ignore_eos=True)
-KEY = NoiseKey(seed=3, step=5)
-
-
-def make_tasks(lengths: tuple[int, ...] = (3, 16, 9, 30, 1)) -> list[Task]:
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
-    return [Task(draw, f"t:{draw}", "", tuple(prompt.tolist())) for draw, prompt in enumerate(prompts)]
 
 
 def token_ids(completions: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.token_ids for completion in group] for group in completions]
 
 
-def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
-    assert token_ids(left) == token_ids(right)
-    for one, other in zip(left, right, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert a.finish_reason == b.finish_reason
-            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
-
-
 @pytest.fixture(scope="module")
 def expected(model: nn.Module) -> list[list[Completion]]:
     return NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
-
-
-# A page of 4 tokens of the tiny model takes 2 KiB here (2 layers, keys and values, 2 heads of 8, fp32, the dense copy
-# as well).
-PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -102,10 +77,7 @@ def test_order_and_batch_do_not_change_what_is_sampled(model: nn.Module, expecte
 def test_reading_pages_in_place_equals_the_dense_copy(
     model: nn.Module, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def paged(cache: PagedKvCache, longest: int) -> PagedDecode:
-        return PagedDecode(cache, 20, longest)
-
-    monkeypatch.setattr(engine_module, "DenseDecode", paged)
+    monkeypatch.setattr(engine_module, "DenseDecode", lambda cache, longest: PagedDecode(cache, 20, longest))
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, max_batch_size=7))
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
 
@@ -214,7 +186,7 @@ def test_total_length_is_limited(model: nn.Module, expected: list[list[Completio
     ("change", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": 1e-300}, "temperature is 1e-300: 0 .greedy., or at least 1e-05, is accepted"),
+        ({"temperature": 1e-300}, "temperature is 1e-300"),
         ({"top_p": 0.0}, "top_p is 0.0: above 0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -1}, "top_k is -1"),
@@ -229,12 +201,9 @@ def test_impossible_requests_are_refused_by_name(model: nn.Module, change: dict[
 
 def test_impossible_prompts_are_refused_by_name(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(max_total_tokens=8))
-    with pytest.raises(InputError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
-        engine.generate([Task(0, "x", "", ())], 1, SAMPLING, KEY)
-    with pytest.raises(InputError, match="task 'x' has 8 prompt tokens"):
-        engine.generate([Task(0, "x", "", (1,) * 8)], 1, SAMPLING, KEY)
-    with pytest.raises(InputError, match="outside the model's vocabulary of 96"):
-        engine.generate([Task(0, "x", "", (1, 96))], 1, SAMPLING, KEY)
+    for prompt, words in (((), "task 'x' has 0"), ((1,) * 8, "task 'x' has 8"), ((1, 96), "vocabulary of 96")):
+        with pytest.raises(InputError, match=words):
+            engine.generate([Task(0, "x", "", prompt)], 1, SAMPLING, KEY)
     with pytest.raises(InputError, match="num_samples is 0"):
         engine.generate(make_tasks(), 0, SAMPLING, KEY)
 

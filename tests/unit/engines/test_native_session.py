@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +33,6 @@ SETTINGS = NativeSettings(page_size=4, max_batch_size=6, max_prefill_tokens=32, 
 PAGE_GIB = 4 * 2 * 2 * 2 * 8 * 4 * 2 / 2**30
 
 Answers = dict[tuple[str, int], list[TokenEvent]]
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
 
 
 @pytest.fixture(params=["in step", "ahead"], autouse=True)
@@ -71,7 +66,7 @@ def requests(count: int, seed: int = 0) -> list[SessionRequest]:
     return found
 
 
-def run(session: GenerationSession, arriving: list[SessionRequest], every: int = 1) -> Answers:
+def run(session: GenerationSession, arriving: Sequence[SessionRequest], every: int = 1) -> Answers:
     """One request arrives before every step or every few, until all are done."""
     answers: Answers = defaultdict(list)
     waiting, steps = list(arriving), 0
@@ -236,18 +231,7 @@ def test_top_logprobs_are_at_temperature_one(model: nn.Module) -> None:
 
 def test_adapters_side_by_side_equal_each_alone() -> None:
     """Requests of three variants of one model run together; each gets what its variant gives alone."""
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
-    adapted: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")
-    adapted.add_adapter("two", config)
-    randomise_adapters(adapted)
-
-    def activate(name: str) -> None:
-        if name:
-            adapted.base_model.enable_adapter_layers()
-            adapted.base_model.set_adapter(name)
-        else:
-            adapted.base_model.disable_adapter_layers()
-
+    adapted, activate = adapted_model("q_proj", "v_proj", "down_proj", "lm_head")
     session = GenerationSession(NativeEngine(adapted, TOKENIZER, SETTINGS), activate, keeps_prefixes=True)
     names = ["", "one", "two"]
     wanted = [replace(request, adapter=names[i % 3]) for i, request in enumerate(requests(18, seed=4))]
@@ -264,19 +248,30 @@ def test_adapters_side_by_side_equal_each_alone() -> None:
     assert differs > 12, "the variants must differ for this to mean anything"
 
 
-def randomise_adapters(model: nn.Module) -> None:
+def adapted_model(*targets: str) -> tuple[Any, Callable[[str], None]]:
+    """A model with the adapters `one` and `two`, and a function that activates one of them, or none."""
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets))
+    adapted: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")
+    adapted.add_adapter("two", config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def activate(name: str) -> None:
+        if name:
+            adapted.base_model.enable_adapter_layers()
+            adapted.base_model.set_adapter(name)
+        else:
+            adapted.base_model.disable_adapter_layers()
+
+    return adapted, activate
 
 
 @pytest.mark.parametrize("num_pages", [200, 22])
 def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Module, num_pages: int) -> None:
-    """Prompts that begin alike, and conversations that continue an answer; also with pages that are taken and
-    preempted.
-    """
+    """Prompts that begin alike and conversations that continue; also with pages that are taken and preempted."""
     session = session_of(model, keeps_prefixes=True, kv_cache_gib=num_pages * PAGE_GIB)
     begin = tuple(range(10, 21))
     first = [replace(one, prompt_ids=(*begin, *one.prompt_ids)[:24]) for one in requests(16, seed=6)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from test_decode_ahead import PAGE_BYTES, FailingGraphs, ahead
-from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
+from test_decode_ahead import PAGE_BYTES, FailingGraphs, ahead, assert_same
+from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings, drafting
@@ -22,11 +23,6 @@ KEY = NoiseKey(seed=3, step=5)
 # At a low temperature a random model repeats itself: many drafts are right.
 SAMPLING = Sampling(40, temperature=0.2, stop_token_ids=tuple(range(0, VOCAB_SIZE, 60)))
 NUM_SAMPLES = 4
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
 
 
 @pytest.fixture
@@ -53,13 +49,6 @@ def make_tasks(count: int) -> list[Task]:
 def sampled(model: nn.Module, num_drafts: int, sampling: Sampling, count: int = 5, **sizes: Any) -> Any:
     settings = NativeSettings(page_size=4, num_speculative_tokens=num_drafts, **sizes)
     return NativeEngine(model, TOKENIZER, settings).generate(make_tasks(count), NUM_SAMPLES, sampling, KEY)
-
-
-def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
-    for one, other in zip(left, right, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
-            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +157,8 @@ def test_steps_that_cannot_be_captured_are_computed_without_drafts(
 ) -> None:
     engine = ahead(model, monkeypatch, num_speculative_tokens=3)
     expected = sampled(model, 0, SAMPLING)
-
-    def failing(self: Speculation, *args: Any) -> Any:
-        raise GraphCaptureError("a layer synchronises with the device")
-
-    monkeypatch.setattr(Speculation, "step", failing)
+    failed = GraphCaptureError("a layer synchronises with the device")
+    monkeypatch.setattr(Speculation, "step", Mock(side_effect=failed))
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         assert_same(engine.generate(make_tasks(5), NUM_SAMPLES, SAMPLING, KEY), expected)
     engine = ahead(model, monkeypatch, FailingGraphs, num_speculative_tokens=3)

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from test_decode_ahead import SAMPLING, TOKENIZER, SimulatedGraphs, make_tasks, simulate_graphs
-from test_native_session import randomise_adapters
+from test_native_session import Answers, adapted_model
+from test_native_session import run as run_requests
 from tiny_models import LOGPROB_ROUNDING, tiny_model
 from torch import Tensor, nn
 
@@ -28,12 +28,7 @@ from posttrain.types import Sampling
 SETTINGS = NativeSettings(page_size=4, max_batch_size=4, max_total_tokens=80)
 PLAIN = [SAMPLING, Sampling(9, temperature=0.0, ignore_eos=True), Sampling(20), Sampling(30, temperature=0.4)]
 NARROW = [Sampling(20, top_k=5), Sampling(3, top_p=0.7, temperature=0.8), Sampling(25, top_p=0.9)]
-Answers = dict[tuple[str, int], list[TokenEvent]]
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model("llama")
+run = partial(run_requests, every=2)
 
 
 class KeepingKeys(SimulatedGraphs):
@@ -54,20 +49,6 @@ def requests(samplings: Sequence[Sampling], **options: Any) -> list[SessionReque
         SessionRequest(f"r{index}", prompts[index % len(prompts)], sampling, seed=index, **options)
         for index, sampling in enumerate(samplings)
     ]
-
-
-def run(session: GenerationSession, arriving: Sequence[SessionRequest], every: int = 2) -> Answers:
-    answers: Answers = defaultdict(list)
-    waiting, steps = list(arriving), 0
-    while waiting or session.unfinished:
-        if waiting and steps % every == 0:
-            session.add(waiting.pop(0))
-        for event in session.step():
-            assert isinstance(event, TokenEvent)
-            answers[event.request_id, event.sample].append(event)
-        steps += 1
-    assert session.counts.pages_in_use == 0
-    return answers
 
 
 def assert_same(left: Answers, right: Answers) -> None:
@@ -126,28 +107,12 @@ def test_model_logprobs_arrive_with_their_tokens(model: nn.Module, monkeypatch: 
     assert [len(answers[f"r{index}", 0][0].model_logprobs.top) for index in (1, 2, 3)] == [0, 3, 20]
 
 
-def adapted_model() -> tuple[nn.Module, Callable[[str], None]]:
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
-    adapted: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")
-    adapted.add_adapter("two", config)
-    randomise_adapters(adapted)
-
-    def activate(name: str) -> None:
-        if name:
-            adapted.base_model.enable_adapter_layers()
-            adapted.base_model.set_adapter(name)
-        else:
-            adapted.base_model.disable_adapter_layers()
-
-    return adapted, activate
-
-
 def of_adapters(wanted: Sequence[SessionRequest]) -> list[SessionRequest]:
     return [replace(one, adapter=("", "one", "two")[index % 3]) for index, one in enumerate(wanted)]
 
 
 def test_adapters_keep_their_rows_while_others_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted, activate = adapted_model()
+    adapted, activate = adapted_model("q_proj", "v_proj", "down_proj")
     wanted = of_adapters(requests(PLAIN + NARROW + PLAIN))
     expected = run(session_of(adapted, activate=activate), wanted)
     simulate_graphs(monkeypatch)
@@ -159,7 +124,7 @@ def test_adapters_keep_their_rows_while_others_step(monkeypatch: pytest.MonkeyPa
 
 def test_all_adapters_are_launched_before_tokens_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_graphs(monkeypatch)
-    adapted, activate = adapted_model()
+    adapted, activate = adapted_model("q_proj", "v_proj", "down_proj")
     session = session_of(adapted, activate=activate)
     for request in of_adapters(requests([Sampling(30, ignore_eos=True)] * 3)):
         session.add(request)
@@ -190,7 +155,7 @@ def test_all_adapters_are_launched_before_tokens_are_read(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("num_captured", [0, 5, 6, 13])
 def test_failed_capture_loses_no_token(monkeypatch: pytest.MonkeyPatch, num_captured: int) -> None:
     """At any point, also after some of the adapters have been launched."""
-    adapted, activate = adapted_model()
+    adapted, activate = adapted_model("q_proj", "v_proj", "down_proj")
     wanted = of_adapters(requests(PLAIN + NARROW))
     expected = run(session_of(adapted, activate=activate), wanted)
     num_runs = [0]
@@ -237,9 +202,7 @@ def test_a_cancelled_request_frees_its_pages_at_once(model: nn.Module, monkeypat
 def test_cached_pages_of_an_answer_hold_its_tokens(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, length: int, is_ahead: bool
 ) -> None:
-    """Of answers that end by their limit and by a stop token. Ahead, the step in flight writes the keys of the last
-    token.
-    """
+    """Of answers that end by limit and by stop token. Ahead, the step in flight writes the last token's keys."""
     prompt = make_tasks()[2].prompt_ids
     whole = session_of(model)
     [tokens] = run(whole, [SessionRequest("a", prompt, Sampling(length, 0.0, ignore_eos=True), 0)]).values()

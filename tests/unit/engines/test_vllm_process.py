@@ -1,6 +1,4 @@
-"""vLLM's process with programs of a few lines in its place: what is said when it ends, hangs, refuses or cannot be
-started.
-"""
+"""vLLM's process, with short programs in its place: what is said when it ends, hangs, refuses or cannot start."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ def test_an_environment_without_vllm_is_an_error_of_the_config(tmp_path: Path) -
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Its lifeline is a pipe: whatever vLLM is doing, a thread sees the other end close. Weights do not stay in
-    memory.
-    """
+    """Its lifeline is a pipe: a thread sees the other end close. Weights do not stay in memory."""
     program = HEAD.partition("channel =")[0] + (
         "import posttrain_vllm\n"
         "def serve(channel):\n"

@@ -1,6 +1,4 @@
-"""vLLM as a run's sampler, with the stand-in in a process: weights, answers, rounds, faults. Most tests share a
-process.
-"""
+"""vLLM as a run's sampler, with the stand-in in a process that most tests share: weights, answers, rounds, faults."""
 
 from __future__ import annotations
 

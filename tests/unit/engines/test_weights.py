@@ -6,6 +6,7 @@ import errno
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,10 +109,8 @@ def test_a_file_that_another_rank_removes_at_the_same_time_is_no_error(
 
 
 def test_a_disk_without_room_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(weights.os, "posix_fallocate", full)
+    no_space = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(weights.os, "posix_fallocate", Mock(side_effect=no_space))
     with pytest.raises(OSError, match=r"No space left on device.*weights-run-0"):
         WeightSender(tiny_model()).send(Handover("run", tmp_path, on_one_machine=False))
     assert not list(tmp_path.iterdir())
@@ -177,27 +176,19 @@ def test_a_bucket_that_was_changed_is_refused(shared: dict[str, torch.Tensor], t
 def test_both_sides_say_why_memory_cannot_be_shared(
     shared: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> str:
-        raise RuntimeError("CUDA error: operation not permitted\nmore")
-
+    refuse = Mock(side_effect=RuntimeError("CUDA error: operation not permitted\nmore"))
     to = Handover("run", tmp_path, on_one_machine=True)
     sender = WeightSender(tiny_model())
     with monkeypatch.context() as patched:
         patched.setattr(weights, "open_handle", refuse)
         why = WeightReceiver(tiny_model()).open_buckets([sender.send(to)])
-        assert why == (
-            "the memory of a GPU that trains cannot be opened from one that samples (CUDA error: operation not "
-            "permitted)"
-        )
+        assert why.endswith("(CUDA error: operation not permitted)")
     sender.remove_file()
     monkeypatch.setattr(weights, "handle_of", refuse)
     sender = WeightSender(tiny_model())
     sent = sender.send(to)
-    assert (sent.why_no_bucket, sent.lots, sent.handle) == (
-        "this GPU's memory cannot be shared (CUDA error: operation not permitted)",
-        (),
-        "",
-    )
+    assert sent.why_no_bucket.endswith("(CUDA error: operation not permitted)")
+    assert (sent.lots, sent.handle) == ((), "")
     sender.remove_file()
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,11 +125,8 @@ def test_two_commands_that_cache_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("POSTTRAIN_CACHE", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     (tmp_path / "a").write_text("a")
     assert hash_files([tmp_path / "a"]) == [hashlib.sha256(b"a").hexdigest()]
 

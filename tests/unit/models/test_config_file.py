@@ -62,7 +62,13 @@ def test_a_file_that_is_not_strict_json_is_refused(text: str, tmp_path: Path) ->
     assert "config.json" in (why_unavailable(str(folder_of(tmp_path, text))) or "")
 
 
-@pytest.mark.parametrize("change", [{}, {"eos_token_id": None}, {"dtype": "bfloat16"}, {"sliding_window": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({}, {"eos_token_id": None}, {"dtype": "bfloat16"}, {"sliding_window": None}),
+        *({"_attn_implementation": "sdpa"}, {"experts_implementation": "grouped_mm"}),  # those of transformers
+    ],
+)
 def test_ordinary_configs_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
     assert why_unavailable(str(folder_of(tmp_path, json.dumps({**LLAMA, **change})))) is None
 
@@ -82,11 +88,6 @@ def test_ordinary_configs_are_accepted(change: dict[str, Any], tmp_path: Path) -
 def test_code_to_fetch_from_the_hub_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     reason = why_unavailable(str(folder_of(tmp_path, json.dumps({**LLAMA, key: value}))))
     assert "code that would be fetched from the hub and run; remove the key" in (reason or "")
-
-
-@pytest.mark.parametrize("change", [{"_attn_implementation": "sdpa"}, {"experts_implementation": "grouped_mm"}])
-def test_implementations_of_transformers_are_accepted(change: dict[str, Any], tmp_path: Path) -> None:
-    assert why_unavailable(str(folder_of(tmp_path, json.dumps({**LLAMA, **change})))) is None
 
 
 def test_the_config_of_a_model_on_the_hub_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,7 @@ EVERY_WAY_IN: dict[str, Callable[[], object]] = {
 def test_unreachable_hub_is_tried_once(way_in: str, no_hub: str) -> None:
     with pytest.raises(InputError) as error:
         EVERY_WAY_IN[way_in]()
-    for words in (
-        f"no folder {NAME!r}",
-        f"the hub ({no_hub}) cannot be reached",
-        "Give a folder with",
-        f"hf download {NAME}",
-    ):
+    for words in (f"no folder {NAME!r}", f"the hub ({no_hub}) cannot be reached", f"hf download {NAME}"):
         assert words in str(error.value)
 
 
@@ -149,9 +144,7 @@ def test_evaluation_checks_its_model_before_loading_data(no_hub: str, capsys: py
 @pytest.mark.parametrize("status", [404, 401])
 def test_unknown_hub_model_is_requested_once(start_hub: Callable[..., Hub], status: int) -> None:
     hub = start_hub(status, "RepoNotFound")
-    with pytest.raises(
-        InputError, match=rf"no folder '{NAME}', and the hub \({hub.url}\) has no such model.*auth login"
-    ):
+    with pytest.raises(InputError, match=rf"no folder '{NAME}', and the hub \({hub.url}\) .*auth login"):
         check_model_exists(NAME)
     assert hub.asked_for(NAME) == 1
 

@@ -1,12 +1,11 @@
-"""What is said when memory, the network or a machine fails: errors with the types and the words of torch, NCCL, gloo,
-Ray.
-"""
+"""What is said when memory, network or a machine fails: errors in the words of torch, NCCL, gloo, Ray."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +62,8 @@ def said_of(error: Exception, operation: str = "update") -> str:
 def test_out_of_gpu_memory_names_rank_stage_amounts_and_remedy() -> None:
     error = explain(torch.OutOfMemoryError(CUDA), Where(1, 4, "generate", 12.3))
     assert isinstance(error, OutOfGpuMemoryError)
-    assert str(error).startswith(
-        "rank 1 of 4 ran out of GPU memory during sampling (generate), 12 s after the call: 2.50 GiB more were asked "
-        "for; the GPU has 79.10 GiB, 310.88 MiB of it free."
-    )
-    assert "gpu_memory_utilization" in str(error)
+    for fact in ("rank 1 of 4", "(generate), 12 s", "2.50 GiB", "79.10 GiB", "310.88 MiB", "gpu_memory_utilization"):
+        assert fact in str(error)
     assert (error.stage, error.gpu_bytes) == ("generate", int(79.10 * 2**30))
 
 
@@ -101,10 +97,8 @@ def test_memory_of_the_machine_is_told_apart_from_that_of_the_gpu(error: Excepti
 @pytest.mark.parametrize("error", [dist.DistBackendError(WATCHDOG), RuntimeError(WATCHDOG)])
 def test_an_nccl_time_out_says_which_variables_raise_it(error: Exception) -> None:
     said = said_of(error)
-    assert said.startswith(
-        "rank 1 of 4 waited too long for the other ranks during training (update), 12 s after the call"
-    )
-    for words in ("NCCL_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "FI_PROVIDER=efa", "NCCL_SOCKET_IFNAME"):
+    variables = ("NCCL_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "FI_PROVIDER=efa", "NCCL_SOCKET_IFNAME")
+    for words in ("rank 1 of 4", "(update), 12 s", *variables):
         assert words in said
 
 
@@ -158,20 +152,14 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_those_that_lost_it() -
 
 
 def test_a_rank_in_this_process_is_explained_too() -> None:
-    def load() -> object:
-        raise torch.OutOfMemoryError(CUDA)
-
     with pytest.raises(HardwareError, match=r"rank 0 of 1 ran out of GPU memory during start-up"):
-        LocalWorker.start(load)
+        LocalWorker.start(Mock(side_effect=torch.OutOfMemoryError(CUDA)))
 
 
 def test_a_run_that_runs_out_of_memory_ends_with_the_planners_proposal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def generate(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError(CUDA)
-
-    monkeypatch.setattr(NativeEngine, "generate", generate)
+    monkeypatch.setattr(NativeEngine, "generate", Mock(side_effect=torch.OutOfMemoryError(CUDA)))
     model, data = save_model(tmp_path / "model"), save_data(tmp_path / "data")
     # Rows of drafts are most of what so small a model needs.
     no_drafts = "policy.generation.native_cfg.num_speculative_tokens=0"

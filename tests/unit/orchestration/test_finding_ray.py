@@ -1,6 +1,4 @@
-"""Which Ray cluster a run joins, and what it says where there is none. No Ray is started: addresses are sockets and
-names.
-"""
+"""Which Ray cluster a run joins, and what it says without one. No Ray is started: addresses are sockets."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -128,11 +127,7 @@ def test_two_nodes_without_a_cluster_are_refused_with_the_commands(
 ) -> None:
     machine.recorded = recorded
     monkeypatch.setenv("RAY_ADDRESS", named)
-
-    def start(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a private Ray is one node")
-
-    monkeypatch.setattr(ray_cluster.ray, "init", start)
+    monkeypatch.setattr(ray_cluster.ray, "init", Mock(side_effect=AssertionError("a private Ray is one node")))
     with pytest.raises(InputError) as caught:
         start_workers(int, RankLayout(num_nodes=2), "auto")
     for words in (why, "`ray start --head --port=6379`", "`ray start --address=HEAD_IP:6379`"):
@@ -147,9 +142,7 @@ def test_a_head_under_another_temp_dir_is_listed(machine: Machine) -> None:
 
 def test_more_gpus_than_this_machine_has_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster.torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        InputError, match=r"gpus_per_node=4, but this machine has 2 GPUs .* Set cluster\.gpus_per_node=2"
-    ):
+    with pytest.raises(InputError, match=r"gpus_per_node=4, .* 2 GPUs .*cluster\.gpus_per_node=2"):
         start_workers(int, RankLayout(ranks_per_node=4), "auto")
 
 
@@ -205,12 +198,8 @@ def test_the_token_is_looked_for_where_ray_looks(monkeypatch: pytest.MonkeyPatch
 def test_a_refused_token_is_explained_by_what_is_set_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], said: str
 ) -> None:
-    def refuse(address: str) -> None:
-        raise ray_cluster.ray.exceptions.RpcError(
-            "RPC error: InvalidAuthToken: Authentication token is missing or incorrect"
-        )
-
-    monkeypatch.setattr(ray_cluster, "GcsClient", refuse)
+    refused = ray_cluster.ray.exceptions.RpcError("InvalidAuthToken: Authentication token is missing or incorrect")
+    monkeypatch.setattr(ray_cluster, "GcsClient", Mock(side_effect=refused))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     for name, value in variables.items():

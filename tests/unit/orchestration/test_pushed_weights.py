@@ -1,6 +1,4 @@
-"""Weights for engines of their own: published once before the first sample, by the fastest way, and removed with the
-run.
-"""
+"""Weights for engines of their own: published before the first sample, by the fastest way, removed with the run."""
 
 from __future__ import annotations
 

@@ -13,12 +13,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration import deadlines, workers
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.workers import (
-    DEADLINE_VARIABLE,
-    LocalWorker,
-    call_all,
-    gather,
-)
+from posttrain.orchestration.workers import DEADLINE_VARIABLE, LocalWorker, call_all, gather
 from posttrain.policy.parallel.mesh import Mesh
 
 
@@ -46,25 +41,17 @@ def test_results_come_by_rank() -> None:
 def test_a_hung_rank_is_named_with_the_operation_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEADLINE_VARIABLE, "0.1")
     start = time.monotonic()
-    with pytest.raises(
-        WorkerTimeoutError, match=r"rank 1 of 3 has not finished generate within 0 s.*" + DEADLINE_VARIABLE
-    ):
+    with pytest.raises(WorkerTimeoutError, match=r"rank 1 of 3 .* generate within 0 s.*" + DEADLINE_VARIABLE):
         gather("generate", [answered(0), hung(), answered(2)])
-    assert time.monotonic() - start < 5
-
-
-def test_all_hung_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEADLINE_VARIABLE, "0.05")
     with pytest.raises(WorkerTimeoutError, match=r"rank 0, 2 of 3"):
         gather("update", [hung(), answered(1), hung()])
+    assert time.monotonic() - start < 5
 
 
 def test_a_dead_rank_ends_the_wait_for_the_others_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_GRACE_S", 0.05)
     start = time.monotonic()
-    with pytest.raises(
-        WorkerDiedError, match=r"rank 2 died during training \(update\), 0 s after the call: killed; the kernel may"
-    ):
+    with pytest.raises(WorkerDiedError, match=r"rank 2 died during training \(update\), 0 s .*killed"):
         gather("update", [hung(), answered(1), failed(WorkerDiedError("killed"))])
     assert time.monotonic() - start < 5
 

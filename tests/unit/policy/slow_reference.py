@@ -43,9 +43,7 @@ DEFAULTS: Mapping[str, object] = {
 
 @dataclass
 class Case:
-    """Some responses with everything a loss may ask for. Lists of lists: one number per token, one list
-    per response.
-    """
+    """Responses with everything a loss may ask for: one number per token, one list per response."""
 
     current: list[list[float]]
     mask: list[list[float]]

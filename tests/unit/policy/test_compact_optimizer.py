@@ -1,6 +1,4 @@
-"""Optimizer state in fewer bits, without masters, in host memory: against torch's AdamW in fp32, and
-saved and loaded.
-"""
+"""Optimizer state in fewer bits, without masters, in host memory: against torch's AdamW; saved and loaded."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def name_of(form: StateFormat) -> str:
 
 
 class Net(nn.Module):
-    """A matrix of whole blocks, one whose rows are one small block, one that has no block size, a vector, and a frozen
-    one.
-    """
+    """A matrix of whole blocks, one of a small block per row, one without a block size, a vector, a frozen one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Tokens that the environment wrote, between the model's, change neither the loss nor any metric, however unlikely they
-are.
-"""
+"""Tokens that the environment wrote change neither the loss nor any metric, however unlikely they are."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def batch(own: list[list[float]], between: int) -> tuple[torch.Tensor, TokenBatch]:
-    """Two answers with the given logprobs of the model's own tokens; `between` foreign ones after the
-    second of each.
-    """
+    """Two answers with these logprobs of the model's tokens; `between` foreign ones after the second of each."""
     columns: dict[str, list[float]] = {"mask": [], "advantages": [], "generation_logprobs": []}
     columns |= {"prev_logprobs": [], "reference_logprobs": []}
     current: list[float] = []

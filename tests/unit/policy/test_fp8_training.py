@@ -1,6 +1,4 @@
-"""`policy.fp8` on a CPU, with its kernels and products replaced by torch: what a trainer does with them, and what it
-refuses.
-"""
+"""`policy.fp8` on a CPU, its kernels and products replaced by torch: what a trainer does, and what it refuses."""
 
 from __future__ import annotations
 

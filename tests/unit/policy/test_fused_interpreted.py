@@ -1,6 +1,4 @@
-"""Runs `interpreted_fused.py`: the fused layers' tests on a CPU, in a process where Triton interprets instead of
-compiling.
-"""
+"""Runs `interpreted_fused.py`: the fused layers' tests in a process where Triton interprets on the CPU."""
 
 from __future__ import annotations
 

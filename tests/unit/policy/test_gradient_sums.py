@@ -1,6 +1,4 @@
-"""Sums of gradients in fp32: by the product that makes a gradient, by autograd, by both, and what an optimizer makes of
-them.
-"""
+"""Sums of gradients in fp32: by the product, by autograd, by both, and what an optimizer makes of them."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def test_the_output_head_adds_to_the_sum_that_the_embedding_shares(chunk: int) -
 
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=["masters", "compact"])
 def test_an_update_is_the_one_without_sums(options: dict[str, Any]) -> None:
-    """On a CPU a product is rounded before it is added, as what autograd hands over is: so the two are equal bit by
-    bit.
-    """
+    """On a CPU a product is rounded before it is added, as autograd's gradients are: equal bit by bit."""
 
     def run(by_product: bool) -> list[Tensor]:
         model = nn.Module()

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from float64 import TOLERANCE, assert_same_gradients, float64
 from fused_references import random_batch
-from tiny_models import FAMILIES, SLIDING_WINDOW, gradients
+from tiny_models import FAMILIES, SLIDING_WINDOW, gradients, packed_logprobs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,9 +32,7 @@ def tiny_model(family: str, **options: Any) -> PreTrainedModel:
 
 @pytest.fixture(params=[0, 16, 192], ids=["segment by segment", "blocks of a few trees", "one dense block"])
 def every_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows are computed as dense blocks, long ones segment by segment: both, and the mixture, on
-    the same rows.
-    """
+    """Short rows are dense blocks, long ones go segment by segment: both, and a mixture, on the same rows."""
     monkeypatch.setattr(packed_rows, "_DENSE_BLOCK_TOKENS", request.param)
 
 
@@ -43,12 +41,6 @@ def every_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 with float64():
     MIXED = random_batch([7, 2, 1, 12], [4, 9, 1, 3, 2, 6, 1, 11], [0, 1, 0, 3, 1, 0, 2, 0])
     LONG = random_batch([3 * SLIDING_WINDOW], [2 * SLIDING_WINDOW + 1, 3], [0, 0], seed=1)
-
-
-def packed_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
-    row = PackedRow.build(batch, CPU)
-    with attention_context(row.attention):
-        return TokenLogprobs(model, chunk)(row, temperature)
 
 
 def alone(stock: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:

@@ -1,6 +1,4 @@
-"""One rank's checkpoint: weight files that everybody can read, host copies, and saving in two halves while training
-goes on.
-"""
+"""One rank's checkpoint: weight files for everybody, host copies, and saving in two halves during training."""
 
 from __future__ import annotations
 

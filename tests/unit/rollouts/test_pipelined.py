@@ -80,9 +80,7 @@ def test_each_round_is_begun_before_the_step_trains_and_ends_before_weights_chan
 
 
 def test_weights_are_published_before_the_first_round_samples_beside_training(cleanup: ExitStack) -> None:
-    """A resumed run has sampled this step's round already: the thread of the next one must not ask busy ranks for
-    weights.
-    """
+    """A resumed run has sampled this step's round: the next one's thread must not ask busy ranks for weights."""
     stopped, resumed = pipelined(cleanup, 2, 6), pipelined(cleanup, 2, 6)
     train(stopped, 1, 3)
     resumed.rounds.position.load_state_dict(stopped.rounds.position.state_dict())
