@@ -244,19 +244,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of each model (default: all)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
-    columns = [
-        "",
-        "tp",
-        "cp",
-        "replicas",
-        "weights",
-        "kept",
-        "gradients",
-        "gathered",
-        "scattered",
-        "summed",
-        "exchanged",
-    ]
+    columns = ["", "tp", "cp", "replicas", "weights", "kept", "gradients", *KINDS.values()]
     print(f"| {' | '.join([*columns, 'planner off by'])} |\n|{'---|' * (len(columns) + 1)}")
     with fake_ranks():
         for name in args.models:
@@ -265,12 +253,8 @@ def main() -> None:
                     found = run_plan(model_config(name, args.layers), plan, patches)
                 held = (found.held.weights, found.held.kept, found.held.gradients)
                 sizes = [*held, *[found.sent[kind] for kind in KINDS.values()]]
-                cells = [
-                    name,
-                    *map(str, plan),
-                    *[f"{size / 2**30:.2f}" for size in sizes],
-                    f"{found.largest_error:.1%}",
-                ]
+                cells = [name, *map(str, plan), *[f"{size / 2**30:.2f}" for size in sizes]]
+                cells.append(f"{found.largest_error:.1%}")
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -54,33 +54,28 @@ FAMILIES = [
 ]
 
 
-def run(folder: Path, cases: list[str]) -> None:
+def run(folder: Path, cases: list[str]) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *sys.path])
     command = [sys.executable, str(PROGRAM), str(folder), *dict.fromkeys(cases)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-6000:]
+    return folder
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quick")
-    run(folder, QUICK)
-    return folder
+    return run(tmp_path_factory.mktemp("quick"), QUICK)
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slow")
-    run(folder, [case for cases in SLOW for case in cases])
-    return folder
+    return run(tmp_path_factory.mktemp("slow"), [case for cases in SLOW for case in cases])
 
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("families")
-    run(folder, [case for cases in FAMILIES for case in cases])
-    return folder
+    return run(tmp_path_factory.mktemp("families"), [case for cases in FAMILIES for case in cases])
 
 
 def outcome(folder: Path, case: str) -> dict[str, Any]:

@@ -3,13 +3,7 @@
 import pytest
 from fakes import ScriptedRollouts
 
-from posttrain.algorithms.advantages import (
-    AdvantagesPerReward,
-    GroupAdvantages,
-    NoBaseline,
-    Spread,
-    Whitening,
-)
+from posttrain.algorithms.advantages import AdvantagesPerReward, GroupAdvantages, NoBaseline, Spread, Whitening
 from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling
 from posttrain.config import LossFnConfig, load_config
 from posttrain.recipes.grpo import build_credit, build_objective, build_position, with_dynamic_sampling
@@ -92,19 +86,16 @@ LOSSES = {
     "loss_normalizer": "max_tokens",
     "max_response_tokens": 99,
     "positive_example_nll_weight": 0.2,
+    "sequence_ratio_type": "product",
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss(name: str) -> None:
-    objective = build_objective(load_config("grpo", None, [f"loss_fn.{name}={LOSSES[name]}"]).config)
+    whole = ["loss_fn={sequence_level_importance_ratios: true, token_level_loss: false}"] if "type" in name else []
+    objective = build_objective(load_config("grpo", None, [f"loss_fn.{name}={LOSSES[name]}", *whole]).config)
     assert getattr(objective.config, name) == LOSSES[name]
     assert getattr(LossFnConfig(reference_policy_kl_penalty=0.0), name) != LOSSES[name]
-
-
-def test_whole_answers_may_have_the_product_as_their_ratio() -> None:
-    given = "loss_fn={sequence_level_importance_ratios: true, sequence_ratio_type: product, token_level_loss: false}"
-    assert build_objective(load_config("grpo", None, [given]).config).config.sequence_ratio_type == "product"
 
 
 def test_kl_is_charged_once() -> None:

@@ -31,6 +31,13 @@ def test_a_sampler_in_the_trainers_precision_is_the_trainer(tmp_path: Path) -> N
     assert samplers["as the weights are"]["tokens"] == 6
 
 
+def test_products_in_fp8_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8_products import main
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 64
+
+
 def test_loss_curves_in_fp8_are_near_those_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8_curves import difference, main
 

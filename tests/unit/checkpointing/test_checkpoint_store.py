@@ -91,15 +91,6 @@ def test_a_written_checkpoint_is_complete_listed_and_announced(tmp_path: Path, s
     assert status["last_successful_ckpt_save_completion"] > 0
 
 
-def test_checksums_are_what_sha256sum_prints(tmp_path: Path, said: Said) -> None:
-    import hashlib
-
-    checkpoint = save(make_store(tmp_path, said), 10, weights=b"abc")
-    files = json.loads((checkpoint / "checksums.json").read_text())["files"]
-    assert set(files) == {"policy/weights/model.safetensors", "config.yaml", "training_info.json"}
-    assert files["policy/weights/model.safetensors"] == {"size": 3, "sha256": [hashlib.sha256(b"abc").hexdigest()]}
-
-
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 LOST = FileNotFoundError(errno.ENOENT, "No such file or directory", "tmp_step_1/.metadata")
 WRAPPED = CheckpointException("write", {0: (LOST, traceback.extract_stack())})

@@ -28,10 +28,9 @@ from kernel_references import (
 )
 from torch import Tensor
 
-from posttrain.engines.native import kernels, noise
+from posttrain.engines.native import kernels
 from posttrain.engines.native import sampler as torch_sampler
 from posttrain.engines.native.kernels import AttentionTile, DecodeShape, PrefixTiles
-from posttrain.engines.native.kernels import sampling as sampling_kernels
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.types import Sampling
@@ -456,13 +455,6 @@ def test_greedy_takes_the_first_of_the_best() -> None:
     logits[1, 299] = 9.0  # padding
     tokens, _ = draw(logits, 0.0, 250)
     assert tokens.tolist() == [70, 0]
-
-
-def test_constants_equal_those_of_the_noise() -> None:
-    assert sampling_kernels._GOLDEN.value == noise._GOLDEN
-    factors = (sampling_kernels._FIRST_FACTOR.value, sampling_kernels._SECOND_FACTOR.value)
-    assert factors == tuple(factor for _, factor in noise._ROUNDS)
-    assert sampling_kernels._BLOCK_INDEX.value == torch_sampler._BLOCK_INDEX
 
 
 # -- besides the model -------------------------------------------------------------------------------------------------

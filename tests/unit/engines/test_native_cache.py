@@ -205,15 +205,14 @@ LAYERS = {0: LayerShape(num_heads=8, key_dim=1024, value_dim=1024, dtype=torch.f
 
 
 @pytest.mark.parametrize(
-    ("gib", "wanted", "pages"),
-    [(None, 100, 100), (None, 10_000, 1024), (0.5, 100, 100), (0.5, 10_000, 256), (4.0, 10_000, 2048)],
+    ("gib", "wanted", "least", "pages"),
+    [
+        *((None, 100, 5, 100), (None, 10_000, 5, 1024), (0.5, 100, 5, 100), (0.5, 10_000, 5, 256)),
+        *((4.0, 10_000, 5, 2048), (None, 5_000, 5_000, 5_000)),  # without a budget one sequence always fits
+    ],
 )
-def test_cache_size_is_limited_by_the_budget(gib: float | None, wanted: int, pages: int) -> None:
-    assert num_pages_for_call(LAYERS, 16, gib, CPU, wanted=wanted, least=5) == pages
-
-
-def test_without_a_budget_one_sequence_always_fits() -> None:
-    assert num_pages_for_call(LAYERS, 16, None, CPU, wanted=5_000, least=5_000) == 5_000
+def test_cache_size_is_limited_by_the_budget(gib: float | None, wanted: int, least: int, pages: int) -> None:
+    assert num_pages_for_call(LAYERS, 16, gib, CPU, wanted=wanted, least=least) == pages
 
 
 def test_budget_below_one_sequence_is_refused_by_name() -> None:

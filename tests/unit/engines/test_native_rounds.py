@@ -54,11 +54,8 @@ def test_answers_of_several_rounds_equal_those_of_one_call(stop_strings: tuple[s
     found = completions(in_rounds(native, opened(tasks(6)), 1, sampling))
     for ours, theirs in zip(found, expected, strict=True):
         for answer, whole in zip(ours, theirs, strict=True):
-            assert (answer.token_ids, answer.text, answer.finish_reason) == (
-                whole.token_ids,
-                whole.text,
-                whole.finish_reason,
-            )
+            for field in ("token_ids", "text", "finish_reason"):
+                assert getattr(answer, field) == getattr(whole, field)
             assert answer.logprobs == pytest.approx(whole.logprobs, abs=1e-9)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_references import chi_square_excess
 from torch import Tensor
 
 from posttrain.engines.native.noise import sequence_key
@@ -17,27 +16,13 @@ from posttrain.types import Sampling
 
 def keys(rows: int, draw: int = 0) -> tuple[Tensor, Tensor]:
     """Noise keys of `rows` samples of one task, all at their first token."""
-    return torch.tensor([sequence_key(11, 0, draw, sample) for sample in range(rows)]), torch.zeros(
-        rows, dtype=torch.long
-    )
+    first = torch.zeros(rows, dtype=torch.long)
+    return torch.tensor([sequence_key(11, 0, draw, sample) for sample in range(rows)]), first
 
 
 def draw_many(logits: Tensor, sampling: Sampling, rows: int, vocab_size: int | None = None) -> Tensor:
     sampler = TokenSampler(sampling, vocab_size or len(logits))
     return sampler.draw(logits.expand(rows, -1), *keys(rows))[0]
-
-
-def chi_square_excess(tokens: Tensor, probabilities: Tensor) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean; rare tokens are counted together."""
-    expected = probabilities.double() * len(tokens)
-    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
-    rare = expected < 10
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    freedom = len(expected) - 1
-    statistic = ((counts - expected) ** 2 / expected).sum().item()
-    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 64, 257, 1000])

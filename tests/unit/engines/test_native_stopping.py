@@ -21,36 +21,21 @@ def model_with_eos(eos: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("eos", "tokenizer_eos", "expected"),
+    ("eos", "tokenizer_eos", "more", "expected"),
     [
-        (2, 2, {2}),
-        ([5, 7, 9], 9, {5, 7, 9}),
-        ([5, 7], 1, {1, 5, 7}),
-        (None, 3, {3}),
-        (4, None, {4}),
-        (None, None, set()),
+        (2, 2, {}, {2}),
+        ([5, 7, 9], 9, {}, {5, 7, 9}),
+        ([5, 7], 1, {}, {1, 5, 7}),
+        (None, 3, {}, {3}),
+        (4, None, {}, {4}),
+        (None, None, {}, set()),
+        (2, 1, {"end_of_turn_ids": (5, 6)}, {1, 2, 5, 6}),
+        ([2, 3], 1, {"stop_token_ids": (8, 9), "end_of_turn_ids": (4,)}, {1, 2, 3, 4, 8, 9}),
     ],
 )
-def test_all_end_of_sequence_ids_count(eos: Any, tokenizer_eos: int | None, expected: set[int]) -> None:
+def test_all_ends_count(eos: Any, tokenizer_eos: int | None, more: dict[str, Any], expected: set[int]) -> None:
     tokenizer = SimpleNamespace(eos_token_id=tokenizer_eos)
-    assert stop_token_ids(ends_of_sequence(model_with_eos(eos)), tokenizer, Sampling(1)) == expected
-
-
-def test_end_of_turn_stops() -> None:
-    tokenizer = SimpleNamespace(eos_token_id=1)
-    assert stop_token_ids(ends_of_sequence(model_with_eos(2)), tokenizer, Sampling(1, end_of_turn_ids=(5, 6))) == {
-        1,
-        2,
-        5,
-        6,
-    }
-
-
-def test_request_stop_ids_are_added_to_the_models() -> None:
-    tokenizer = SimpleNamespace(eos_token_id=1)
-    assert stop_token_ids(
-        ends_of_sequence(model_with_eos([2, 3])), tokenizer, Sampling(1, stop_token_ids=(8, 9), end_of_turn_ids=(4,))
-    ) == {1, 2, 3, 4, 8, 9}
+    assert stop_token_ids(ends_of_sequence(model_with_eos(eos)), tokenizer, Sampling(1, **more)) == expected
 
 
 def test_ignore_eos_ignores_every_stop() -> None:

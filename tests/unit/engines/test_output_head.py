@@ -38,12 +38,10 @@ def test_plain_heads_are_a_matrix_product(family: str, plain: bool) -> None:
     if plain:
         hidden, logits = hidden_and_logits(model)
         torch.testing.assert_close(hidden @ head.weight.T, logits)
-
-
-def test_head_with_bias_is_not_plain() -> None:
-    model = tiny_model(attention="eager")
-    model.lm_head = nn.Linear(32, 96, bias=True)
-    assert not OutputHead(model).is_plain_linear
+        model.config.logits_scaling = 1.0
+        assert OutputHead(model).is_plain_linear, "a factor of one changes nothing"
+        model.lm_head = nn.Linear(32, 96, bias=True)
+        assert not OutputHead(model).is_plain_linear
 
 
 def test_adapters_on_the_head_are_part_of_it() -> None:
@@ -69,12 +67,6 @@ def test_unsupported_logit_factors_are_refused(field: str) -> None:
     setattr(model.config, field, 2.0)
     with pytest.raises(UnsupportedModelError, match=rf"llama: config\.{field} is 2\.0"):
         OutputHead(model)
-
-
-def test_factors_of_one_change_nothing() -> None:
-    model = tiny_model(attention="eager")
-    model.config.logits_scaling = 1.0
-    assert OutputHead(model).is_plain_linear
 
 
 def test_prompt_tuning_is_refused() -> None:

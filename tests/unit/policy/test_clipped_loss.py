@@ -247,11 +247,6 @@ def test_a_sampler_logprob_of_minus_infinity_gets_weight_zero() -> None:
     assert gradient.isfinite().all()
 
 
-def test_the_reference_is_needed_exactly_when_kl_has_a_price() -> None:
-    assert not ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0)).needs_reference
-    assert ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.01)).needs_reference
-
-
 def test_objective_can_be_pickled() -> None:
     objective = ClippedPolicyGradient(LossFnConfig(ratio_clip_c=3.0, reference_policy_kl_penalty=0.01))
     assert pickle.loads(pickle.dumps(objective)) == objective

@@ -309,11 +309,6 @@ def test_accuracy_is_a_share_of_whole_numbers() -> None:
     assert with_accuracy({"num_ranked_right": 5.0, "num_ties": 3.0}, 10)["accuracy"] == 0.65
 
 
-def test_pairs_must_meet_in_one_micro_batch() -> None:
-    assert PreferenceLoss(DpoConfig()).keeps_groups_whole
-    assert not NegativeLogLikelihood().keeps_groups_whole
-
-
 def test_supervised_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:
     pairs = random_pairs(5)
     loss, gradient, metrics = computed(NegativeLogLikelihood(), pairs)

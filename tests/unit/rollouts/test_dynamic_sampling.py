@@ -20,16 +20,7 @@ from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus, from_plain, to_plain
-from posttrain.types import (
-    Completion,
-    Conversation,
-    Group,
-    Rollout,
-    Score,
-    StepReport,
-    Task,
-    Utterance,
-)
+from posttrain.types import Completion, Conversation, Group, Rollout, Score, StepReport, Task, Utterance
 
 GOOD, BAD = [1.0, 0.0], [1.0, 1.0]
 
@@ -172,31 +163,31 @@ def test_error_with_remedies_after_the_allowed_number_of_batches() -> None:
     with pytest.raises(InputError) as caught:
         grpo.step(7)
     assert source.asked == [2, 2, 2]
-    message = str(caught.value)
-    for part in (
-        "step 7",
-        "after 3 batches",
-        "1 of 6 groups (17%)",
-        "2 are needed",
-        "3 had reward 1 throughout",
-        "1 could not be scored",
-        "grpo.dynamic_sampling_max_gen_batches",
-        "grpo.num_generations_per_prompt",
-    ):
-        assert part in message
+    facts = ("step 7", "3 batches", "1 of 6 groups (17%)", "3 had reward 1", "1 could not be scored")
+    for part in (*facts, "grpo.dynamic_sampling_max_gen_batches", "grpo.num_generations_per_prompt"):
+        assert part in str(caught.value)
     enough = algorithm(dynamic(source_of(*[BAD] * 4, GOOD, GOOD), num_per_batch=2, max_batches=3), 2)
     assert trained(enough.step(1)) == [4, 5], "the last batch that is allowed may bring what is missing"
 
 
-def test_rewards_that_differ_by_rounding_alone_have_no_signal() -> None:
-    source = source_of([0.3, 0.1 + 0.2], GOOD)
-    assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
-
-
-def test_rewards_that_scaling_makes_equal_have_no_signal() -> None:
-    scaling = RewardScaling(0.0, 1.0, -1.0, 1.0)
-    source = dynamic(source_of([3.0, 2.0], GOOD), num_per_batch=2, max_batches=1, scaling=scaling)
+@pytest.mark.parametrize(
+    ("without", "settings"),
+    [
+        pytest.param([0.3, 0.1 + 0.2], {}, id="they differ by rounding alone"),
+        pytest.param([3.0, 2.0], {"scaling": RewardScaling(0.0, 1.0, -1.0, 1.0)}, id="scaling makes them equal"),
+        pytest.param([None, 1.0], {}, id="one is unscored"),
+        pytest.param([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}], {}, id="parts are not credited"),
+    ],
+)
+def test_rewards_without_signal(without: Sequence[Reward], settings: dict[str, Any]) -> None:
+    source = dynamic(source_of(without, GOOD), num_per_batch=1, max_batches=2, **settings)
     assert trained(algorithm(source, 1).step(1)) == [1]
+
+
+def test_parts_that_differ_are_a_signal_where_parts_are_credited() -> None:
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
+    source = dynamic(source_of(parts, GOOD), num_per_batch=1, max_batches=2, looks_at_parts=True)
+    assert trained(algorithm(source, 1).step(1)) == [0]
 
 
 def test_validation_leaves_prompts_without_any_reward_out_of_pass_k() -> None:
@@ -209,18 +200,6 @@ def test_validation_leaves_prompts_without_any_reward_out_of_pass_k() -> None:
     report = unscored.validate(1)
     assert report is not None
     assert "pass_2" not in report.metrics
-
-
-def test_unscored_rollouts_have_no_signal() -> None:
-    source = source_of([None, 1.0, 1.0], [None, 1.0, 0.0])
-    assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
-
-
-def test_parts_that_differ_are_a_signal_where_parts_are_credited() -> None:
-    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
-    for looks_at_parts, expected in ((True, [0]), (False, [1])):
-        source = dynamic(source_of(parts, GOOD), num_per_batch=1, max_batches=2, looks_at_parts=looks_at_parts)
-        assert trained(algorithm(source, 1).step(1)) == expected
 
 
 def test_resumed_run_trains_on_the_same_groups(tmp_path: Path) -> None:
@@ -284,16 +263,8 @@ def test_group_survives_conversion_to_plain_values() -> None:
 
     conversation = Conversation((Utterance("assistant", "hi", 2),), {"tool_calls": 1.0})
     completion = Completion((1, 2), (-0.1, 0.1 + 0.2), "hi", "length", (True, False), conversation, ((0, 3), (1, 4)))
-    task = Task(
-        3,
-        "s:1",
-        "p",
-        (7,),
-        {"answer": [1, 2.5, None], 4: (True,)},
-        "env",
-        ({"role": "user", "content": "p"},),
-        {"a": 1},
-    )
+    reference, messages = {"answer": [1, 2.5, None], 4: (True,)}, ({"role": "user", "content": "p"},)
+    task = Task(3, "s:1", "p", (7,), reference, "env", messages, {"a": 1})
     whole = Group(task, (Rollout(completion, Score(None, {"b": 1e-17}, "why", "trace"), 0.25, 1.5),))
     assert from_plain(to_plain(whole)) == whole
     assert from_plain(to_plain(Group(Task(0, "", "", (), Odd()), ()))).task.reference == "odd"

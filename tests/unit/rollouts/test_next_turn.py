@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import ScriptedTasks
 from tiny_models import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -94,10 +94,7 @@ def test_the_next_prompt_is_the_whole_conversation_and_nothing_earlier_changes(t
         before = tokens + sampled
         tokens = before + renderer.ids(ASKED, said, sampled)
         assert tokens[: len(before)] == before
-        messages += [
-            {"role": "assistant", "content": answer},
-            {"role": renderer.role, "content": observation},
-        ]
+        messages += [{"role": "assistant", "content": answer}, {"role": renderer.role, "content": observation}]
     # Two turns later the text is what the template writes for the whole conversation.
     written = chat.render(messages)
     if name == "llama2":  # the space that this template prints before an end and after a header is nobody's
@@ -150,11 +147,8 @@ def test_template_that_rewrites_earlier_turns_sets_the_caution_and_keeps_sampled
     _, prompt = chat.prompt(ASKED)
     tokens = prompt + sampled + renderer.ids(ASKED, [Exchange(({"role": "", "content": "ok"},))], sampled)
     assert "hard" in tokenizer.decode(tokens)
-    thinking = [
-        *ASKED,
-        {"role": "assistant", "content": "<think>\nhard\n</think>\n\n391"},
-        {"role": "tool", "content": "ok"},
-    ]
+    thought = {"role": "assistant", "content": "<think>\nhard\n</think>\n\n391"}
+    thinking = [*ASKED, thought, {"role": "tool", "content": "ok"}]
     assert "hard" not in chat.render(thinking), "the template itself would have dropped it"
 
 
@@ -164,21 +158,13 @@ def test_template_without_earlier_turns_is_refused(tokenizer: Any) -> None:
         NextTurn(chat)
 
 
-class Tasks:
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
-
-    def take(self, count: int) -> Sequence[Task]:
-        return self.tasks[:count]
-
-
 def test_tools_are_written_by_the_template_or_a_system_message(tokenizer: Any) -> None:
     schema = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
     task = Task(0, "t:0", "", (), messages=tuple(ASKED), environment="calc")
     other = replace(task, environment="math")
     for template, system in ((WITH_TOOLS, False), (CHATML, True)):
         chat = ChatFormat(tokenizer, template)
-        stream = ToolPrompts(Tasks([task, other]), chat, frozenset({"calc"}), lambda name: [schema])
+        stream = ToolPrompts(ScriptedTasks([task, other]), chat, frozenset({"calc"}), lambda name: [schema])
         described, plain = stream.take(2)
         assert plain == other
         assert "calculator" in described.prompt
@@ -186,7 +172,7 @@ def test_tools_are_written_by_the_template_or_a_system_message(tokenizer: Any) -
         assert (described.messages[0]["role"] == "system") is system
         assert ("<tool_call>" in described.prompt) is system
     kept = ToolPrompts(
-        Tasks([replace(task, messages=({"role": "system", "content": "Be brief."}, *ASKED))]),
+        ScriptedTasks([replace(task, messages=({"role": "system", "content": "Be brief."}, *ASKED))]),
         ChatFormat(tokenizer, CHATML),
         frozenset({"calc"}),
         lambda name: [schema],
