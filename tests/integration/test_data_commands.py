@@ -48,11 +48,8 @@ def damaged_folder(folder: Path) -> None:
 
     rows = [{"input": f"q{n % 10}", "output": f"a{n}", "final_reward": float(n // 10 % 2)} for n in range(0, 100, 3)]
     lines = [json.dumps(row) for row in rows]
-    lines += [
-        '{"input": "q1", "output": "x"}',
-        '{"input": "q1", "output": "x", "final_reward": NaN}',
-        '{"input": "q1", ',
-    ]
+    answer = '{"input": "q1", "output": "x"'
+    lines += [answer + "}", answer + ', "final_reward": NaN}', '{"input": "q1", ']
     (folder / "a.jsonl").write_text("\n".join(lines))
     parquet.write_table(pa.Table.from_pylist(rows), folder / "b.parquet")
     whole = (folder / "b.parquet").read_bytes()
@@ -133,12 +130,7 @@ def test_inspect_draws_and_names_what_is_lost(capsys: pytest.CaptureFixture[str]
     unwrapped = " ".join(out.split())
     assert "rows 71" in unwrapped
     assert "traces used 68 of 71" in unwrapped
-    for reason in (
-        "1 rows, no reward",
-        "1 rows, reward is NaN, infinite or beyond ±1e+30",
-        "1 rows, broken JSON",
-        "broken file",
-    ):
+    for reason in ("1 rows, no reward", "1 rows, reward is NaN", "1 rows, broken JSON", "broken file"):
         assert reason in unwrapped
     assert "█" in out
     assert (tmp_path / "r.svg").read_text().startswith("<svg")
@@ -181,17 +173,19 @@ def test_pairs_stops_at_a_damaged_file_by_default(capsys: pytest.CaptureFixture[
         (["pairs", "{t}", "a.jsonl", "--strategy", "some"], "invalid choice"),
         (["inspect"], "required: PATH"),
         ([], "required: COMMAND"),
+        (["inspect", "{t}", "--scratch", "nowhere"], "scratch: no folder 'nowhere'"),
+        (["inspect", "{t}", "--picture", "folder.svg"], "folder.svg: is a folder"),
+        (["pairs", "{t}", "folder.jsonl"], "folder.jsonl: is a folder"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_64(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.jsonl").write_text('{"input": "q", "output": "a", "final_reward": 1}\n')
+    rows = [{"input": "q", "output": f"a{n}", "final_reward": n} for n in range(2)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for folder in ("folder.svg", "folder.jsonl"):
+        (tmp_path / folder).mkdir()
     code, _, error = call(capsys, *[word.format(t="t.jsonl") for word in arguments])
     assert code == 64
     assert message in error
@@ -204,9 +198,8 @@ def test_bad_input_is_named_and_exits_with_64(
 def s3_server() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="the s3 extra is not installed")
     moto_server = pytest.importorskip("moto.server", reason="the dev extra is not installed")
-    server = moto_server.ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )  # a free port, kept from here on
+    # A free port, kept from here on.
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
@@ -253,10 +246,8 @@ def test_s3_gives_what_local_files_give(capsys: pytest.CaptureFixture[str], buck
 
 
 def test_s3_places_that_are_not_there(capsys: pytest.CaptureFixture[str], bucket: str) -> None:
-    for path, message in (
-        ("s3://lake/nothing.parquet", "not found"),
-        ("s3://no-such-bucket/x/*.jsonl", "s3://no-such-bucket"),
-    ):
+    missing = [("s3://lake/nothing.parquet", "not found"), ("s3://no-such-bucket/x/*.jsonl", "s3://no-such-bucket")]
+    for path, message in missing:
         code, _, error = call(capsys, "inspect", path)
         assert code == 64, error
         assert message in error
@@ -272,34 +263,6 @@ def test_the_benchmark_measures_rows_and_memory(tmp_path: Path) -> None:
     assert found["pairs"]["prompts"] == 375
     assert found["pairs"]["pairs"] == found["inspect"]["pairs"] > 300
     assert 0 < found["pairs"]["peak_gib"] < 1
-
-
-# -- what cannot be written or read is said, without a traceback -------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["inspect", "t.jsonl", "--scratch", "nowhere"], "scratch: no folder 'nowhere'"),
-        (["inspect", "t.jsonl", "--picture", "folder.svg"], "folder.svg: is a folder"),
-        (["pairs", "t.jsonl", "folder.jsonl"], "folder.jsonl: is a folder"),
-    ],
-)
-def test_places_that_cannot_be_used_are_named(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{"input": "q", "output": f"a{n}", "final_reward": n} for n in range(2)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "folder.svg").mkdir()
-    (tmp_path / "folder.jsonl").mkdir()
-    code, _, error = call(capsys, *arguments)
-    assert code == 64
-    assert words in error
 
 
 def test_the_advised_run_reads_what_was_looked_at(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def ask(client: openai.OpenAI, **settings: Any) -> Any:
     return client.chat.completions.create(**request)  # type: ignore[call-overload]
 
 
+def streamed_logprobs(chunks: Any) -> list[Any]:
+    return [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+
+
+def connect(server: RunningServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30)
+
+
 # -- the API -----------------------------------------------------------------------------------------------------------
 
 
@@ -98,10 +106,7 @@ def test_streamed_answer_equals_whole_answer(client: openai.OpenAI) -> None:
         assert texts == {choice.index: choice.message.content for choice in whole.choices}
         assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
         assert usage == whole.usage
-
-
-def test_no_usage_in_a_stream_that_did_not_ask(client: openai.OpenAI) -> None:
-    assert all(chunk.usage is None for chunk in ask(client, stream=True))
+    assert all(chunk.usage is None for chunk in ask(client, stream=True)), "not unless it is asked for"
 
 
 def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenAI) -> None:
@@ -113,35 +118,28 @@ def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenA
         assert answer.choices[0].message.content == expected
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.completion_tokens < 60
-    pieces = [
-        chunk.choices[0].delta.content or "" for chunk in ask(client, seed=2, max_tokens=60, stop=stop, stream=True)
-    ]
-    assert "".join(pieces) == expected
+    chunks = list(ask(client, seed=2, max_tokens=60, stop=stop, logprobs=True, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     listed = ask(client, seed=2, max_tokens=60, stop=stop, logprobs=True)
     content = listed.choices[0].logprobs.content
     assert bytes(byte for entry in content for byte in entry.bytes).decode(errors="replace") == expected
     assert len(content) < listed.usage.completion_tokens
-    chunks = ask(client, seed=2, max_tokens=60, stop=stop, logprobs=True, stream=True)
-    assert [
-        entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
-    ] == content
+    assert streamed_logprobs(chunks) == content
 
 
 def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
-    answer = ask(client, seed=3, temperature=0.0, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
+    settings: dict[str, Any] = {"seed": 3, "temperature": 0.0, "logprobs": True, "top_logprobs": 3}
+    settings["extra_body"] = {"ignore_eos": True}
+    answer = ask(client, **settings)
     content = answer.choices[0].logprobs.content
     assert len(content) == 20 == answer.usage.completion_tokens
     for entry in content:
         assert entry.top_logprobs[0].logprob == entry.logprob, "greedy takes the most probable"
-        assert [top.logprob for top in entry.top_logprobs] == sorted(
-            (t.logprob for t in entry.top_logprobs), reverse=True
-        )
+        logprobs = [top.logprob for top in entry.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True)
     said = bytes(byte for entry in content for byte in entry.bytes)
     assert said.decode(errors="replace") == answer.choices[0].message.content
-    streamed = ask(
-        client, seed=3, temperature=0.0, logprobs=True, top_logprobs=3, stream=True, extra_body={"ignore_eos": True}
-    )
-    found = [entry for chunk in streamed if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    found = streamed_logprobs(ask(client, **settings, stream=True))
     assert [entry.bytes for entry in found] == [entry.bytes for entry in content]
     assert ask(client).choices[0].logprobs is None
 
@@ -154,9 +152,8 @@ def test_completions_of_texts_and_tokens(client: openai.OpenAI, model: Path) -> 
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     of_text = client.completions.create(prompt="two words", **settings)
     of_tokens = client.completions.create(prompt=ids, **settings, logprobs=2)
-    assert (
-        [c.text for c in of_text.choices] == [c.text for c in of_tokens.choices] == [c.text for c in both.choices[2:]]
-    )
+    texts = [[c.text for c in choices] for choices in (of_text.choices, of_tokens.choices, both.choices[2:])]
+    assert texts[0] == texts[1] == texts[2]
     whole = of_tokens.choices[0].logprobs
     assert len(whole.tokens) == len(whole.top_logprobs) > 0
     streamed = list(client.completions.create(prompt="two words", **{**settings, "n": 1}, logprobs=2, stream=True))
@@ -266,8 +263,8 @@ def test_closed_stream_frees_its_slot(model: Path) -> None:
 def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(model: Path) -> None:
     with running(options_for(model)) as server:
         server.slow_down(0.3)  # the client leaves in the first step, before the engine has reported anything
-        address, body = httpx.URL(server.url), json.dumps({**LONG, "n": 6}).encode()
-        with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        body = json.dumps({**LONG, "n": 6}).encode()
+        with connect(server) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             server.wait_until(lambda: server.service.num_inside)
@@ -287,50 +284,34 @@ def test_request_timeout_is_reported_to_the_client(model: Path) -> None:
         streamed = client.post(url, json={**LONG, "stream": True}).text
         assert '"error":{' in streamed
         assert "[DONE]" not in streamed
-        with (
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as strict,
-            pytest.raises(openai.APIError, match="no complete answer"),
-        ):
-            list(strict.chat.completions.create(**LONG_FOR_CLIENT, stream=True))
+        strict = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with strict, pytest.raises(openai.APIError, match="no complete answer"):
+            list(ask(strict, max_tokens=150, seed=1, extra_body={"ignore_eos": True}, stream=True))
         server.wait_until_empty()
         assert server.metric("posttrain_requests_total", model="tiny", version="production", outcome="timeout") == 3
-
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as slow:
+        with connect(server) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096)
-
-
-LONG_FOR_CLIENT: dict[str, Any] = {
-    **{key: value for key, value in LONG.items() if key != "ignore_eos"},
-    "extra_body": {"ignore_eos": True},
-}
 
 
 # -- who may come in, and with what ------------------------------------------------------------------------------------
 
 
 def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
-    with (
-        running(options_for(model, api_keys=("sk-one", "sk-two"))) as server,
-        httpx.Client(base_url=server.url) as client,
-    ):
+    keys = ("sk-one", "sk-two")
+    with running(options_for(model, api_keys=keys)) as server, httpx.Client(base_url=server.url) as client:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-        for path, send in (
-            ("/v1/models", None),
-            ("/v1/completions", body),
-            ("/v1/feedback", {"id": "a", "score": 1.0}),
-        ):
+        rated = {"id": "a", "score": 1.0}
+        requests = [("GET", "/v1/models", None), ("POST", "/v1/completions", body), ("POST", "/v1/feedback", rated)]
+        for method, path, send in requests:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sk-one"}):
-                response = (
-                    client.get(path, headers=headers) if send is None else client.post(path, json=send, headers=headers)
-                )
+                response = client.request(method, path, json=send, headers=headers)
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"
         assert client.get("/health").status_code == 200
         assert client.head("/health").status_code == 200
         assert client.get("/metrics").status_code == 200
-        for key in ("sk-one", "sk-two"):
+        for key in keys:
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as allowed:
                 assert allowed.completions.create(**body).choices
 
@@ -390,10 +371,9 @@ def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
             response = client.post("/v1/completions", content=content)
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as announced:
-            announced.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n"
-            )
+        with connect(server) as announced:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            announced.sendall(head + b"Content-Length: 999999999999\r\n\r\n")
             assert announced.recv(100).startswith(b"HTTP/1.1 413"), "the body never comes"
         cases = [
             ({"prompt": "x" * 250}, "context_length_exceeded"),
@@ -608,9 +588,8 @@ def test_clients_get_an_error_when_draining_times_out(model: Path) -> None:
     assert whole[0].status_code == 503
     assert "shut down" in whole[0].json()["error"]["message"]
     assert server.num_cut == 2
-    assert (
-        running_server.metric("posttrain_requests_total", model="tiny", version="production", outcome="shutdown") == 2
-    )
+    cut = {"model": "tiny", "version": "production", "outcome": "shutdown"}
+    assert running_server.metric("posttrain_requests_total", **cut) == 2
 
 
 def test_signal_handlers_are_installed_before_the_ready_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,10 +615,8 @@ def test_signal_handlers_are_installed_before_the_ready_message(model: Path, mon
 def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: Path) -> None:
     with running(options_for(model, limits=ServerLimits(body_timeout_s=1.0))) as server:
         server.slow_down(0.05)
-        address = httpx.URL(server.url)
-        door = (address.host, address.port)
         body = {**LONG, "max_tokens": 40, "stream": True}  # takes twice as long as a connection may be silent
-        with socket.create_connection(door, timeout=30) as silent, socket.create_connection(door, timeout=30) as half:
+        with connect(server) as silent, connect(server) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
                 assert "data: [DONE]" in list(response.iter_lines())
@@ -659,13 +636,9 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
         (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
         (["--max-model-len", "9999", "--processes", "2"], "made for 1024 tokens"),
-        (["--backend", "vllm", "--processes", "1"], "no counterpart for --processes"),
         (["--backend", "vllm", "--no-prefix-cache"], "no counterpart for --no-prefix-cache"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
-        (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
         (["--backend", "vllm", "--max-queue", "256"], "no counterpart for --max-queue"),  # also where it is our default
-        (["--backend", "vllm", "--drain-timeout-s", "5"], "no counterpart for --drain-timeout-s"),
-        (["--backend", "vllm", "--max-prefill-tokens", "64"], "no counterpart for --max-prefill-tokens"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
         (["another"], "unexpected: 'another'"),
@@ -729,7 +702,7 @@ def test_port_in_use_is_reported_before_loading(model: Path, capsys: pytest.Capt
 def test_a_request_that_is_no_request_gets_an_error_of_the_api_and_the_connection_ends(
     server: RunningServer, request_bytes: bytes, message: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+    with connect(server) as connection:
         connection.sendall(request_bytes)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
