@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,10 +147,12 @@ def test_missing_reference_cache_is_recomputed(
 def test_losses_without_reference_load_no_reference(
     name: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = Mock(side_effect=AssertionError("a frozen copy of the model was made"))
-    monkeypatch.setattr(PolicyTrainer, "_freeze_reference", copied)
+    references, init = [], PolicyTrainer.__init__
+    build = lambda trainer, *setup: (init(trainer, *setup), references.append(trainer.reference))[0]  # noqa: E731
+    monkeypatch.setattr(PolicyTrainer, "__init__", build)
     folder = tmp_path / "run"
     assert run([*arguments(name, model, data, folder), "dpo.max_num_steps=1", "dpo.val_at_start=false"]) == 0
+    assert references == [None], "no frozen copy of the model was made"
     assert not cached(folder, "train")
     assert not (folder / FILE_NAME).exists()
     assert "timing/train/policy_and_reference_logprobs" not in rows_of(folder)[0]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from test_workers import failed
 from tiny_runs import grpo, run, save_data, save_model
 from torch import distributed as dist
 
@@ -45,12 +44,6 @@ NODE_GONE = (
     "The actor died because its node has died. Node Id: 5f7d. the actor's node was terminated expectedly: SIGTERM"
 )
 RAY_MEMORY = "Task was killed due to the node running low on memory. Memory on the node was 120.1GB / 126.0GB (0.953)"
-
-
-def failed(error: Exception) -> Future[Any]:
-    done: Future[Any] = Future()
-    done.set_exception(error)
-    return done
 
 
 def said_of(error: Exception, operation: str = "update") -> str:

@@ -70,34 +70,22 @@ class Actors:
         )
         self.engine.built.result(timeout=10)
 
-
-def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors = Actors(monkeypatch, {"sample_round"}, set())
-    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
-    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 1
-    assert actors.log == [
-        (0, "build"),
-        (0, "receive_weights"),
-        (0, "sample_round"),
-        (0, "kill"),
-        (1, "build"),
-        (1, "receive_weights"),
-        (1, "sample_round"),
-    ]
-    assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+    def call(self, operation: Any, *args: Any) -> Any:
+        return self.engine.submit(operation, *args).result(timeout=10)
 
 
-def test_an_engine_whose_vllm_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors = Actors(monkeypatch, {"loses its vLLM in sample_round"}, set())
-    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
-    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 1
-    assert [operation for number, operation in actors.log if number == 1] == [
-        "build",
-        "receive_weights",
-        "sample_round",
-    ]
-    assert actors.said[0] == "vLLM (process 7) ended"
-    assert actors.said[1] == "engine 0 died during sample_round: another one is started, and repeats it"
+@pytest.mark.parametrize("fault", ["sample_round", "loses its vLLM in sample_round"])
+def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = Actors(monkeypatch, {fault}, set())
+    actors.call(Rank.receive_weights, "weights")
+    assert actors.call(Rank.sample_round) == 1
+    calls = ["build", "receive_weights", "sample_round"]
+    assert actors.log == [*((0, call) for call in calls), (0, "kill"), *((1, call) for call in calls)]
+    *cause, replaced = actors.said
+    assert cause == (["vLLM (process 7) ended"] if "vLLM" in fault else [])
+    assert replaced.startswith("engine 0 died during sample_round")
 
 
 def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
@@ -105,7 +93,7 @@ def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_
 ) -> None:
     actors = Actors(monkeypatch, {"receive_weights 1"}, set())
     for lot in range(3):
-        actors.engine.submit(Rank.receive_weights, cast(Any, "weights"), lot).result(timeout=10)
+        actors.call(Rank.receive_weights, "weights", lot)
     assert [operation for _, operation in actors.log] == [
         *("build", "receive_weights 0", "receive_weights 1", "kill"),
         *("build", "receive_weights", "receive_weights 1", "receive_weights 2"),
@@ -115,7 +103,7 @@ def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_
 def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors(monkeypatch, {"sample_round"}, {"sample_round"}, {"sample_round"})
     with pytest.raises(WorkerDiedError):
-        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+        actors.call(Rank.sample_round)
     assert len(actors.said) == ray_engines.MAX_REPLACEMENTS
 
 
@@ -127,7 +115,7 @@ def test_an_engine_that_hangs_does_not_hold_its_thread_for_ever(monkeypatch: pyt
     monkeypatch.setattr(actor, "run", Method(lambda *args: None))
     monkeypatch.setattr(actor.run, "remote", lambda *args: Future())
     with pytest.raises(WorkerTimeoutError, match="engine 0 has not finished sample_round"):
-        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+        actors.call(Rank.sample_round)
 
 
 def test_an_engine_that_is_closed_while_it_is_replaced_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +131,7 @@ def test_an_engine_that_is_closed_while_it_is_replaced_waits_for_nothing(monkeyp
 
     monkeypatch.setattr(ray_engines, "start_actor", start_after_close)
     with pytest.raises(WorkerDiedError, match="the run has ended"):
-        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+        actors.call(Rank.sample_round)
 
 
 def test_an_engine_that_dies_after_a_request_to_stop_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +139,15 @@ def test_an_engine_that_dies_after_a_request_to_stop_is_not_replaced(monkeypatch
     actors = Actors(monkeypatch, {"sample_round"})
     actors.engine.request_stop()
     with pytest.raises(StopRequested):
-        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+        actors.call(Rank.sample_round)
     assert [operation for _, operation in actors.log] == ["build", "request_stop", "sample_round"]
 
 
 def test_an_engine_of_two_parts_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part that is left fails too, with an error of its own: it is not the cause."""
     actors = Actors(monkeypatch, {"loses another in sample_round"}, {"sample_round"}, set(), set(), size=2)
-    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
-    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 2
+    actors.call(Rank.receive_weights, "weights")
+    assert actors.call(Rank.sample_round) == 2
     both = [(number, "kill") for number in (0, 1)]
     anew = [(number, operation) for operation in ("build", "receive_weights", "sample_round") for number in (2, 3)]
     assert actors.log[6:] == [*both, *anew]
@@ -170,7 +158,7 @@ def test_an_error_of_a_part_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ray_engines, "_GRACE_S", 0.01)
     actors = Actors(monkeypatch, set(), {"loses another in sample_round"}, size=2)
     with pytest.raises(RuntimeError, match="connection closed"):
-        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+        actors.call(Rank.sample_round)
     assert not actors.said
 
 
