@@ -41,9 +41,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="what to convert")
     parser.option("--to FOLDER", "the folder to write; must not exist, or be empty", type=Path)
     parser.option("--gguf FILE", "also, or only, write a GGUF file for llama.cpp", type=Path)
-    parser.option(
-        "--gguf-type", "number format of the GGUF file", choices=("f32", "f16", "bf16", "q8_0"), default="f16"
-    )
+    parser.option("--gguf-type", "format of the GGUF file", choices=("f32", "f16", "bf16", "q8_0"), default="f16")
     parser.option("--gguf-pre NAME", "llama.cpp's name of the pre-tokenizer, if it is not recognised")
     parser.config_file("the run's config.yaml (default: the checkpoint's)")
     parser.option("--base MODEL", "folder or hub name of the model that was trained, if it has moved")
@@ -53,9 +51,7 @@ def add_arguments(parser: OverridesParser) -> None:
 
 def _add_settings(parser: OverridesParser) -> None:
     parser.switch("--merge-lora", "merge a LoRA adapter into the model's weights")
-    parser.option(
-        "--dtype", "number format of the weights (default: as saved)", choices=("float32", "bfloat16", "float16")
-    )
+    parser.option("--dtype", "format of the weights (default: as saved)", choices=("float32", "bfloat16", "float16"))
     parser.option("--max-shard-size SIZE", "largest weight file", type=_size, default="5GB")
     parser.switch("--no-verify", "do not compare the result with its source")
     parser.switch("--force", "replace what is at the target")

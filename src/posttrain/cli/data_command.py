@@ -83,10 +83,7 @@ def add_arguments(parser: OverridesParser) -> None:
         choices=("aligner", "trl"),
         default="aligner",
     )
-    pairs.switch(
-        "--templated",
-        "prompts that are text hold the chat template already; otherwise the aligner format writes them as messages",
-    )
+    pairs.switch("--templated", "prompts that are text hold the chat template; else aligner rows have messages")
     pairs.switch("--skip-broken-files", "use what can be read of files that are cut off or damaged")
     data_pack.add_parser(actions)
     data_screen.add_parser(actions)

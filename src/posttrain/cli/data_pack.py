@@ -41,13 +41,7 @@ def add_parser(actions: Subparsers) -> None:
         "as policy.tokenizer.chat_template: default (the model's own), null, extra_id, a .jinja file, or a template",
         default="default",
     )
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=_json_map,
-        default={},
-        metavar="JSON",
-        help="variables for the template, as a map",
-    )
+    parser.option("--chat-template-kwargs JSON", "variables for the template, as a map", type=_json_map, default={})
     parser.option("--pack-size N", "room of a pack, in tokens", type=POSITIVE, required=True)
     parser.option("--algorithm", "how pairs are placed", choices=ALGORITHMS, default=ALGORITHMS[0])
     parser.option("--seed N", "of the shuffling", default=0)

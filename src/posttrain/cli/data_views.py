@@ -55,7 +55,7 @@ def show_statistics(console: Console, found: TraceStatistics, path: str) -> None
                 f"{found.exact_duplicates:,} responses repeat an earlier one to the same prompt, "
                 f"{found.conflicting_duplicates:,} of them with another reward"
             ),
-        },
+        }
     )
     console.print(about)
     if found.traces:

@@ -1,33 +1,43 @@
 """`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write
-files. `posttrain node`: the first process of the pods that it makes.
-
-What concerns runs that exist is in launch_runs.py.
+files. The other actions are about runs that exist: they are found by label, here and in the cluster of the kubeconfig.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from posttrain.apps.launch.admin_objects import gke_node_pool, render_setup
+from posttrain.apps.launch.instances import find_instance
 from posttrain.apps.launch.launch_request import CONFIG_FOLDER, LaunchRequest, request_run
 from posttrain.apps.launch.lint.check import RULES, CustomSchemas, LintReport, check_manifests, check_paths
 from posttrain.apps.launch.manifest_files import read_text, to_yaml, write_manifests
-from posttrain.apps.launch.submit import cluster_of, follow, load_profile, objects_of, offer
+from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.run_checkpoints import checkpoint_rows
+from posttrain.apps.launch.runs import (
+    Cluster,
+    ClusterUnreachable,
+    choose_pod,
+    find_run,
+    name_of,
+    pods_by_rank,
+    state_of,
+)
+from posttrain.apps.launch.submit import cluster_of, clusters_to_search, follow, load_profile, objects_of, offer
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.apps.options import Option
 from posttrain.cli.overrides_parser import OverridesParser, number
-from posttrain.config import KINDS, LoadedConfig
+from posttrain.config import KINDS, LoadedConfig, load_config
 from posttrain.config.loader import load_words
 from posttrain.errors import InputError
 
+_SHOWN_EVENTS = 12
 CRDS = "CustomResourceDefinitions, for checking"
 PROFILE = "cluster profile; local is this machine, without a file"
 EPILOG = """\
@@ -53,28 +63,13 @@ be reached · 1 the run failed.
 """
 
 
-ACTIONS = {
-    "render": "write the manifests of a run",
-    "check": "check manifests, folders of them and Helm charts",
-    "setup": "write what an administrator creates once: machines, queues, storage",
-    "values": "print values for the chart charts/posttrain-ray",
-    "doctor": "ask a cluster what a run of this profile would miss; creates nothing",
-    "list": "list runs, on this machine and in the cluster of the kubeconfig",
-    "status": "show the pods of a run, its attempts and events",
-    "logs": "print the output of a rank",
-    "checkpoints": "list the checkpoints of a run, with metrics",
-    "stop": "end a run and remove what was created for it; checkpoints are kept",
-    "interrupt": "take the machine of a rank away, with or without notice: a fire drill",
-}
-
-
 def add_arguments(parser: OverridesParser) -> None:
     parser.epilog = EPILOG
     parser.usage = (
         "posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
         "       posttrain launch ACTION …"
     )
-    parser.actions |= {name: (summary, partial(_add_action, name)) for name, summary in ACTIONS.items()}
+    parser.actions |= {name: (summary, partial(_add_action, name)) for name, (summary, _) in ACTIONS.items()}
     _add_run(parser)
     parser.option("--crds FOLDER", CRDS, type=Path)
     parser.switch("--yes", "submit without asking")
@@ -83,10 +78,7 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def _add_action(name: str, parser: OverridesParser) -> None:
-    own = {"render": _render, "check": _check, "setup": _setup, "values": _values}
-    parser.set_defaults(
-        run=own.get(name) or (lambda args: import_module("posttrain.cli.launch_runs").ACTIONS[name](args))
-    )
+    parser.set_defaults(run=ACTIONS[name][1])
     if name in ("render", "values"):
         _add_run(parser)
     if name in ("setup", "doctor"):
@@ -179,7 +171,7 @@ def _setup(args: argparse.Namespace) -> int:
 
 
 def _write(
-    args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None
+    args: argparse.Namespace, objects: list[Object], what: str, texts: dict[str, str | None] | None = None
 ) -> None:
     """Checks the objects as any others, then writes or prints them."""
     _check_own(args, objects, what, "nothing was written")
@@ -196,7 +188,7 @@ def _write(
         print(args.to / name)
 
 
-def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: str, consequence: str) -> None:
+def _check_own(args: argparse.Namespace, objects: list[Object], what: str, consequence: str) -> None:
     report = check_manifests(
         read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
     )
@@ -237,34 +229,137 @@ def _values(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- node: the first process of the pods -------------------------------------------------------------------------------
-
-NODE_EPILOG = """\
-It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine,
-joins the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the
-run save.
-
-  posttrain node            in every pod
-  posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod
-
-exit codes: that of the run, the same in all pods: 0 done · 64 bad config, or a machine without what it needs · 65 three
-attempts without a new checkpoint · 85 interrupted: start all pods again
-"""
+# -- runs that exist ---------------------------------------------------------------------------------------------------
 
 
-def add_node(parser: OverridesParser) -> None:
-    parser.epilog = NODE_EPILOG
-    parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a Ray cluster")
-    parser.set_defaults(run=_node)
+def _find(args: argparse.Namespace) -> tuple[Cluster, Object]:
+    """A run on this machine is found although the cluster of the kubeconfig does not answer."""
+    return find_run(clusters_to_search(args.on, args.context, args.namespace), args.name)
 
 
-def _node(args: argparse.Namespace) -> int:
-    from posttrain.apps.launch.node.contract import read_settings
-    from posttrain.apps.launch.node.driver import DriverMember
-    from posttrain.apps.launch.node.head import HeadMember
-    from posttrain.apps.launch.node.member import Member
+def _list_runs(args: argparse.Namespace) -> int:
+    rows, unreachable = [], None
+    for cluster in clusters_to_search(args.on, args.context, args.namespace):
+        try:
+            found = cluster.workloads()
+        except ClusterUnreachable as error:
+            unreachable = error
+            continue
+        for workload in found:
+            state, place = state_of(workload), workload["metadata"]["namespace"]
+            row = {"name": name_of(workload), "kind": workload["kind"], "phase": state.phase}
+            rows.append({**row, "restarts": state.restarts, "namespace": place, "cluster": cluster.title})
+    if unreachable is not None:
+        if not rows:
+            raise unreachable
+        print(f"warning: {unreachable}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        print("no runs; `posttrain launch --on PROFILE KIND --config FILE` starts one")
+        return 0
+    for row in [{key: key.upper() for key in rows[0]}, *rows]:
+        print(f"{row['name']:<32}{row['kind']:<12}{row['phase']:<11}{row['restarts']:<10}{row['cluster']}")
+    return 0
 
-    settings = read_settings(os.environ)
-    if args.part == "driver":
-        return DriverMember(settings, os.environ).run()
-    return (HeadMember if settings.rank == 0 else Member)(settings, os.environ).run()
+
+def _status(args: argparse.Namespace) -> int:
+    cluster, workload = _find(args)
+    state, pods = state_of(workload), pods_by_rank(cluster.pods(workload))
+    events = cluster.events(workload)
+    if args.json:
+        rows = [
+            {"rank": pod.rank, "attempt": pod.attempt, "pod": pod.name, "phase": pod.phase, "exit_code": pod.exit_code}
+            for pod in pods
+        ]
+        result = {"name": args.name, "phase": state.phase, "restarts": state.restarts, "message": state.message}
+        print(json.dumps({**result, "pods": rows, "events": events}, indent=2))
+        return 0
+    about = f": {state.message}" if state.message else ""
+    attempts = max((pod.attempt for pod in pods), default=0)
+    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, attempt {attempts}{about}")
+    for pod in pods:
+        code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
+        waits = f", waits: {pod.waits_for}" if pod.waits_for else ""
+        print(f"  attempt {pod.attempt}, rank {pod.rank}: {pod.phase}{code}{waits} ({pod.name})")
+    for event in events[-_SHOWN_EVENTS:]:
+        print(f"  {event}")
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    cluster, workload = _find(args)
+    pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, args.attempt)
+    for text in cluster.log(pod.body, args.follow):
+        print(text, end="", flush=True)
+    return 0
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    if (args.name is None) == (args.folder is None):
+        raise InputError("give the name of a run, or --folder")
+    if args.folder is not None:
+        rows = checkpoint_rows(args.folder, args.logs or args.folder)
+    else:
+        cluster, workload = _find(args)
+        rows = cluster.checkpoints(workload)
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    if not rows:
+        print("no complete checkpoint yet")
+    for row in rows:
+        metrics = "  ".join(f"{key} {value:.4g}" for key, value in row["metrics"].items())
+        print(f"step {row['step']:<8}{row['saved']}  {row['bytes'] / 2**20:>10,.1f} MiB  {metrics}")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    cluster, workload = _find(args)
+    cluster.delete(workload)
+    print(f"{args.name} is stopped and removed from {cluster.title}; its checkpoints are kept")
+    return 0
+
+
+def _interrupt(args: argparse.Namespace) -> int:
+    cluster, workload = _find(args)
+    pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, None)
+    if not pod.is_alive:
+        raise InputError(f"rank {args.rank} does not run (pod {pod.name} has ended with {pod.exit_code})")
+    print(f"pod {pod.name}: {cluster.interrupt(workload, pod.body, args.notice, args.evict)}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Asks for what a run on one machine of the profile would need."""
+    profile = load_profile(args.on)
+    gpus = find_instance(profile.nodes, profile.cluster.kind).gpus
+    settings = [f"checkpointing.checkpoint_dir={profile.storage.mount}/doctor", f"cluster.gpus_per_node={gpus or 1}"]
+    objects = objects_of(request_run(load_config("grpo", None, settings), profile, "doctor"))
+    cluster = cluster_of(profile)
+    checks = cluster.examine(objects)
+    if args.image and not any(check.problem for check in checks):
+        checks.append(cluster.try_image(objects))
+    print(f"{args.on}: {cluster.title}")
+    for check in checks:
+        mark = "missing" if check.problem else "unknown" if check.unknown else "ok"
+        print(f"  {mark:<9}{check.problem or check.what}{f' ({check.unknown})' if check.unknown else ''}")
+    missing = sum(bool(check.problem) for check in checks)
+    print(f"{missing} of {len(checks)} are missing" if missing else "nothing is missing")
+    return InputError.exit_code if missing else 0
+
+
+ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
+    "render": ("write the manifests of a run", _render),
+    "check": ("check manifests, folders of them and Helm charts", _check),
+    "setup": ("write what an administrator creates once: machines, queues, storage", _setup),
+    "values": ("print values for the chart charts/posttrain-ray", _values),
+    "doctor": ("ask a cluster what a run of this profile would miss; creates nothing", _doctor),
+    "list": ("list runs, on this machine and in the cluster of the kubeconfig", _list_runs),
+    "status": ("show the pods of a run, its attempts and events", _status),
+    "logs": ("print the output of a rank", _logs),
+    "checkpoints": ("list the checkpoints of a run, with metrics", _checkpoints),
+    "stop": ("end a run and remove what was created for it; checkpoints are kept", _stop),
+    "interrupt": ("take the machine of a rank away, with or without notice: a fire drill", _interrupt),
+}

@@ -1,7 +1,8 @@
 """`posttrain`: parses the command line, runs the command, and turns its outcome into an exit code.
 
-The commands that train, `posttrain grpo` and the other kinds of run, are here. Another command is imported when it is
-chosen, and heavy imports happen once the input is checked: `--help` answers at once, and so does a refusal.
+The commands that train, `posttrain grpo` and the other kinds of run, and `posttrain node`, which starts them in pods,
+are here. Another command is imported when it is chosen, and heavy imports happen once the input is checked: `--help`
+answers at once, and so does a refusal.
 """
 
 from __future__ import annotations
@@ -89,6 +90,17 @@ the same command resumes from the newest checkpoint in it. The default folder is
 gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
 One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
 """
+NODE_EPILOG = """\
+It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine,
+joins the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the
+run save.
+
+  posttrain node            in every pod
+  posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod
+
+exit codes: that of the run, the same in all pods: 0 done · 64 bad config, or a machine without what it needs · 65 three
+attempts without a new checkpoint · 85 interrupted: start all pods again
+"""
 TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, if there is one"
 
 
@@ -96,10 +108,7 @@ TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest chec
 COMMANDS = {
     **{kind: ("main.add_training", described.summary) for kind, described in KINDS.items()},
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
-    "demo": (
-        "start_commands.add_demo",
-        "watch a small model learn arithmetic (CPU, under 5 minutes, no network)",
-    ),
+    "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, under 5 minutes, no network)"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
     "config": ("config_command.add_arguments", "show or check the config of a run"),
     "data": (
@@ -119,7 +128,7 @@ COMMANDS = {
     ),
     "log": ("run_commands.add_log", "send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab"),
     "models": ("start_commands.add_models", "fetch a small model to try things with"),
-    "node": ("launch_command.add_node", "the first process of a pod; the manifests of `posttrain launch` start it"),
+    "node": ("main.add_node", "the first process of a pod; the manifests of `posttrain launch` start it"),
     "pipeline": (
         "pipeline_command.add_arguments",
         "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again",
@@ -169,13 +178,8 @@ def add_training(parser: OverridesParser) -> None:
     parser.config_file()
     parser.switch("--verbose", "on a terminal: the whole block of every step, as in logs/train.log")
     parser.switch("--quiet", "print warnings, errors and the end result only")
-    parser.switch(
-        "--resume-with-changes",
-        "resume the run in the folder although training settings differ; the changes are recorded",
-    )
-    parser.switch(
-        "--restart", "begin at step 1 after moving the run in the folder, with its checkpoints, to earlier_NNN/ in it"
-    )
+    parser.switch("--resume-with-changes", "resume although training settings differ; the changes are recorded")
+    parser.switch("--restart", "begin at step 1; the run in the folder and its checkpoints move to earlier_NNN/")
     parser.words()
     parser.set_defaults(run=partial(train, kind), interrupted=TRAINING_INTERRUPTED, output_is_result=False)
 
@@ -195,6 +199,24 @@ def train(kind: str, args: argparse.Namespace) -> int:
         extensions=WITH_APPS,
     )
     return code
+
+
+def add_node(parser: OverridesParser) -> None:
+    parser.epilog = NODE_EPILOG
+    parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a Ray cluster")
+    parser.set_defaults(run=_node)
+
+
+def _node(args: argparse.Namespace) -> int:
+    from posttrain.apps.launch.node.contract import read_settings
+    from posttrain.apps.launch.node.driver import DriverMember
+    from posttrain.apps.launch.node.head import HeadMember
+    from posttrain.apps.launch.node.member import Member
+
+    settings = read_settings(os.environ)
+    if args.part == "driver":
+        return DriverMember(settings, os.environ).run()
+    return (HeadMember if settings.rank == 0 else Member)(settings, os.environ).run()
 
 
 def run_as_script(*command: str) -> int:

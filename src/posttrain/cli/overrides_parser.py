@@ -26,7 +26,7 @@ Fill: TypeAlias = "Callable[[OverridesParser], None]"
 
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
-    A command that takes no number of words refuses those that are too many.
+    Words beyond those that a command takes are refused.
 
     `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first
     words with a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional

@@ -66,9 +66,7 @@ def add_arguments(parser: OverridesParser) -> None:
         "[key=value …]"
     )
     parser.config_file()
-    parser.option(
-        "--gpu NAME", "h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine"
-    )
+    parser.option("--gpu NAME", "h200 (default), h100, a100-80gb, a100-40gb, b200, l40s; with --on the machine's")
     parser.option("--on PROFILE", "cluster profile (docs/launch.md): shows what the run costs there", type=Path)
     parser.option("--run FOLDER", "a run's folder: compare with what it measured", type=Path, dest="run_folder")
     parser.option("--prompt-tokens N", "mean length of prompts", type=float)

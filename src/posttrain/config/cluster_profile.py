@@ -29,8 +29,7 @@ from posttrain.files.redaction import is_secret_key, redact
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Label = Annotated[
-    str,
-    matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and '-' are accepted, at most 63"),
+    str, matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and '-' are accepted, at most 63")
 ]
 Subdomain = Annotated[
     str,

@@ -101,10 +101,7 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(
-    tree: Tree,
-    overrides: Sequence[str],
-    rename: Callable[[Tree], bool],
-    has_default: Callable[[Path], bool],
+    tree: Tree, overrides: Sequence[str], rename: Callable[[Tree], bool], has_default: Callable[[Path], bool]
 ) -> Tree:
     """`tree` with the overrides applied in order. `rename` rewrites old keys of one; whether it did is returned."""
     result = tree.copy()

@@ -79,7 +79,7 @@ class DpoConfig(Section):
     undesirable_weight: NonNegativeFloat = setting(1.0, "kto: factor on the loss of undesirable answers.")
     sft_average_log_probs: bool = setting(False, "SFT term averages over the tokens of each chosen answer.")
     sft_token_level_loss: bool = setting(
-        False, "SFT term is a mean over the chosen tokens of the batch, not over answers."
+        False, "SFT term is a mean over all chosen tokens of the batch instead of over answers."
     )
     preference_loss_weight: NonNegativeFloat = setting(1.0, "Weight of the preference loss.")
     sft_loss_weight: NonNegativeFloat = setting(

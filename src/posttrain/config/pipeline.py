@@ -55,9 +55,7 @@ class DemoSection(Section):
 
 
 class TracesSection(Section):
-    path: str | list[str] = setting(
-        ..., "Labelled traces: files, folders, patterns or URLs, Parquet or jsonl(.gz).", min_length=1
-    )
+    path: str | list[str] = setting(..., "Labelled traces, Parquet or jsonl(.gz): files, folders, URLs.", min_length=1)
     columns: TraceColumnsConfig = setting(TraceColumnsConfig, "Which column means what.")
     filters: TraceFiltersConfig = setting(TraceFiltersConfig, "Which traces are used.")
     broken_files: Literal["error", "skip"] = setting(
@@ -121,9 +119,7 @@ class CanarySection(Section):
 
 class PipelineConfig(Section):
     pipeline: PipelineSettings = setting(..., "What holds for all stages.")
-    schedule: Cron | None = setting(
-        None, "When to run, as cron writes it; posttrain starts nothing by itself: the cluster does."
-    )
+    schedule: Cron | None = setting(None, "When to run, as in cron; the cluster starts it, not posttrain by itself.")
     demo: DemoSection | None = setting(None, "Makes the demo's model and data first; null does not.")
     base_model: str = setting(..., "Model that everything starts from: a folder, a checkpoint or a hub name.")
     traces: TracesSection = setting(..., "Where the labelled traces are.")

@@ -177,9 +177,7 @@ class DtensorConfig(Section):
         False,
         "Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
-    tensor_parallel_size: PositiveInt = setting(
-        1, "Ranks that share each layer, in training and in sampling; all on one machine."
-    )
+    tensor_parallel_size: PositiveInt = setting(1, "Ranks of one machine that share each layer, also in sampling.")
     context_parallel_size: PositiveInt = setting(
         1, "Ranks that share each row of tokens in training; each then needs less memory for activations."
     )

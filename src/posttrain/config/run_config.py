@@ -35,9 +35,7 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = setting(
         ..., "Folder of the checkpoints; also the run folder unless logger.log_dir is set.", min_length=1
     )
-    metric_name: Metric | None = setting(
-        None, "Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
-    )
+    metric_name: Metric | None = setting(None, "Metric that ranks checkpoints, e.g. val:accuracy; null ranks by age.")
     higher_is_better: bool = setting(True, "Whether larger values of the metric are better.")
     keep_top_k: PositiveInt | None = setting(3, "Checkpoints to keep, best first, and the latest; null keeps all.")
     save_period: PositiveInt = setting(10, "Steps between checkpoints.")
