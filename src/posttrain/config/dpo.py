@@ -12,13 +12,11 @@ from typing import ClassVar, Literal, get_args
 from posttrain.config.base import (
     IsSetByUser,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
     setting,
 )
-from posttrain.config.run_config import StepSizes, SupervisedRunConfig
+from posttrain.config.run_config import StepSizes, SupervisedConfig, SupervisedRunConfig
 
 PreferenceLossName = Literal[
     "dpo", "cdpo", "robust", "hinge", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo", "kto"
@@ -54,15 +52,10 @@ assert set(LOSSES) == set(get_args(PreferenceLossName))
 OPTIONAL = list(dict.fromkeys(setting for traits in LOSSES.values() for setting in traits.reads))
 
 
-class DpoConfig(Section):
-    max_num_epochs: PositiveInt = setting(1, "Passes over the pairs after which the run ends.")
+class DpoConfig(SupervisedConfig):
     max_num_steps: PositiveInt = setting(150, "Optimizer steps after which the run ends.")
     val_period: int = setting(25, "Steps between validations; 0 or less turns periodic validation off.")
-    val_batches: int = setting(8, "Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = setting(8, "Pairs in one validation batch.")
-    val_at_start: bool = setting(True, "Validates a fresh run before its first step.")
-    val_at_end: bool = setting(False, "Validates after the last step.")
-    seed: NonNegativeInt = setting(42, "Seed of data order and initialisation.")
+    val_global_batch_size: PositiveInt = setting(8, "Rows in one validation batch.")
     preference_loss: PreferenceLossName = setting(
         "dpo", "The loss on preferences; kto learns from single answers, all others from pairs."
     )

@@ -18,6 +18,7 @@ from posttrain.config.base import (
     UsedIf,
     setting,
 )
+from posttrain.config.run_config import ScheduleConfig
 
 _IF_ENABLED = UsedIf("enabled")
 _IF_DYNAMIC = UsedIf("use_dynamic_sampling")
@@ -138,25 +139,20 @@ class AsyncGrpoConfig(Section):
     )
 
 
-class GrpoConfig(Section):
+class GrpoConfig(ScheduleConfig):
     num_prompts_per_step: PositiveInt = setting(32, "Prompts sampled and trained in each step.")
     num_generations_per_prompt: PositiveInt = setting(16, "Answers sampled for each prompt: the group size.")
     num_recorded_per_prompt: PositiveInt | None = setting(
         None, "Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh."
     )
     max_rollout_turns: PositiveInt = setting(1, "Turns of the model in one rollout, if the environment has `turns`.")
-    max_num_epochs: PositiveInt = setting(1, "Passes over the prompts after which the run ends.")
-    max_num_steps: PositiveInt = setting(1_000_000, "Steps after which the run ends, if the epochs have not ended it.")
     normalize_rewards: bool = setting(
         True, "Default of adv_estimator.normalize_rewards: divides by the group's standard deviation."
     )
     use_leave_one_out_baseline: bool = setting(
         True, "Default of adv_estimator.use_leave_one_out_baseline: the baseline leaves the answer itself out."
     )
-    val_period: int = setting(10, "Steps between validations; 0 or less turns periodic validation off.")
     val_start_at: int = setting(-1, "First step at which periodic validation may run; -1 is from the start.")
-    val_at_start: bool = setting(False, "Validates a fresh run before its first step.")
-    val_at_end: bool = setting(False, "Validates after the last step.")
     overlong_filtering: bool = setting(
         False, "Leaves answers that hit the length limit out of the loss; they still count in the baseline."
     )
@@ -170,7 +166,6 @@ class GrpoConfig(Section):
     stop_at_validation_threshold: float | None = setting(
         None, "Value of stop_at_validation_metric at or above which the run saves and ends."
     )
-    seed: NonNegativeInt = setting(42, "Seed of data order, sampling noise and initialisation.")
     use_dynamic_sampling: bool = setting(False, "Samples until enough groups have rewards that differ (DAPO).")
     dynamic_sampling_max_gen_batches: Annotated[PositiveInt, _IF_DYNAMIC] = setting(
         10, "Batches that dynamic sampling may generate for one step."

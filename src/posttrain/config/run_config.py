@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 from posttrain.config.base import (
     IsSetByUser,
@@ -145,21 +145,24 @@ class DoctorConfig(Section):
     )
 
 
-class Schedule(Protocol):
+class ScheduleConfig(Section):
     """What the section of every algorithm has: how long a run goes on, and when it validates."""
 
-    @property
-    def seed(self) -> int: ...
-    @property
-    def max_num_steps(self) -> int: ...
-    @property
-    def max_num_epochs(self) -> int: ...
-    @property
-    def val_period(self) -> int: ...
-    @property
-    def val_at_start(self) -> bool: ...
-    @property
-    def val_at_end(self) -> bool: ...
+    max_num_epochs: PositiveInt = setting(1, "Passes over the data after which the run ends.")
+    max_num_steps: PositiveInt = setting(1_000_000, "Steps after which the run ends, if the epochs have not ended it.")
+    val_period: int = setting(10, "Steps between validations; 0 or less turns periodic validation off.")
+    val_at_start: bool = setting(False, "Validates a fresh run before its first step.")
+    val_at_end: bool = setting(False, "Validates after the last step.")
+    seed: NonNegativeInt = setting(42, "Seed of data order, sampling noise and initialisation.")
+
+
+class SupervisedConfig(ScheduleConfig):
+    """Of an algorithm that samples nothing. A row is a pair, a labelled answer or an example."""
+
+    max_num_steps: PositiveInt = setting(60, "Optimizer steps after which the run ends.")
+    val_batches: int = setting(8, "Batches used by a validation; 0 or less uses the whole set.")
+    val_global_batch_size: PositiveInt = setting(32, "Rows in one validation batch.")
+    val_at_start: bool = setting(True, "Validates a fresh run before its first step.")
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,9 @@ class RunConfig(Section):
         return self.cluster.num_workers - self.num_engine_gpus
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ScheduleConfig:
         """The algorithm's own section."""
-        section: Schedule = getattr(self, self.kind)
+        section: ScheduleConfig = getattr(self, self.kind)
         return section
 
     @property

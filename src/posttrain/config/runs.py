@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from posttrain.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, setting
+from posttrain.config.base import NonNegativeFloat, PositiveInt, Section, setting
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.grpo_run import GrpoRunConfig
-from posttrain.config.run_config import StepSizes, SupervisedRunConfig
+from posttrain.config.run_config import StepSizes, SupervisedConfig, SupervisedRunConfig
 
 
-class RmConfig(Section):
-    max_num_epochs: PositiveInt = setting(1, "Passes over the pairs after which the run ends.")
+class RmConfig(SupervisedConfig):
     max_num_steps: PositiveInt = setting(1_000_000, "Optimizer steps after which the run ends, if not by epochs.")
     val_period: int = setting(16, "Steps between validations; 0 or less turns periodic validation off.")
     val_batches: int = setting(-1, "Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = setting(32, "Pairs in one validation batch.")
     val_at_start: bool = setting(False, "Validates a fresh run before its first step.")
-    val_at_end: bool = setting(False, "Validates after the last step.")
-    seed: NonNegativeInt = setting(42, "Seed of data order and of the scoring layer.")
     center_rewards_coefficient: NonNegativeFloat = setting(
         0.0, "Weight of the squared sum of a pair's scores, which keeps scores around 0; 0 does not compute it."
     )
@@ -41,15 +37,7 @@ class RmRunConfig(SupervisedRunConfig):
             yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model; leave it true"
 
 
-class SftConfig(Section):
-    max_num_epochs: PositiveInt = setting(1, "Passes over the examples after which the run ends.")
-    max_num_steps: PositiveInt = setting(60, "Optimizer steps after which the run ends.")
-    val_period: int = setting(10, "Steps between validations; 0 or less turns periodic validation off.")
-    val_batches: int = setting(8, "Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = setting(32, "Examples in one validation batch.")
-    val_at_start: bool = setting(True, "Validates a fresh run before its first step.")
-    val_at_end: bool = setting(False, "Validates after the last step.")
-    seed: NonNegativeInt = setting(42, "Seed of data order and initialisation.")
+class SftConfig(SupervisedConfig):
     only_unmask_final: bool = setting(False, "Trains only the last answer of a conversation, not all answers.")
 
 
