@@ -29,8 +29,7 @@ from posttrain.run import quieten_libraries
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
-    from posttrain.apps.ship.pipeline.iteration_plan import StageDecision
-    from posttrain.apps.ship.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
+    from posttrain.apps.ship.pipeline.runner import PipelineRunner, RunRequest
 
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
 _WORDS = {"run": "run", "reuse": "unchanged", "skip": "skip", "depends": "depends"}
@@ -144,31 +143,23 @@ def run_status(args: argparse.Namespace) -> int:
 def _show_plan(runner: PipelineRunner, request: RunRequest) -> None:
     out, found = console(), runner.dry_run(request)
     if found.selected is None:
-        _show_unmade(out, found, runner.config, request.until)
+        assert runner.config.demo is not None, "only the demo has something to make"
+        made = f"makes {', '.join(found.unmade)} in {runner.config.demo.folder}; what follows depends on them"
+        out.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
+        out.print(f"checked    the settings of every stage up to {request.until}, and of the configs that they name")
+        if found.unchecked:
+            out.print(f"unchecked  not made yet: {', '.join(found.unchecked)}")
     else:
-        _show_decisions(out, found.selected, found.decisions)
-    out.print("nothing was changed")
-
-
-def _show_unmade(out: RichConsole, found: DryRun, config: PipelineConfig, until: str) -> None:
-    assert config.demo is not None, "only the demo has something to make"
-    made = f"makes {', '.join(found.unmade)} in {config.demo.folder}; what follows depends on them"
-    out.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
-    out.print(f"checked    the settings of every stage up to {until}, and of the configs that they name")
-    if found.unchecked:
-        out.print(f"unchecked  not made yet: {', '.join(found.unchecked)}")
-
-
-def _show_decisions(out: RichConsole, selected: SelectedIteration, decisions: Sequence[StageDecision]) -> None:
-    iteration = selected.iteration
-    compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
-    for note in selected.notes:
-        out.print(note)
-    out.print(f"iteration {iteration.number}: trains {iteration.start.text}, compares with {compared}")
-    for decision in decisions:
+        iteration = found.selected.iteration
+        compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
+        for note in found.selected.notes:
+            out.print(note)
+        out.print(f"iteration {iteration.number}: trains {iteration.start.text}, compares with {compared}")
+    for decision in found.decisions:
         line = Text(f"{decision.stage:<10} ")
         line.append(f"{_WORDS[decision.action]:<10}", style=_STYLES[decision.action])
         out.print(line + Text(f" {decision.why}"))
+    out.print("nothing was changed")
 
 
 def _show_kpi(out: RichConsole, rows: Sequence[KpiRow]) -> None:

@@ -249,7 +249,11 @@ class RunConfig(Section):
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         yield from self.scoring_layer_problems()
-        yield from self._data_problems()
+        if not self.data.train_sets():
+            yield "data.train is empty: set data.train.dataset_name (and data.train.data_path for rows of your own)"
+        for where, sets in self.data.sets_by_key().items():
+            if any(not entry.dataset_name and not entry.data_path for entry in sets):
+                yield f"{where}: a dataset needs `dataset_name` or `data_path`"
         yield from [*self._dedicated_problems()] or self._parallel_problems()
         if self.policy.fp8 and self.num_ranks > 1:
             yield f"policy.fp8 trains on one GPU, and this run on {self.num_ranks}: set policy.fp8=false"
@@ -257,13 +261,6 @@ class RunConfig(Section):
     def scoring_layer_problems(self) -> Iterator[str]:
         if self.scores_answers:
             yield "policy.reward_model_cfg.enabled = true trains a reward model: use `posttrain rm`, or set it to false"
-
-    def _data_problems(self) -> Iterator[str]:
-        if not self.data.train_sets():
-            yield "data.train is empty: set data.train.dataset_name (and data.train.data_path for rows of your own)"
-        for where, sets in self.data.sets_by_key().items():
-            if any(not entry.dataset_name and not entry.data_path for entry in sets):
-                yield f"{where}: a dataset needs `dataset_name` or `data_path`"
 
     def _dedicated_problems(self) -> Iterator[str]:
         """GPUs that only sample, as in NeMo RL: some of the only machine, or whole machines."""
