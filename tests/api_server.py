@@ -18,7 +18,7 @@ class ApiServer:
     """`groups`: the APIs that are installed. `refused`: status and message by a part of the path."""
 
     def __init__(self, *groups: str) -> None:
-        self.groups = {"batch/v1", *groups}
+        self.groups = {"batch/v1", "networking.k8s.io/v1", *groups}
         self.objects: dict[str, Object] = {}  # by path
         self.logs: dict[str, str] = {}  # by name of the pod
         self.refused: dict[str, tuple[int, str]] = {}
@@ -114,6 +114,7 @@ class ApiServer:
                 "nodes",
                 "services",
                 "configmaps",
+                "networkpolicies",
             ):
                 return 200, {"items": found}
         return 404, {"message": f"{path} not found"}

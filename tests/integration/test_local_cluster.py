@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from local_runs import ProgramRun, skip_without_namespaces, wait_for
 
 from posttrain.apps.launch.local.local_cluster import local_folder
+from posttrain.apps.launch.workloads import render_run
 from posttrain.cli.main import main
 
+SECRET = "c0ffee" * 10 + "7777"
 TOKEN = "hf_plantedTokenOfThisTest0123456789abcd"
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -40,18 +43,69 @@ try:
     reached = "connected"
 except OSError as error:
     reached = type(error).__name__
+def can_write(folder):
+    try:
+        open(folder + "/.trial", "x").close()
+        os.unlink(folder + "/.trial")
+        return True
+    except OSError:
+        return False
 open("/tmp/mine", "x").close()
 open("/dev/shm/mine", "x").close()
 found = dict(pid=os.getpid(), user=os.getuid(), host=socket.gethostname(),
     own=socket.gethostbyname(socket.gethostname()),
              head=address, writable=writable, reached=reached, config=open("/etc/posttrain/config.yaml").read(),
              token=hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest(),
+             secret=hashlib.sha256(open(os.environ["POSTTRAIN_CONTROL_SECRET_FILE"], "rb").read()).hexdigest(),
+             variables=[hashlib.sha256(text.encode()).hexdigest() for text in os.environ.values()],
+             written=[folder for folder in ("/", "/etc", "/usr", "/var/tmp", "/root", "/etc/posttrain-control",
+                      os.path.dirname(json.__file__), os.environ["HOME"], "/tmp", "/shared", "/dev/shm")
+                      if can_write(folder)],
              gpus=os.environ["CUDA_VISIBLE_DEVICES"], host_variable=os.environ.get("OF_THE_HOST"))
 with open(f"/shared/{os.environ['JOB_COMPLETION_INDEX']}.new", "w") as file:
     json.dump(found, file)
 os.rename(file.name, file.name.replace(".new", ".json"))
 while not os.path.exists("/shared/1.json"):  # the end of rank 0 is the end of the run
     time.sleep(0.05)
+"""
+
+# Tries the control port of the run grpo-math: as older members joined it, and with the secret of its own run.
+FOREIGN = """
+import json, os, socket, time
+from posttrain.apps.launch.node.session import Session
+secret = open(os.environ["POSTTRAIN_CONTROL_SECRET_FILE"], "rb").read()
+def line(**fields):
+    return json.dumps(fields).encode() + b"\\n"
+def proved(challenge, rank):
+    nonces = (challenge["nonce"], "n")
+    session = Session(secret, is_head=False, run="grpo-math", rank=rank, attempt=challenge["attempt"], nonces=nonces)
+    return line(type="join", run="grpo-math", rank=rank, nonce="n", proof=session.proof)
+tries = {
+    "a rank": lambda challenge: line(type="join", run="grpo-math", rank=2),
+    "the driver": lambda challenge: line(type="join", run="x", rank="driver") + line(type="failed", code=0, why="x"),
+    "a failure": lambda challenge: line(type="failed", code=0, why="x"),
+    "a rank with another secret": lambda challenge: proved(challenge, 2),
+    "the driver with another secret": lambda challenge: proved(challenge, "driver"),
+}
+def attempt(name):
+    while True:
+        try:
+            connection = socket.create_connection(("grpo-math-node-0-0.grpo-math", 6390), timeout=30)
+            break
+        except OSError:
+            time.sleep(0.05)
+    with connection, connection.makefile("rb") as lines:
+        challenge = json.loads(lines.readline())
+        connection.sendall(tries[name](challenge))
+        try:
+            return lines.readline().decode() or "closed"
+        except ConnectionError:
+            return "closed"
+found = {name: attempt(name) for name in tries}
+with open("/shared/tried.new", "w") as file:
+    json.dump(found, file)
+os.rename("/shared/tried.new", "/shared/tried.json")
+time.sleep(600)
 """
 
 # Ends with 85 when its machine is about to end, or SIGTERM comes; with 0 in the second attempt.
@@ -119,6 +173,7 @@ def test_a_pod_finds_what_its_manifest_says(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("OF_THE_HOST", "1")
+    monkeypatch.setattr("posttrain.apps.launch.local.local_cluster.new_secret", lambda: SECRET)
     run = begin(runs, tmp_path, "jobset", LOOK, "nodes.grace_s=2", "secrets={HF_TOKEN: {secret: hf, key: token}}")
     assert run.wait_for_end() == "Succeeded"
     first, second = (json.loads((run.claim / f"{rank}.json").read_text()) for rank in (0, 1))
@@ -133,8 +188,41 @@ def test_a_pod_finds_what_its_manifest_says(
     assert first["host_variable"] is None
     assert first["token"] == hashlib.sha256(TOKEN.encode()).hexdigest()
     assert not Path("/dev/shm/mine").exists()
+    assert first["secret"] == second["secret"] == hashlib.sha256(SECRET.encode()).hexdigest()
+    assert first["secret"] not in first["variables"], "it is a file in memory, which no child process inherits"
+    assert first["written"] == ["/tmp", "/tmp", "/shared", "/dev/shm"], "the root is read-only, and HOME is /tmp"
     for path in local_folder().rglob("*"):
-        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+        content = path.read_bytes() if path.is_file() else b""
+        assert TOKEN.encode() not in content, path
+        assert SECRET.encode() not in content, path
+
+
+def test_a_pod_of_another_run_cannot_join_end_or_read_a_gang(tmp_path: Path, runs: list[ProgramRun]) -> None:
+    """Two pods of a run wait for their third; a pod of another run, with a secret of its own, shares their network."""
+    run = ProgramRun(tmp_path, "jobset", [sys.executable, "-m", "posttrain", "node"], "nodes.grace_s=5", nodes=3)
+    runs.append(run)
+    jobs = run.objects[-1]["spec"]["replicatedJobs"]
+    jobs[0]["template"]["spec"] |= {"completions": 2, "parallelism": 2}
+    config, _, other = render_run(replace(run.request, name="other-run", num_nodes=1))
+    (foreign,) = other["spec"]["replicatedJobs"]
+    foreign["name"] = "foreign"
+    foreign["template"]["spec"]["template"]["spec"]["containers"][0]["command"] = [sys.executable, "-c", FOREIGN]
+    jobs.append(foreign)
+    run.objects.insert(1, config)
+    run.start()
+    tried = json.loads(wait_for(lambda: _text_of(run.claim / "tried.json"), "the foreign pod has tried"))
+    assert len(tried) == 5
+    assert {name: answer for name, answer in tried.items() if answer != "closed"} == {}
+    gang = [pod for pod in run.pods() if "foreign" not in pod.name]
+    assert [(pod.rank, pod.phase) for pod in gang] == [(0, "Running"), (1, "Running")]
+    wait_for(lambda: "rank 1 has joined" in run.log(gang[0]), "the member with the secret joins")
+    log = run.log(gang[0])
+    assert "it has not proved the secret of this run" in log
+    assert "exit code" not in log
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.parametrize("scheduler", ["job", "jobset"])

@@ -66,6 +66,7 @@ def profile(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     request = request_run(load_config("grpo", None, config), load_standalone(ClusterProfile, file), "stays")
     head = render_run(request)[-1]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     (shared.parent / "config.yaml").write_text(request.config_text)
+    (shared.parent / "secret").write_text("5" * 64)
     nodes = RayNodes(TOKEN)  # its folders, its environment and its way of cleaning up
     start = f"ray start --head --port={ray_port} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
     variables = {
@@ -77,6 +78,7 @@ def profile(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "POSTTRAIN_CONFIG": str(shared.parent / "config.yaml"),
         "POSTTRAIN_SHM_GIB": "0",
         "POSTTRAIN_CONTROL_PORT": str(control),
+        "POSTTRAIN_CONTROL_SECRET_FILE": str(shared.parent / "secret"),
         "KUBERAY_GEN_RAY_START_CMD": f"ulimit -n 65536; {start} --num-cpus=1 --num-gpus=0 "
         "--object-store-memory=80000000 --block",
     }

@@ -7,14 +7,20 @@
 {{- toYaml $annotations -}}
 {{- end -}}
 
+{{- define "posttrain-ray.run" -}}
+{{- index .Values.podLabels "posttrain.dev/run" | default (include "posttrain-ray.name" .) -}}
+{{- end -}}
+
+{{- define "posttrain-ray.secret" -}}
+{{- .Values.controlSecret | default (printf "%s-control" (include "posttrain-ray.name" .)) -}}
+{{- end -}}
+
 {{- define "posttrain-ray.pod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
 metadata:
-  {{- with $values.podLabels }}
   labels:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- merge (dict "posttrain.dev/run" (include "posttrain-ray.run" $root)) $values.podLabels | toYaml | nindent 4 }}
   annotations:
     {{- include "posttrain-ray.annotations" $root | nindent 4 }}
 spec:
@@ -47,6 +53,7 @@ spec:
     runAsGroup: {{ $values.user }}
     fsGroup: {{ $values.user }}
     fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: {{ $values.seccompProfile }}}
   containers:
     - name: posttrain
       image: {{ $values.image | quote }}
@@ -76,6 +83,7 @@ spec:
         {{- toYaml $values.resources | nindent 8 }}
       securityContext:
         allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
         capabilities:
           drop: [ALL]
           {{- with $values.addCapabilities }}
@@ -88,6 +96,7 @@ spec:
         - {name: storage, mountPath: {{ $values.storage.mount | quote }}}
         - {name: shm, mountPath: /dev/shm}
         - {name: scratch, mountPath: /tmp}
+        - {name: control, mountPath: /etc/posttrain-control, readOnly: true}
         {{- range $path, $host := $values.hostPaths }}
         - {name: host-{{ base $path }}, mountPath: {{ $path | quote }}, readOnly: true}
         {{- end }}
@@ -99,6 +108,7 @@ spec:
         limits: {cpu: "1", memory: 512Mi}
       securityContext:
         allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
         capabilities:
           drop: [ALL]
       volumeMounts:
@@ -120,6 +130,11 @@ spec:
       emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize | quote }}}
     - name: scratch
       emptyDir: {}
+    - name: control
+      secret:
+        secretName: {{ include "posttrain-ray.secret" $root }}
+        defaultMode: 288
+        items: [{key: secret, path: secret}]
     {{- range $path, $host := $values.hostPaths }}
     - name: host-{{ base $path }}
       hostPath: {path: {{ $host | quote }}, type: Directory}

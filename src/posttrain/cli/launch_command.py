@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from posttrain.apps.launch.instances import find_instance
 from posttrain.apps.launch.launch_request import CONFIG_FOLDER, LaunchRequest, request_run
 from posttrain.apps.launch.lint.check import RULES, CustomSchemas, LintReport, check_manifests, check_paths
 from posttrain.apps.launch.manifest_files import read_text, to_yaml, write_manifests
-from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.pod_template import Object, control_secret_command
 from posttrain.apps.launch.run_checkpoints import checkpoint_rows
 from posttrain.apps.launch.runs import (
     Cluster,
@@ -160,7 +160,8 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _render(args: argparse.Namespace) -> int:
     request, _ = _request(args)
-    _write(args, render_run(request), f"run {request.name}")
+    texts = {"control-secret.txt": control_secret_command(request)}
+    _write(args, render_run(request), f"run {request.name}", texts)
     return 0
 
 
@@ -171,7 +172,7 @@ def _setup(args: argparse.Namespace) -> int:
 
 
 def _write(
-    args: argparse.Namespace, objects: list[Object], what: str, texts: dict[str, str | None] | None = None
+    args: argparse.Namespace, objects: list[Object], what: str, texts: Mapping[str, str | None] | None = None
 ) -> None:
     """Checks the objects as any others, then writes or prints them."""
     _check_own(args, objects, what, "nothing was written")

@@ -69,6 +69,10 @@ class ClusterSection(Section):
 class ImageSection(Section):
     name: ImageName = setting(..., "Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
     pull_secret: Subdomain | None = setting(None, "Secret with the registry's login; null needs none.")
+    seccomp: Literal["RuntimeDefault", "Unconfined"] = setting(
+        "RuntimeDefault",
+        "System call filter of the pods; Unconfined is for the code sandbox `strict`, which makes user namespaces.",
+    )
     ray_version: str = setting("2.52.0", "Version of Ray in the image; KubeRay asks for it.")
 
 

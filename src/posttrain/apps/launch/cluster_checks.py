@@ -12,7 +12,7 @@ import yaml
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE
 from posttrain.apps.launch.pod_template import Object
 from posttrain.apps.launch.run_checkpoints import pod_spec, shared_mount
-from posttrain.apps.launch.runs import Check
+from posttrain.apps.launch.runs import Check, plural_of
 
 Get = Callable[[str], Any]  # a path of the API server; None: it does not exist; PermissionError: forbidden
 May = Callable[[str, str, str, str], bool]  # verb, API group, resource, namespace
@@ -105,7 +105,7 @@ def _deadlock(get: Get) -> Check:
 
 
 def _examine_permissions(objects: Sequence[Object], namespace: str, may: May) -> list[Check]:
-    wanted = [("create", body["apiVersion"].rpartition("/")[0], f"{body['kind'].lower()}s") for body in objects]
+    wanted = [("create", body["apiVersion"].rpartition("/")[0], plural_of(body["kind"])) for body in objects]
     wanted += [("list", "", "pods"), ("get", "", "pods/log"), ("delete", wanted[-1][1], wanted[-1][2])]
     checks = []
     for verb, group, resource in dict.fromkeys(wanted):

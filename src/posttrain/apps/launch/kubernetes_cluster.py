@@ -18,9 +18,24 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
 from posttrain.apps.launch.cluster_checks import examine_cluster
-from posttrain.apps.launch.pod_template import RUN_LABEL, Object
+from posttrain.apps.launch.pod_template import (
+    CONTAINER_SECURITY,
+    RUN_LABEL,
+    Object,
+    control_secret_name,
+    with_new_value,
+)
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
-from posttrain.apps.launch.runs import NOT_STARTING, WORKLOADS, Check, ClusterUnreachable, RunPod, name_of, pods_by_rank
+from posttrain.apps.launch.runs import (
+    NOT_STARTING,
+    WORKLOADS,
+    Check,
+    ClusterUnreachable,
+    RunPod,
+    name_of,
+    plural_of,
+    pods_by_rank,
+)
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonObject, parse_json
 
@@ -129,7 +144,7 @@ class KubernetesCluster:
         made: list[Object] = []
         try:
             for body in objects:
-                self._create(body)
+                self._create(with_new_value(body))
                 made.append(body)
         except BaseException:
             for body in reversed(made):
@@ -174,7 +189,7 @@ class KubernetesCluster:
         selector = RUN_LABEL if name is None else f"{RUN_LABEL}={name}"
         found = []
         for version, kind in WORKLOADS.values():
-            for body in self._list(version, f"{kind.lower()}s", selector):
+            for body in self._list(version, plural_of(kind), selector):
                 if not body["metadata"].get("ownerReferences"):  # a RayJob has a RayCluster with its labels
                     found.append({"apiVersion": version, "kind": kind, **body})
         return sorted(found, key=lambda body: (name_of(body), body["metadata"].get("namespace", "")))
@@ -231,11 +246,13 @@ class KubernetesCluster:
     def delete(self, workload: Object) -> None:
         self._delete(workload)
         selector = {"labelSelector": f"{RUN_LABEL}={name_of(workload)}"}
-        for plural in ("services", "configmaps"):
-            place = self._in_namespace(workload, plural)
+        policies = f"/apis/networking.k8s.io/v1/namespaces/{workload['metadata']['namespace']}/networkpolicies"
+        for place in (self._in_namespace(workload, "services"), self._in_namespace(workload, "configmaps"), policies):
             for body in self._found("GET", place, query=selector)["items"]:
                 with suppress(_NotFound):
                     self._found("DELETE", f"{place}/{body['metadata']['name']}")
+        with suppress(_NotFound):  # by name: listing Secrets would show the values of all
+            self._found("DELETE", f"{self._in_namespace(workload, 'secrets')}/{control_secret_name(name_of(workload))}")
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
         """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""
@@ -329,7 +346,7 @@ def _load(settings: client.Configuration, context: str | None) -> str:
 def path_of(body: Object) -> str:
     version = body["apiVersion"]
     base = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    return f"{base}/namespaces/{body['metadata']['namespace']}/{body['kind'].lower()}s"
+    return f"{base}/namespaces/{body['metadata']['namespace']}/{plural_of(body['kind'])}"
 
 
 def _message_of(error: ApiException) -> str:
@@ -356,11 +373,17 @@ def _small_pod(workload: Object, command: Sequence[str], machine: str | None) ->
                 "command": list(command),
                 "env": [{"name": "HOME", "value": "/tmp"}],
                 "resources": {"requests": amounts, "limits": amounts},
-                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                "volumeMounts": [{"name": "storage", "mountPath": str(mount), "readOnly": True}],
+                "securityContext": CONTAINER_SECURITY,
+                "volumeMounts": [
+                    {"name": "storage", "mountPath": str(mount), "readOnly": True},
+                    {"name": "scratch", "mountPath": "/tmp"},
+                ],
             }
         ],
-        "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": claim}}],
+        "volumes": [
+            {"name": "storage", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "scratch", "emptyDir": {}},
+        ],
     }
     metadata = {
         "name": f"{name_of(workload)}-look-{time.time_ns() % 10**6:06d}",

@@ -7,6 +7,7 @@ The environment variables and paths are a contract with `posttrain node` (docs/d
 from __future__ import annotations
 
 import base64
+import secrets
 
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE
 from posttrain.apps.launch.launch_request import CONFIG_FILE, CONFIG_FOLDER, LaunchRequest
@@ -19,8 +20,20 @@ RUN_LABEL = "posttrain.dev/run"
 RAY_PORT = 6379
 DASHBOARD_PORT = 8265
 CONTROL_PORT = 6390
+CONTROL_FOLDER = "/etc/posttrain-control"
+SECRET_KEY = "secret"  # in the Secret of the run, and the file below CONTROL_FOLDER
 USER = 1000
 NODE_COMMAND = ["posttrain", "node"]
+# Of KubeRay's operator, whatever its namespace: it submits a RayJob at the dashboard.
+_OPERATOR_LABELS = {"app.kubernetes.io/component": "kuberay-operator"}
+
+
+# Pods write to the claim, /tmp (HOME, Ray, caches of kernels) and /dev/shm only.
+CONTAINER_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 def labels_of(request: LaunchRequest) -> dict[str, str]:
@@ -49,6 +62,61 @@ def config_map(request: LaunchRequest) -> Object:
     }
 
 
+def network_policy(request: LaunchRequest) -> Object:
+    """Only pods of the run reach its pods, and KubeRay's operator the dashboard. What pods may reach is not limited."""
+    own = {"podSelector": {"matchLabels": {RUN_LABEL: request.name}}}
+    ingress: list[Object] = [{"from": [own]}]
+    if request.profile.scheduler.kind in ("rayjob", "raycluster"):
+        operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": _OPERATOR_LABELS}}
+        ingress.append({"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]})
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": request.name,
+            "namespace": request.profile.cluster.namespace,
+            "labels": labels_of(request),
+        },
+        "spec": {**own, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def control_secret_name(run: str) -> str:
+    return f"{run}-control"
+
+
+def control_secret(request: LaunchRequest) -> Object:
+    """Without its value, which `with_new_value` adds on the way to the cluster: manifests are printed and kept."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": control_secret_name(request.name),
+            "namespace": request.profile.cluster.namespace,
+            "labels": labels_of(request),
+        },
+        "type": "Opaque",
+    }
+
+
+def with_new_value(body: Object) -> Object:
+    return {**body, "stringData": {SECRET_KEY: new_secret()}} if body["kind"] == "Secret" else body
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def control_secret_command(request: LaunchRequest) -> str:
+    """For a person who creates the rendered manifests."""
+    name, namespace = control_secret_name(request.name), request.profile.cluster.namespace
+    return (
+        f"# The pods of {request.name} prove this secret to each other. No manifest has it: create it first.\n"
+        f"openssl rand -hex 32 | kubectl create secret generic {name} --namespace {namespace} "
+        f"--from-file={SECRET_KEY}=/dev/stdin\n"
+    )
+
+
 def pod_template(
     request: LaunchRequest, *, head_host: str | None, role: str | None = None, rank_offset: int = 0
 ) -> Object:
@@ -62,7 +130,8 @@ def pod_template(
         "nodeSelector": node_selector(request),
         "tolerations": tolerations(request),
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
-                            "fsGroupChangePolicy": "OnRootMismatch"},
+                            "fsGroupChangePolicy": "OnRootMismatch",
+                            "seccompProfile": {"type": profile.image.seccomp}},
         "containers": [_container(request, head_host, role, rank_offset)],
         "volumes": _volumes(request),
     }  # fmt: skip
@@ -128,6 +197,7 @@ def _container(request: LaunchRequest, head_host: str | None, role: str | None, 
         {"name": "storage", "mountPath": storage.mount},
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": "/tmp"},
+        {"name": "control", "mountPath": CONTROL_FOLDER, "readOnly": True},
     ]
     capabilities: Object = {"drop": ["ALL"]}
     mounts += [{"name": _volume_name(path), "mountPath": path, "readOnly": True} for path in request.fabric.host_paths]
@@ -140,7 +210,7 @@ def _container(request: LaunchRequest, head_host: str | None, role: str | None, 
         "env": environment(request, head_host=head_host, role=role, rank_offset=rank_offset),
         "ports": [{"name": "ray", "containerPort": RAY_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
         "resources": resources_of(request),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        "securityContext": {**CONTAINER_SECURITY, "capabilities": capabilities},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": mounts,
     }
@@ -161,6 +231,7 @@ def environment(request: LaunchRequest, *, head_host: str | None, role: str | No
         "POSTTRAIN_MOUNT": profile.storage.mount,
         "POSTTRAIN_RAY_PORT": str(RAY_PORT),
         "POSTTRAIN_CONTROL_PORT": str(CONTROL_PORT),
+        "POSTTRAIN_CONTROL_SECRET_FILE": f"{CONTROL_FOLDER}/{SECRET_KEY}",
         "POSTTRAIN_GRACE_S": str(request.grace_s),
         "POSTTRAIN_NOTICE": notice if profile.nodes.capacity == "spot" else "none",
         **({"POSTTRAIN_HEAD_HOST": head_host} if head_host is not None else {}),
@@ -169,21 +240,23 @@ def environment(request: LaunchRequest, *, head_host: str | None, role: str | No
     }
     usual = {"HF_HOME": f"{profile.storage.mount}/hf-home", "HOME": "/tmp", "PYTHONUNBUFFERED": "1"}
     plain = {**own, **usual, **request.fabric.env, **profile.env}
-    secrets = [
+    references = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": reference.secret, "key": reference.key}}}
         for name, reference in profile.secrets.items()
     ]
-    return [*({"name": name, "value": value} for name, value in plain.items()), *secrets]
+    return [*({"name": name, "value": value} for name, value in plain.items()), *references]
 
 
 def _volumes(request: LaunchRequest) -> list[Object]:
     items = [{"key": "config.yaml", "path": "config.yaml"}]
     items += [{"key": key, "path": path} for path, key in _file_keys(request).items()]
+    secret = {"secretName": control_secret_name(request.name), "defaultMode": 0o440}
     volumes: list[Object] = [
         {"name": "config", "configMap": {"name": f"{request.name}-config", "items": items}},
         {"name": "storage", "persistentVolumeClaim": {"claimName": request.profile.storage.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{request.instance.shm_gib}Gi"}},
         {"name": "scratch", "emptyDir": {}},
+        {"name": "control", "secret": {**secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}]}},
     ]
     volumes += [
         {"name": _volume_name(path), "hostPath": {"path": host, "type": "Directory"}}

@@ -11,13 +11,20 @@ from posttrain.apps.launch.pod_template import RUN_LABEL, Object
 from posttrain.errors import ExitCode, InputError
 from posttrain.files.json_files import JsonObject
 
-WORKLOADS = {  # apiVersion and kind of what a run is; the plural of each is its lower-case kind with an s
+WORKLOADS = {  # apiVersion and kind of what a run is
     "job": ("batch/v1", "Job"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
     "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
     "rayjob": ("ray.io/v1", "RayJob"),
     "raycluster": ("ray.io/v1", "RayCluster"),
 }
+
+
+def plural_of(kind: str) -> str:
+    """As it stands in paths of the API server."""
+    return f"{kind.lower()}s".replace("policys", "policies")
+
+
 ENDED = ("Succeeded", "Failed")
 NOT_STARTING = (  # reasons for waiting that do not end by themselves
     "ImagePullBackOff",

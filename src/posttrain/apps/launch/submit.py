@@ -12,7 +12,7 @@ from pathlib import Path
 from posttrain.apps.launch.cost import cost_on_cluster, price_of
 from posttrain.apps.launch.launch_request import LaunchRequest
 from posttrain.apps.launch.local.local_cluster import LocalCluster, claim_folder
-from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.pod_template import Object, control_secret
 from posttrain.apps.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs, render_job
 from posttrain.apps.launch.runs import ENDED, NOT_STARTING, Cluster, ClusterUnreachable, RunPod, pods_by_rank, state_of
 from posttrain.apps.launch.workloads import render_run
@@ -72,7 +72,10 @@ def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
 
 def objects_of(request: LaunchRequest) -> list[Object]:
     """What `create` of `cluster_of` takes: manifests, or a job for a Ray cluster that exists."""
-    return (render_job if request.profile.scheduler.kind == "raycluster" else render_run)(request)
+    if request.profile.scheduler.kind == "raycluster":
+        return render_job(request)
+    *others, workload = render_run(request)
+    return [*others, control_secret(request), workload]
 
 
 def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:

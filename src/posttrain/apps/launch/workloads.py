@@ -17,12 +17,14 @@ from collections.abc import Callable
 from posttrain.apps.launch.launch_request import LaunchRequest
 from posttrain.apps.launch.pod_template import (
     CONTAINER,
+    CONTAINER_SECURITY,
     DASHBOARD_PORT,
     NODE_COMMAND,
     RUN_LABEL,
     Object,
     config_map,
     labels_of,
+    network_policy,
     pod_template,
 )
 from posttrain.config.cluster_profile import ClusterProfile
@@ -43,8 +45,10 @@ _LOG_OUTPUTS = {
 
 
 def render_run(request: LaunchRequest) -> list[Object]:
-    """The objects of one run, in the order in which they are created."""
-    return [config_map(request), *_RENDERERS[request.profile.scheduler.kind](request)]
+    """The objects of one run, in the order in which they are created. The Secret of the run is not among them: it
+    belongs into no file (`control_secret`).
+    """
+    return [config_map(request), network_policy(request), *_RENDERERS[request.profile.scheduler.kind](request)]
 
 
 def _metadata(request: LaunchRequest) -> Object:
@@ -280,7 +284,7 @@ def _with_log_shipping(request: LaunchRequest, cluster: Object) -> list[Object]:
                     "requests": {"cpu": "500m", "memory": "512Mi"},
                     "limits": {"cpu": "1", "memory": "512Mi"},
                 },
-                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "securityContext": CONTAINER_SECURITY,
                 "volumeMounts": [
                     {"name": "log-config", "mountPath": "/fluent-bit/etc", "readOnly": True},
                     {"name": "scratch", "mountPath": "/tmp", "readOnly": True},
@@ -317,7 +321,7 @@ def chart_values(request: LaunchRequest) -> Object:
     cluster, config, profile = objects[-1], objects[0], request.profile
     spec, head = cluster["spec"], cluster["spec"]["headGroupSpec"]["template"]
     pod, container = head["spec"], head["spec"]["containers"][0]
-    log_config = objects[1]["data"]["fluent-bit.conf"] if profile.log_image is not None else ""
+    log_config = objects[-2]["data"]["fluent-bit.conf"] if profile.log_image is not None else ""
     return {
         "name": request.name,
         "labels": {name: value for name, value in cluster["metadata"]["labels"].items() if name != KUEUE_QUEUE},
@@ -335,6 +339,7 @@ def chart_values(request: LaunchRequest) -> Object:
         "resources": container["resources"],
         "addCapabilities": container["securityContext"]["capabilities"].get("add", []),
         "user": pod["securityContext"]["runAsUser"],
+        "seccompProfile": pod["securityContext"]["seccompProfile"]["type"],
         "gracePeriodSeconds": pod["terminationGracePeriodSeconds"],
         "priorityClass": profile.scheduler.priority_class or "",
         "nodeSelector": pod.get("nodeSelector", {}),
@@ -345,6 +350,7 @@ def chart_values(request: LaunchRequest) -> Object:
             for entry in container["env"]
             if "value" in entry and entry["name"] != "POSTTRAIN_ROLE"
         },
+        "controlSecret": "",
         "secretEnv": {name: {"secret": ref.secret, "key": ref.key} for name, ref in profile.secrets.items()},
         "storage": {"claim": profile.storage.claim, "mount": profile.storage.mount},
         "shmSize": f"{request.instance.shm_gib}Gi",

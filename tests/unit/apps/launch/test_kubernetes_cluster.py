@@ -73,6 +73,27 @@ def test_a_run_is_shown_with_its_price_and_created(
     assert "$" in out
 
 
+def test_the_secret_of_a_run_is_drawn_at_its_creation_and_shown_nowhere(
+    server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(profile) == 0
+    tries = [body for method, path, body in server.requests if method == "POST" and path == f"{SPACE}/secrets"]
+    assert [sorted(body.get("stringData", {})) for body in tries] == [[], ["secret"]], "the dry run has no value"
+    value = tries[-1]["stringData"]["secret"]
+    assert len(value) == 64
+    elsewhere = [body for _, path, body in server.requests if path != f"{SPACE}/secrets"]
+    assert value not in json.dumps(elsewhere)
+    assert launch(profile, "--name", "other") == 0
+    assert server.objects[f"{SPACE}/secrets/other-control"]["stringData"]["secret"] != value, "each run has another"
+    assert main(["launch", "status", "grpo-math"]) == 0
+    printed = capsys.readouterr()
+    assert value not in printed.out + printed.err
+    assert main(["launch", "stop", "grpo-math"]) == 0
+    assert sorted(server.named("secrets")) == ["hf", "other-control"]
+    assert server.named("networkpolicies") == ["other"]
+    assert ("GET", f"{SPACE}/secrets", {}) not in server.requests, "a list would contain all values"
+
+
 def test_objects_are_checked_by_the_server_before_the_first_is_created(server: ApiServer, profile: str) -> None:
     server.refused["POST /jobsets"] = (422, "spec.replicatedJobs: Invalid value")
     assert launch(profile) == 64
@@ -130,9 +151,11 @@ def test_an_operator_that_is_not_installed_is_named(
 
 
 def test_a_missing_permission_is_named(server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    server.forbidden.add("create jobsets")
+    server.forbidden |= {"create jobsets", "create networkpolicies"}
     assert launch(profile) == 64
-    assert "you may not create jobsets.jobset.x-k8s.io in namespace training" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "you may not create jobsets.jobset.x-k8s.io in namespace training" in said
+    assert "you may not create networkpolicies.networking.k8s.io in namespace training" in said
 
 
 def test_doctor_starts_the_image_if_it_is_asked_to(

@@ -217,6 +217,12 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("job", "ConfigMap", "data", {"other.yaml": ""}, "reference", f"{POD}.volumes[0].configMap.items[0].key"),
     ("job", "ConfigMap", "data['config.yaml']", "key: hf_" + "a1" * 20, "literal-secret", ""),
     ("job", "ConfigMap", "data['big.txt']", "x" * 2**20, "config-size", "data"),
+    ("job", "Job", f"{POD}.volumes[4].secret", DELETE, "control-secret", f"{BOX}.volumeMounts"),
+    ("volcano", "Job", f"{TASK}.containers[0].volumeMounts[4].mountPath", "/etc/other", "control-secret",
+        f"{TASK}.containers[0].volumeMounts"),
+    ("job", "NetworkPolicy", "spec.podSelector.matchLabels['posttrain.dev/run']", "other", "network-policy", ""),
+    ("rayjob", "NetworkPolicy", "spec.ingress[0]", DELETE, "network-policy", "spec.ingress"),
+    ("job", "NetworkPolicy", "spec.ingress[0].ports", [{"port": 6379}], "network-policy", "spec.ingress"),
     ("job", "Service", "metadata.name", DELETE, "object", ""),
     ("job", "Job", "apiVersion", DELETE, "object", ""),
 ]  # fmt: skip
@@ -234,7 +240,7 @@ UNWISE: list[tuple[str, str, str, Any, str, str]] = [
     ("job", "Job", f"{BOX}.image", "posttrain:latest", "image-tag", ""),
     ("job", "Job", f"{BOX}.securityContext.privileged", True, "privileged", ""),
     ("job", "Job", f"{POD}.hostNetwork", True, "privileged", ""),
-    ("job", "Job", f"{POD}.volumes[4]", {"name": "left", "emptyDir": {}}, "volume-unused", f"{POD}.volumes[4].name"),
+    ("job", "Job", f"{POD}.volumes[5]", {"name": "left", "emptyDir": {}}, "volume-unused", f"{POD}.volumes[5].name"),
     ("job", "Job", f"{POD}.terminationGracePeriodSeconds", 300, "grace-period", ""),
     (
         "job",

@@ -35,7 +35,7 @@ def schemas() -> CustomSchemas:
 
 @needs_core
 def test_unknown_fields_wrong_types_and_unknown_kinds_of_kubernetes(tmp_path: Path) -> None:
-    config, service, job = render_run(make_request(tmp_path, EKS, "scheduler.kind=job"))
+    config, _, service, job = render_run(make_request(tmp_path, EKS, "scheduler.kind=job"))
     job["spec"]["template"]["spec"]["nodeSelectors"] = {}
     job["spec"]["backoffLimit"] = "3"
     service["spec"]["ports"][0]["port"] = "ray"

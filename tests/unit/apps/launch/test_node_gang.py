@@ -15,8 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from control_peers import ControlPeer
 from fake_metadata import FakeMetadata
 
+from posttrain.apps.launch.node.control import port_is_open
+
+SECRET = "5ec" * 21 + "7"
 WAIT_S = 60.0  # for things that happen at once; the machine may be busy
 DRIVER = """
 import json, os, signal, sys, time
@@ -70,6 +74,7 @@ class Gang:
         (folder / "config.yaml").write_text(
             f"policy: {{device: cpu}}\ncheckpointing: {{checkpoint_dir: {folder}/run}}\n"
         )
+        (folder / "secret").write_text(SECRET + "\n")
         self.environment = {
             **os.environ,
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -86,6 +91,7 @@ class Gang:
             "POSTTRAIN_HEAD_HOST": "127.0.0.1",
             "POSTTRAIN_RAY_PORT": str(free_port()),
             "POSTTRAIN_CONTROL_PORT": str(free_port()),
+            "POSTTRAIN_CONTROL_SECRET_FILE": str(folder / "secret"),
             "POSTTRAIN_GRACE_S": "40",
             "POSTTRAIN_NOTICE": "none",
         }
@@ -244,6 +250,66 @@ def test_under_kuberay_the_driver_joins_the_head_and_an_interrupted_worker_stops
     assert gang.pods["head"].poll() is None, "KubeRay ends the head itself"
     gang.pods["head"].send_signal(signal.SIGTERM)
     assert gang.pods["head"].wait(WAIT_S) == 85
+
+
+# -- peers of the control port
+# --------------------------------------------------------------------------------------------
+
+
+def first_answer(gang: Gang, *lines: dict[str, object]) -> bytes:
+    """What rank 0 answers to a peer without the secret, until it closes the connection or welcomes the peer."""
+    port, end, answer = int(gang.environment["POSTTRAIN_CONTROL_PORT"]), time.monotonic() + WAIT_S, b""
+    gang.until(lambda: port_is_open("127.0.0.1", port), "the control port")
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as peer, suppress(ConnectionError):
+        for line in lines:
+            peer.sendall(json.dumps(line).encode() + b"\n")
+        while b"welcome" not in answer and b"ping" not in answer and (piece := peer.recv(65536)):
+            assert time.monotonic() < end
+            answer += piece
+    return answer
+
+
+def test_a_peer_without_the_secret_gets_no_token_and_ends_nothing(gang: Gang) -> None:
+    gang.script("while not os.path.exists(folder + '/ray_worker'): time.sleep(0.02)")
+    gang.start(0)
+    for rank in (1, "driver", 0, None):
+        answer = first_answer(
+            gang, {"type": "join", "run": "run", "rank": rank}, {"type": "failed", "code": 0, "why": "done"}
+        )
+        assert [json.loads(line)["type"] for line in answer.splitlines()] in ([], ["challenge"])
+        assert b"token" not in answer
+    gang.start(1)
+    assert gang.codes() == {0: 0, 1: 0}, gang.logs()
+    assert "done" not in gang.logs()
+    assert SECRET not in gang.logs()
+
+
+def test_a_failure_with_code_0_is_a_crash(gang: Gang) -> None:
+    gang.script(FOREVER)
+    gang.start(0, POSTTRAIN_NUM_NODES="3")
+    port = int(gang.environment["POSTTRAIN_CONTROL_PORT"])
+    gang.until(lambda: port_is_open("127.0.0.1", port), "the control port")
+    peer = ControlPeer(port)
+    session = peer.join(SECRET.encode(), rank=2)
+    peer.send(session.seal({"type": "failed", "code": 0, "why": "done"}))
+    assert gang.codes() == {0: 1}, gang.logs()
+
+
+def test_a_rank_that_joins_twice_or_is_none_is_refused_and_the_run_goes_on(gang: Gang) -> None:
+    gang.script("while not os.path.exists(folder + '/go_on'): time.sleep(0.02)")
+    gang.start(0, 1)
+    gang.wait_for("driver")
+    for rank, why in ((1, "has joined already"), (2, "not a part"), (0, "not a part"), ("driver", "not a part")):
+        peer = ControlPeer(int(gang.environment["POSTTRAIN_CONTROL_PORT"]))
+        session = peer.join(SECRET.encode(), rank)
+        while (answer := session.unseal(peer.lines.readline()[:-1]))["type"] == "ping":
+            pass
+        assert answer["type"] == "refused"
+        assert why in str(answer["why"])
+        peer.send(session.seal({"type": "failed", "code": 0, "why": "done"}))
+        peer.rest()
+    (gang.folder / "go_on").touch()
+    assert gang.codes() == {0: 0, 1: 0}, gang.logs()
 
 
 def test_a_warning_lets_the_driver_save_and_go_on(gang: Gang) -> None:

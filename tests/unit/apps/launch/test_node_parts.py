@@ -28,6 +28,8 @@ NOW = datetime(2026, 11, 16, 12, 0, tzinfo=UTC).timestamp()
 def environment(tmp_path: Path) -> dict[str, str]:
     config = tmp_path / "config.yaml"
     config.write_text(f"policy: {{device: auto}}\ncheckpointing: {{checkpoint_dir: {tmp_path}/run}}\n")
+    secret = tmp_path / "secret"
+    secret.write_text("5" * 64 + "\n")
     return {
         "POSTTRAIN_RUN": "grpo-run",
         "POSTTRAIN_KIND": "grpo",
@@ -41,6 +43,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "POSTTRAIN_HEAD_HOST": "grpo-run-node-0-0.grpo-run",
         "POSTTRAIN_RAY_PORT": "6379",
         "POSTTRAIN_CONTROL_PORT": "6390",
+        "POSTTRAIN_CONTROL_SECRET_FILE": str(secret),
         "POSTTRAIN_GRACE_S": "15",
         "POSTTRAIN_NOTICE": "aws",
         "JOB_COMPLETION_INDEX": "1",
@@ -81,6 +84,9 @@ def test_the_rank_is_read_from_the_schedulers_variables(
         ("POSTTRAIN_NUM_NODES", "two", "POSTTRAIN_NUM_NODES='two': a whole number of at least 1"),
         ("JOB_COMPLETION_INDEX", "3", "rank 3, and POSTTRAIN_NUM_NODES is 3"),
         ("POSTTRAIN_CONFIG", "/missing.yaml", "POSTTRAIN_CONFIG=/missing.yaml cannot be read"),
+        ("POSTTRAIN_CONTROL_SECRET_FILE", "", "POSTTRAIN_CONTROL_SECRET_FILE is missing"),
+        ("POSTTRAIN_CONTROL_SECRET_FILE", "/missing", "POSTTRAIN_CONTROL_SECRET_FILE=/missing cannot be read"),
+        ("POSTTRAIN_CONTROL_SECRET_FILE", "/dev/null", "has 0 characters, and at least 32"),
     ],
 )
 def test_a_wrong_variable_is_named(environment: dict[str, str], name: str, value: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from posttrain.apps.launch.lint.check import check_manifests, find_helm
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.reading import pods_of
 from posttrain.apps.launch.manifest_files import Manifest
+from posttrain.apps.launch.pod_template import control_secret
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
@@ -159,6 +161,11 @@ def helm_template(folder: Path, values: Any, release: str = "release") -> list[d
     return [body for body in yaml.safe_load_all(done.stdout) if body]
 
 
+def without_secret(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chart draws another secret each time."""
+    return [body for body in objects if body["kind"] != "Secret"]
+
+
 def comparable(objects: list[dict[str, Any]]) -> dict[str, Any]:
     """By kind and name; environment variables as a map, because a chart sorts them."""
     found = {}
@@ -181,7 +188,12 @@ def test_chart_with_values_renders_what_python_renders(tmp_path: Path, profile: 
         "image.pull_secret=regcred",
     ]
     request = make_request(tmp_path, profile, *settings)
-    assert comparable(helm_template(tmp_path, chart_values(request))) == comparable(render_run(request))
+    rendered = helm_template(tmp_path, chart_values(request))
+    assert comparable(without_secret(rendered)) == comparable(render_run(request))
+    (secret,) = (body for body in rendered if body["kind"] == "Secret")
+    assert secret["metadata"] == control_secret(request)["metadata"]
+    assert len(base64.b64decode(secret["data"]["secret"])) == 64
+    assert "Secret" not in [body["kind"] for body in helm_template(tmp_path, {"controlSecret": "mine"})]
 
 
 @needs_helm
@@ -238,7 +250,7 @@ EMPTY = {
 def test_every_value_of_the_chart_changes_the_render(tmp_path: Path) -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     shipped = {"logs": {"image": "fluent-bit:1", "config": "a"}}
-    base = helm_template(tmp_path, shipped)
+    base = without_secret(helm_template(tmp_path, shipped))
     leaves = {
         name: value
         for name, value in defaults.items()
@@ -254,7 +266,7 @@ def test_every_value_of_the_chart_changes_the_render(tmp_path: Path) -> None:
         section, dot, key = name.partition(".")
         own = {section: {key: new}} if dot else {name: new}
         merged = {**shipped, **own, **({"logs": {**shipped["logs"], key: new}} if section == "logs" else {})}
-        assert helm_template(tmp_path, merged) != base, name
+        assert without_secret(helm_template(tmp_path, merged)) != base, name
 
 
 def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
@@ -379,10 +391,17 @@ def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(
         str(out),
     ]
     assert main(command) == 0
-    assert [path.name for path in sorted(out.iterdir())] == ["01-configmap-grpo-x-config.yaml", "02-jobset-grpo-x.yaml"]
+    assert [path.name for path in sorted(out.iterdir())] == [
+        "01-configmap-grpo-x-config.yaml",
+        "02-networkpolicy-grpo-x.yaml",
+        "03-jobset-grpo-x.yaml",
+        "control-secret.txt",
+    ]
+    command_of_the_secret = (out / "control-secret.txt").read_text()
+    assert "| kubectl create secret generic grpo-x-control --namespace training" in command_of_the_secret
     capsys.readouterr()
     assert main(["launch", "check", str(out)]) == 0
-    assert "2 objects: 0 errors" in capsys.readouterr().out
+    assert "3 objects: 0 errors" in capsys.readouterr().out
     assert main(command) == 64
     assert main(["launch", "setup", "--on", str(profile), "--to", str(tmp_path / "admin")]) == 0
     assert main(["launch", "check", str(tmp_path / "admin"), "--json"]) == 0

@@ -14,16 +14,19 @@ from posttrain.apps.launch.lint.reading import (
     get,
     is_kind,
     job_specs,
+    list_of,
     map_of,
     pods_of,
     read,
 )
 from posttrain.apps.launch.manifest_files import Manifest
+from posttrain.apps.launch.pod_template import RUN_LABEL
 from posttrain.apps.launch.quantities import quantity
 from posttrain.apps.launch.storage_sizes import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 
 KUEUE = "kueue.x-k8s.io"
 _QUEUE = f"{KUEUE}/queue-name"
+_SECRET_FILE = "POSTTRAIN_CONTROL_SECRET_FILE"
 _VOLCANO_CONFIG = "volcano-scheduler.conf"
 
 
@@ -55,6 +58,7 @@ def check_references(manifests: Sequence[Manifest]) -> Findings:
         for pods in pods_of(manifest):
             yield from _check_machine(pods)
             yield from _check_config_keys(pods, files)
+            yield from _check_control_secret(pods)
         yield from _check_quota(manifest, files)
         if is_kind(manifest, "batch", "Job"):
             yield from _check_service(manifest, files)
@@ -62,6 +66,8 @@ def check_references(manifests: Sequence[Manifest]) -> Findings:
             yield from _check_size(manifest, files)
         elif is_kind(manifest, "", "ConfigMap"):
             yield from _check_volcano_config(manifest, files)
+        elif is_kind(manifest, "networking.k8s.io", "NetworkPolicy"):
+            yield from _check_policy(manifest, files)
         elif is_kind(manifest, "karpenter.sh", "NodePool"):
             yield from _check_pool(manifest, files)
 
@@ -101,6 +107,43 @@ def _check_config_keys(pods: Pods, files: _Files) -> Findings:
         for entry in every(item, "items[*].key"):
             if entry.value not in {**map_of(config.body, "data"), **map_of(config.body, "binaryData")}:
                 yield entry.place.error("reference", entry.value, "ConfigMap lacks it")
+
+
+def _check_control_secret(pods: Pods) -> Findings:
+    """Pods of `posttrain node` mount the Secret that they prove to each other."""
+    secrets = [get(volume, "name") for volume in list_of(pods.spec, "volumes") if get(volume, "secret", "secretName")]
+    for place, container in pods.containers("containers"):
+        env = {str(get(entry, "name")): get(entry, "value") for entry in list_of(container, "env")}
+        if "POSTTRAIN_CONTROL_PORT" not in env:
+            continue
+        file, here = str(env.get(_SECRET_FILE) or ""), place.at("volumeMounts")
+        mounts = list_of(container, "volumeMounts")
+        folders = [str(get(mount, "mountPath")) for mount in mounts if get(mount, "name") in secrets]
+        if not any(file.startswith(f"{folder}/") for folder in folders):
+            message = "`posttrain node` does not start without the Secret of its run"
+            remedy = f"mount a Secret, and name its file in {_SECRET_FILE}; `launch render` writes both"
+            yield here.error("control-secret", file or None, message, remedy)
+
+
+def _check_policy(manifest: Manifest, files: _Files) -> Findings:
+    """A policy for the pods of a run selects some, and lets them reach each other on every port."""
+    run = get(manifest.body, "spec", "podSelector", "matchLabels", RUN_LABEL)
+    if run is None:
+        return
+    root = ManifestPlace(manifest).at("spec")
+    runs = [pods.labels.get(RUN_LABEL) for other in files.manifests for pods in pods_of(other)]
+    if runs and run not in runs:
+        here = root.at("podSelector", "matchLabels", RUN_LABEL)
+        yield here.error("network-policy", run, "no pods in these files have this label: the policy protects nothing")
+    admitted = [
+        get(peer, "podSelector", "matchLabels", RUN_LABEL)
+        for rule in list_of(manifest.body, "spec", "ingress")
+        if not get(rule, "ports")
+        for peer in list_of(rule, "from")
+    ]
+    if run not in admitted:
+        message = "the pods of the run cannot reach each other"
+        yield root.at("ingress").error("network-policy", None, message, f"add a rule from pods with {RUN_LABEL}: {run}")
 
 
 def _check_service(manifest: Manifest, files: _Files) -> Findings:

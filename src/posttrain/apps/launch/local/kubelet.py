@@ -1,8 +1,8 @@
 """Runs pods of a manifest on this machine, in namespaces on a private network. Runs inside those of the local cluster.
 
-Supported parts of a manifest: command, environment, ConfigMaps, the claim, memory-backed and other empty volumes, host
-name, DNS names, grace period, user 1000. Limits of CPU and memory are not enforced, and there are no GPUs. The image is
-replaced by this machine's file system and this Python's `posttrain`.
+Supported parts of a manifest: command, environment, ConfigMaps, Secrets, the claim, memory-backed and other empty
+volumes, a read-only root, host name, DNS names, grace period, user 1000. Limits of CPU and memory are not enforced, and
+there are no GPUs. The image is replaced by this machine's file system and this Python's `posttrain`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ _NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 MAX_EVENTS = 1000
 
 
+def _folder_mount(path: str, source: Path, *, read_only: bool = False) -> namespaces.Mount:
+    return {"path": path, "source": str(source), "size": 0, "read_only": read_only, "files": {}}
+
+
 def ip_command() -> str | None:
     return shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
@@ -46,7 +50,8 @@ class _Process:
 
 
 class Kubelet:
-    """`folder` is that of the run. `config_maps` are the manifests of that kind, `secrets` values by name and key."""
+    """`folder` is that of the run. `config_maps` are the manifests of that kind, `secrets` the values of environment
+    variables by name, and of files by SECRET/KEY."""
 
     def __init__(
         self,
@@ -133,8 +138,10 @@ class Kubelet:
             f"route add default via {GATEWAY}\n",
             "hostname": pod.hostname,
             "root": str(folder / "root"),
+            "read_only_root": bool(container.get("securityContext", {}).get("readOnlyRootFilesystem")),
             "mounts": [
-                {"path": "/etc/cluster-dns", "source": str(self._folder / "dns"), "size": 0, "read_only": True},
+                _folder_mount("/etc/cluster-dns", self._folder / "dns", read_only=True),
+                *(_folder_mount(str(path), path) for path in self._hub_cache(container)),
                 *self._mounts(pod, container, folder),
             ],
             "links": {"/etc/hosts": "/etc/cluster-dns/hosts", "/etc/resolv.conf": "/etc/cluster-dns/resolv.conf"},
@@ -154,6 +161,11 @@ class Kubelet:
                 env[one["name"]] = self._secrets[one["name"]]
         return env
 
+    def _hub_cache(self, container: Object) -> list[Path]:
+        """Of this machine: pods use it in place of one on the claim, and write to it."""
+        found = next((Path(one["value"]) for one in container.get("env", []) if one["name"] == "HF_HOME"), None)
+        return [found] if found is not None and found.is_dir() else []
+
     def _mounts(self, pod: Pod, container: Object, folder: Path) -> list[namespaces.Mount]:
         volumes = {volume["name"]: volume for volume in pod.template["spec"].get("volumes", [])}
         mounts: list[namespaces.Mount] = []
@@ -164,6 +176,7 @@ class Kubelet:
                 "source": None,
                 "size": 0,
                 "read_only": bool(one.get("readOnly")),
+                "files": {},
             }
             if "configMap" in volume:
                 mount["source"] = str(self._write_config(volume["configMap"], folder / one["name"]))
@@ -172,6 +185,12 @@ class Kubelet:
                 claim = self._claims / volume["persistentVolumeClaim"]["claimName"]
                 claim.mkdir(parents=True, exist_ok=True)
                 mount["source"] = str(claim)
+            elif "secret" in volume:  # in memory, as a kubelet keeps it
+                secret = volume["secret"]
+                mount["size"], mount["read_only"] = 2**16, True
+                mount["files"] = {
+                    item["path"]: self._secrets[f"{secret['secretName']}/{item['key']}"] for item in secret["items"]
+                }
             elif "hostPath" in volume:
                 mount["source"] = volume["hostPath"]["path"]
             elif volume["emptyDir"].get("medium") == "Memory":

@@ -22,7 +22,7 @@ from posttrain.apps.launch.local import namespaces
 from posttrain.apps.launch.local.kubelet import ip_command
 from posttrain.apps.launch.local.process import LOCK, MANIFESTS, REQUESTS, STATE
 from posttrain.apps.launch.manifest_files import read_manifests, to_yaml
-from posttrain.apps.launch.pod_template import RUN_LABEL, Object
+from posttrain.apps.launch.pod_template import RUN_LABEL, Object, new_secret
 from posttrain.apps.launch.run_checkpoints import checkpoint_rows, run_folders, shared_mount
 from posttrain.apps.launch.runs import ENDED, Check, state_of
 from posttrain.errors import InputError
@@ -104,7 +104,8 @@ class LocalCluster:
             (folder / REQUESTS).mkdir()
             (folder / MANIFESTS).write_text(to_yaml(objects), encoding="utf-8")
             _write_shim(folder / "bin")
-            self._start(folder, {name: os.environ[name] for name in _secret_names(objects)})
+            values = {name: os.environ[name] for name in _secret_names(objects)}
+            self._start(folder, values | {name: new_secret() for name in _secret_files(objects)})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -230,17 +231,17 @@ def _write_shim(folder: Path) -> None:
 
 def _secret_names(objects: Sequence[Object]) -> list[str]:
     """Variables whose values are in Secrets."""
-    found: set[str] = set()
+    return sorted({one["name"] for one in _maps_in(list(objects)) if "secretKeyRef" in (one.get("valueFrom") or {})})
 
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            if "secretKeyRef" in (value.get("valueFrom") or {}):
-                found.add(value["name"])
-            for inner in value.values():
-                look(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                look(inner)
 
-    look(list(objects))
-    return sorted(found)
+def _secret_files(objects: Sequence[Object]) -> list[str]:
+    """Keys of the Secrets that pods mount, each with the name of its Secret. Launch makes their values."""
+    mounted = [one["secret"] for one in _maps_in(list(objects)) if isinstance(one.get("secret"), dict)]
+    return sorted({f"{one['secretName']}/{item['key']}" for one in mounted for item in one["items"]})
+
+
+def _maps_in(value: Any) -> Iterator[Object]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _maps_in(inner)

@@ -13,6 +13,7 @@ this machine, with the pod's volumes in it; its network is a private one.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 )  # fmt: skip
 _MNT_DETACH = 2
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 USER = 1000
 NOT_STARTED = 128  # exit code of a pod whose command could not be started, as a container engine reports it
@@ -38,6 +40,7 @@ class Mount(TypedDict):
     source: str | None  # None: memory, of `size` bytes
     size: int
     read_only: bool
+    files: dict[str, str]  # of a mount in memory
 
 
 class CommandSpec(TypedDict):
@@ -51,6 +54,7 @@ class PodSpec(CommandSpec):
     network: str  # commands for `ip -batch`
     hostname: str
     root: str
+    read_only_root: bool
     mounts: list[Mount]
     links: dict[str, str]
 
@@ -74,6 +78,15 @@ def bind(source: str, target: str, *, read_only: bool = False) -> None:
     mount(source, target, flags=_MS_BIND | _MS_REC)
     if read_only:
         mount("", target, flags=_MS_BIND | _MS_REMOUNT | _MS_RDONLY)
+
+
+def make_read_only(path: str, *, recursive: bool) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size)
+    if result != 0 and ctypes.get_errno() != errno.ENOSYS:  # Linux before 5.12
+        _checked(f"mount_setattr {path}", result)
 
 
 def end_with_parent() -> None:
@@ -107,7 +120,7 @@ def enter_cluster() -> int:
 # -- the root of a pod -------------------------------------------------------------------------------------------------
 
 
-def _make_root(root: str, mounts: list[Mount], links: dict[str, str]) -> None:
+def _make_root(root: str, mounts: list[Mount], links: dict[str, str], *, read_only: bool) -> None:
     """A root of which every folder is this machine's, with links and mount points that this machine does not have."""
     mount("", "/", flags=_MS_REC | _MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
@@ -116,7 +129,7 @@ def _make_root(root: str, mounts: list[Mount], links: dict[str, str]) -> None:
     for path in missing:
         while (path := os.path.dirname(path)) not in opened:
             opened.add(path)
-    _expose("/", root, opened, {"/proc", *links})
+    _expose("/", root, opened, {"/proc", *links}, read_only=read_only)
     for path in ("/proc", *missing):
         os.makedirs(root + path, exist_ok=True)
     for path, target in links.items():
@@ -126,6 +139,11 @@ def _make_root(root: str, mounts: list[Mount], links: dict[str, str]) -> None:
         target = root + one["path"]
         if one["source"] is None:
             mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={one['size']},mode=1777")
+            for name, text in one["files"].items():
+                with open(os.open(f"{target}/{name}", os.O_WRONLY | os.O_CREAT, 0o440), "w") as file:
+                    file.write(text)
+            if one["read_only"]:
+                mount("", target, flags=_MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
         else:
             bind(one["source"], target, read_only=one["read_only"])
     os.mkdir(f"{root}/.old")
@@ -133,10 +151,18 @@ def _make_root(root: str, mounts: list[Mount], links: dict[str, str]) -> None:
     os.chdir("/")
     _checked("umount", _libc.umount2(b"/.old", _MNT_DETACH))
     os.rmdir("/.old")
+    if read_only:
+        make_read_only("/", recursive=False)
 
 
-def _expose(folder: str, root: str, opened: set[str], left_out: set[str]) -> None:
+def _expose(folder: str, root: str, opened: set[str], left_out: set[str], *, read_only: bool) -> None:
     """Bind what `folder` contains below `root`; folders of `opened` become new ones with the same content."""
+
+    def show(path: str) -> None:
+        bind(path, root + path)
+        if read_only and not path.startswith("/dev"):  # devices stay writable, as in a container
+            make_read_only(root + path, recursive=True)
+
     for entry in os.scandir(folder):
         target = root + entry.path
         if entry.path in left_out:
@@ -146,12 +172,12 @@ def _expose(folder: str, root: str, opened: set[str], left_out: set[str]) -> Non
         elif entry.is_dir():
             os.mkdir(target)
             if entry.path in opened:
-                _expose(entry.path, root, opened, left_out)
+                _expose(entry.path, root, opened, left_out, read_only=read_only)
             else:
-                bind(entry.path, target)
+                show(entry.path)
         elif entry.is_file():
             os.close(os.open(target, os.O_CREAT))
-            bind(entry.path, target)
+            show(entry.path)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -161,7 +187,7 @@ def _run_pod(spec: PodSpec) -> NoReturn:
     """As PID 1 of the pod."""
     subprocess.run([spec["ip_command"], "-batch", "-"], input=spec["network"], text=True, check=True)
     _checked("sethostname", _libc.sethostname(spec["hostname"].encode(), len(spec["hostname"])))
-    _make_root(spec["root"], spec["mounts"], spec["links"])
+    _make_root(spec["root"], spec["mounts"], spec["links"], read_only=spec["read_only_root"])
     become_user(USER)
     _execute(spec)
 

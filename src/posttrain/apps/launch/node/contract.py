@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from posttrain.errors import InputError
+from posttrain.apps.launch.node.session import MIN_SECRET_CHARACTERS
+from posttrain.errors import InputError, reason_of
 
 SCHEDULERS = ("job", "jobset", "volcano", "rayjob", "raycluster")
 NOTICES = ("aws", "gce", "none")
@@ -35,6 +36,7 @@ class NodeSettings:
     notice: str
     ray_command: str  # KubeRay's; empty elsewhere
     checkpoint_dir: Path
+    secret: bytes = field(repr=False)  # of the run; proved on the control connections
 
     @property
     def is_kuberay(self) -> bool:
@@ -73,6 +75,7 @@ def read_settings(environment: Mapping[str, str]) -> NodeSettings:
         notice=read.choice("POSTTRAIN_NOTICE", NOTICES),
         ray_command=read.text(RAY_COMMAND) if is_kuberay else "",
         checkpoint_dir=Path(str(_value(values, "checkpointing", "checkpoint_dir") or "results")),
+        secret=_secret(Path(read.text("POSTTRAIN_CONTROL_SECRET_FILE"))),
     )
 
 
@@ -80,6 +83,19 @@ def _rank(read: _Variables, scheduler: str) -> int | None:
     if scheduler in _INDEX:
         return read.number(_INDEX[scheduler]) + read.number("POSTTRAIN_RANK_OFFSET", default="0")
     return 0 if read.choice("POSTTRAIN_ROLE", ("head", "worker")) == "head" else None
+
+
+def _secret(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise InputError(f"POSTTRAIN_CONTROL_SECRET_FILE={path} cannot be read: {reason_of(error)}") from error
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise InputError(
+            f"POSTTRAIN_CONTROL_SECRET_FILE={path} has {len(secret)} characters, and at least {MIN_SECRET_CHARACTERS} "
+            "are needed: the output of `openssl rand -hex 32`"
+        )
+    return secret
 
 
 def _config(path: Path) -> object:

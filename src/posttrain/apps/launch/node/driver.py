@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from posttrain.apps.launch.node.contract import NodeSettings
-from posttrain.apps.launch.node.control import Link, Message
+from posttrain.apps.launch.node.control import Link
 from posttrain.apps.launch.node.head import DRIVER, driver_command, exit_code, why_no_progress, write_stop
 from posttrain.apps.launch.node.member import Member
 from posttrain.apps.launch.node.notices import Notice
+from posttrain.apps.launch.node.session import Message, as_seconds
 from posttrain.checkpointing.stopping import STOP_FILE
 from posttrain.errors import ExitCode
 
@@ -24,6 +25,7 @@ class DriverMember(Member):
 
     def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
         super().__init__(settings, environment)
+        self.joins_as = DRIVER
         self._is_stopping = False
         self._stop_file = self._ray_log.with_name("stop.json")
 
@@ -36,16 +38,15 @@ class DriverMember(Member):
             return
         self.begin()
 
-    def _on_connection(self, link: Link) -> None:
+    def _on_welcome(self, link: Link, welcome: Message) -> None:
         link.start()
-        link.send({"type": "join", "run": self.settings.run, "rank": DRIVER})
         environment = {**self.environment, STOP_FILE: str(self._stop_file)}
         self.children.start(DRIVER, driver_command(self.settings), environment)
 
     def on_message(self, link: Link, message: Message) -> None:
         kind = message["type"]
         if kind == "stop":
-            self.on_notice(Notice("interruption", float(str(message["seconds"])), is_final=True))
+            self.on_notice(Notice("interruption", as_seconds(message["seconds"]), is_final=True))
         elif kind == "save":
             self.children.signal(DRIVER, signal.SIGUSR1)
         elif kind == "kill":

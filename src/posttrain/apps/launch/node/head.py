@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import shlex
 import signal
 import sys
@@ -25,9 +24,10 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.apps.launch.node.contract import NodeSettings
-from posttrain.apps.launch.node.control import Link, Listener, Message, port_is_open
+from posttrain.apps.launch.node.control import Link, Listener, port_is_open
 from posttrain.apps.launch.node.member import JOIN_S, RAY, Member
 from posttrain.apps.launch.node.notices import Notice
+from posttrain.apps.launch.node.session import Message, as_exit_code, as_seconds, new_nonce
 from posttrain.checkpointing.stopping import STOP_FILE
 from posttrain.errors import ExitCode, reason_of
 from posttrain.files import durable
@@ -55,7 +55,7 @@ class HeadMember(Member):
         self.members: dict[int, Link] = {}  # by rank
         self.drivers: list[Link] = []  # under KubeRay
         self._waiting: list[Link] = []  # for the drivers to end, under KubeRay
-        self._token = secrets.token_hex(32)
+        self._attempt = new_nonce()
         self._stop_file = self._ray_log.with_name("stop.json")
         self._is_stopping = False
         self._ending: int | None = None
@@ -67,15 +67,22 @@ class HeadMember(Member):
         if not settings.is_kuberay and (why := why_no_progress(settings.checkpoint_dir)) is not None:
             self.end(ExitCode.NO_PROGRESS, why)
             return
+        if settings.num_nodes == 1 and not settings.is_kuberay:  # nobody joins, so nothing listens
+            self._start_driver({})
+            return
         self._listener = Listener(
-            settings.control_port, self._pass_on, lambda link: self.later(partial(self._left, link))
+            settings.control_port,
+            settings.secret,
+            self._attempt,
+            lambda link: self.later(partial(self._on_join, link)),
+            self._pass_on,
+            lambda link: self.later(partial(self._left, link)),
+            self.say,
         )
         if settings.is_kuberay:
             self.start_ray(shlex.split(settings.ray_command.rpartition(";")[2]))
-            return
-        self.at(time.monotonic() + JOIN_S, self._give_up_waiting)
-        if settings.num_nodes == 1:
-            self._start_driver({})
+        else:
+            self.at(time.monotonic() + JOIN_S, self._give_up_waiting)
 
     def _give_up_waiting(self) -> None:
         missing = [str(rank) for rank in range(1, self.settings.num_nodes) if rank not in self.members]
@@ -83,49 +90,61 @@ class HeadMember(Member):
             self.end(ExitCode.SAVED, f"rank {', '.join(missing)} has not joined within {JOIN_S:.0f} s")
 
     def on_message(self, link: Link, message: Message) -> None:
-        kind = message["type"]
-        if kind == "join":
-            if message["run"] != self.settings.run and message["rank"] != DRIVER:  # jobs have separate names
-                link.close()
-                return
-            self._joined(link, message["rank"])
-        elif link not in [*self.members.values(), *self.drivers]:
+        kind, rank = message["type"], self._rank_of(link)
+        if rank is None:  # a driver, or a link that was refused: neither reports anything
             link.close()
         elif kind == "notice":
-            seconds = message["seconds"]
-            left = None if seconds is None else float(str(seconds))
-            where = f"rank {self._rank_of(link)}: {message['source']}"
-            self.on_notice(Notice(where, left, bool(message["is_final"])), link)
+            left = None if message["seconds"] is None else as_seconds(message["seconds"])
+            self.on_notice(Notice(f"rank {rank}: {message['source']}", left, message["is_final"] is True), link)
         elif kind == "failed":
-            self.end(
-                exit_code(int(str(message["code"])), is_stopping=self._is_stopping),
-                f"rank {self._rank_of(link)}: {message['why']}",
-            )
+            try:
+                code = as_exit_code(message["code"], least=1)
+            except ValueError:  # a failure never ends the run as if it were done
+                code = ExitCode.CRASHED
+            self.end(exit_code(code, is_stopping=self._is_stopping), f"rank {rank}: {message['why']}")
 
-    def _rank_of(self, link: Link) -> object:
-        return next((rank for rank, known in self.members.items() if known is link), DRIVER)
+    def _rank_of(self, link: Link) -> int | None:
+        return next((rank for rank, known in self.members.items() if known is link), None)
 
-    def _joined(self, link: Link, rank: object) -> None:
+    def _on_join(self, link: Link) -> None:
+        """The link has proved the secret. A rank that is there already may be the replacement of one whose machine is
+        gone without a word: it is refused and tries again, and the silence of the old one ends this attempt.
+        """
+        if (why := self._why_refused(link.session.run, link.session.rank)) is not None:
+            self.say(f"refused {link.peer_address}: {why}")
+            link.send({"type": "refused", "why": why})
+            link.close()
+            return
+        rank = link.session.rank
+        if rank is None:  # KubeRay's
+            rank = next(n for n in range(1, len(self.members) + 2) if n not in self.members)
+        link.send({"type": "welcome", "rank": rank})
         if rank == DRIVER:
             self.drivers.append(link)
             if self._is_stopping:
                 self._ask_drivers()
             return
-        if rank is None:  # KubeRay's
-            number = next(n for n in range(1, len(self.members) + 2) if n not in self.members)
-        else:
-            number = int(str(rank))
-        if number in self.members or not 0 < number < max(self.settings.num_nodes, len(self.members) + 2):
-            self.end(ExitCode.SAVED, f"rank {number} has joined twice: its pod was replaced")
-            return
-        self.members[number] = link
-        link.send({"type": "welcome", "rank": number})
-        self.say(f"rank {number} has joined from {link.peer_address}")
+        assert isinstance(rank, int)
+        self.members[rank] = link
+        self.say(f"rank {rank} has joined from {link.peer_address}")
         if not self.settings.is_kuberay and len(self.members) == self.settings.num_nodes - 1:
             self._start_ray_head(link.own_address)
 
+    def _why_refused(self, run: str, rank: object) -> str | None:
+        if self._ending is not None:
+            return "this attempt is ending"
+        if self.settings.is_kuberay:
+            if rank == DRIVER:  # jobs of a Ray cluster have names of their own
+                return None
+            is_rank = rank is None
+        else:
+            is_rank = type(rank) is int and 0 < rank < self.settings.num_nodes
+        if run != self.settings.run or not is_rank:
+            return f"rank {rank!r} of {run!r} is not a part of {self.settings.run}"
+        return f"rank {rank} has joined already" if rank in self.members else None
+
     def _start_ray_head(self, address: str) -> None:
-        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
+        self.take_ray_token(self._attempt)
         port = self.settings.ray_port
         own = ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false"]
         self.start_ray(["ray", "start", *own, *self.ray_options()])
@@ -135,7 +154,7 @@ class HeadMember(Member):
         port = self.settings.ray_port
         if port_is_open(address, port):
             for link in self.members.values():
-                link.send({"type": "go", "address": f"{address}:{port}", "token": self._token})
+                link.send({"type": "go", "address": f"{address}:{port}"})
             self._start_driver({"RAY_ADDRESS": f"{address}:{port}"})
         elif time.monotonic() > limit:
             self.end(ExitCode.CRASHED, f"Ray's head has not answered at {address}:{port} for {_RAY_START_S:.0f} s")

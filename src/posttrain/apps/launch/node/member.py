@@ -29,14 +29,16 @@ import psutil  # type: ignore[import-untyped]
 
 from posttrain.apps.launch.node.checks import check_machine
 from posttrain.apps.launch.node.contract import NodeSettings
-from posttrain.apps.launch.node.control import Link, Message, connect
+from posttrain.apps.launch.node.control import Link, connect
 from posttrain.apps.launch.node.notices import Notice, metadata_service, start_watch
+from posttrain.apps.launch.node.session import Message, as_exit_code, ray_token
 from posttrain.errors import ExitCode, InputError
 
 JOIN_S = 1800.0  # for all machines of a gang to start
 RAY = "ray"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_TAIL = 8192  # of the output of `ray start` in a message
 
 
 class Children:
@@ -108,6 +110,7 @@ class Member:
         self.settings = settings
         self.environment = dict(environment)
         self.rank = settings.rank
+        self.joins_as: object = settings.rank  # None: rank 0 gives the number
         self.children = Children()
         self.code: int | None = None  # set: the loop ends
         self.deadline = math.inf  # when this machine ends, by time.monotonic(), as far as is known
@@ -119,7 +122,8 @@ class Member:
     def ray_output_tail(self) -> str:
         """The last lines that `ray start` printed."""
         with suppress(OSError):
-            return "".join(f"\n  {line}" for line in self._ray_log.read_text("utf-8", "replace").splitlines()[-10:])
+            lines = self._ray_log.read_text("utf-8", "replace").splitlines()[-10:]
+            return "".join(f"\n  {line}" for line in lines)[-_LONGEST_TAIL:]
         return ""
 
     def say(self, text: str) -> None:
@@ -203,39 +207,43 @@ class Member:
 
     def _join(self) -> None:
         settings = self.settings
-        link = connect(
+        joined = connect(
             settings.head_host,
             settings.control_port,
+            settings.secret,
+            settings.run,
+            self.joins_as,
             self._pass_on,
             lambda link: self.later(partial(self.end, ExitCode.SAVED, "rank 0 is gone")),
             limit_s=JOIN_S,
             say=self.say,
         )
-        if link is None:
+        if joined is None:
             self.later(partial(self.end, ExitCode.SAVED, "rank 0 did not start"))
         else:
-            self.later(partial(self._on_connection, link))
+            self.later(partial(self._on_welcome, *joined))
 
-    def _on_connection(self, link: Link) -> None:
+    def _on_welcome(self, link: Link, welcome: Message) -> None:
         self._link = link
         link.start()
-        link.send({"type": "join", "run": self.settings.run, "rank": self.rank})
+        self.rank = int(str(welcome["rank"]))
+        self.say(f"joined {self.settings.head_host}")
         if self.settings.is_kuberay:
             self.start_ray(shlex.split(self.settings.ray_command.rpartition(";")[2]))
 
     def on_message(self, link: Link, message: Message) -> None:
         kind = message["type"]
-        if kind == "welcome":
-            self.rank = int(str(message["rank"]))
-            self.say(f"joined {self.settings.head_host}")
-        elif kind == "go":
-            head, token = str(message["address"]), str(message["token"])
-            self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-            self.start_ray(
-                ["ray", "start", f"--address={head}", f"--node-ip-address={link.own_address}", *self.ray_options()]
-            )
+        if kind == "go":
+            self.take_ray_token(link.session.attempt)
+            head, own = f"--address={message['address']}", f"--node-ip-address={link.own_address}"
+            self.start_ray(["ray", "start", head, own, *self.ray_options()])
         elif kind == "stop":
-            self.end(int(str(message["code"])), str(message["why"]))
+            self.end(as_exit_code(message["code"]), str(message["why"]))
+
+    def take_ray_token(self, attempt: str) -> None:
+        """The same in all pods of an attempt, and another in each attempt."""
+        token = ray_token(self.settings.secret, attempt)
+        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
     def ray_options(self) -> list[str]:
         return ["--block", "--disable-usage-stats", f"--num-gpus={self.settings.gpus_per_node}"]
