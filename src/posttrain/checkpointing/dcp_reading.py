@@ -1,4 +1,5 @@
-"""Reads a folder of torch.distributed.checkpoint (DCP) without running code that is stored in it.
+"""Reads a folder of torch.distributed.checkpoint (DCP), and files of torch.save, without running code that is stored in
+them.
 
 DCP pickles its index, `.metadata`, and unpickles it and every value that is not a tensor without restriction, so that a
 malicious file can run any code. Here the index may contain only the classes that DCP itself puts there, values that are
@@ -10,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -106,7 +108,28 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: TensorReader, *, no_dist
         dcp.load(dict(tensors), storage_reader=reader, planner=_TensorsOnly(), no_dist=no_dist)
     except CheckpointException as error:  # of any rank; not an `Exception`
         reason, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{reader.path} cannot be read: {reason_of(reason)}") from reason
+        raise CheckpointError(f"{reader.path} cannot be read: {_why_unreadable(reason)}") from None
+
+
+def load_plain(path: Path, map_location: str | None = None) -> Any:
+    """Plain values and tensors that torch.save has written. FileNotFoundError; CheckpointError if it cannot be read."""
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged pickle raises errors of any kind
+        raise CheckpointError(f"{path} cannot be read: {_why_unreadable(error)}") from None
+
+
+def _why_unreadable(error: BaseException) -> str:
+    """Without torch's text for a pickle that it refuses: it advises to load the file with `weights_only=False`, which
+    runs the code in it.
+    """
+    if not isinstance(error, pickle.UnpicklingError) or "weights_only" not in str(error):
+        return reason_of(error)
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"it names {named[1]}, and such a file" if named else "a file of a checkpoint"
+    return f"{what} contains plain values and tensors only; not loaded"
 
 
 def silence_dcp_warning() -> None:

@@ -6,7 +6,6 @@ Weights, optimizer and scheduler are the policy's part.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.checkpointing.dcp_reading import load_plain
 from posttrain.errors import CheckpointError
 from posttrain.files.json_files import JsonObject
 
@@ -41,11 +41,9 @@ def save_training_state(folder: Path, state: TrainingState) -> None:
 def load_training_state(folder: Path) -> TrainingState:
     path = folder / TRAINING_STATE
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_plain(path, "cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: this checkpoint cannot be resumed from") from error
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{path} has format {found!r}; this version of posttrain reads format {_FORMAT}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import traceback
 from collections import defaultdict
 from pathlib import Path
 
@@ -108,6 +110,15 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return print, ("code ran",)
 
-    torch.save({"format": 1, "trap": Trap()}, tmp_path / "train_dataloader.pt")
+    path = tmp_path / "train_dataloader.pt"
+    torch.save({"format": 1, "trap": Trap()}, path)
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read: it names print") as raised:
+        load_training_state(tmp_path)
+    assert "weights_only" not in "".join(traceback.format_exception(raised.value)), "torch's advice runs the code"
+    path.write_bytes(pickle.dumps({"trap": Trap()}))
+    with pytest.raises(CheckpointError, match="plain values and tensors only; not loaded") as raised:
+        load_training_state(tmp_path)
+    assert "weights_only" not in str(raised.value)
+    path.write_bytes(b"junk" * 10)  # torch raises a KeyError
     with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
         load_training_state(tmp_path)

@@ -31,7 +31,13 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model, describe_model
-from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors, silence_dcp_warning, tensor_entries
+from posttrain.checkpointing.dcp_reading import (
+    TensorReader,
+    load_plain,
+    load_tensors,
+    silence_dcp_warning,
+    tensor_entries,
+)
 from posttrain.errors import reason_of
 from posttrain.files.json_files import read_json
 from posttrain.models.lora import is_adapted
@@ -219,10 +225,7 @@ def load(
             f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot "
             "go on from it exactly. Start a new run from its weights with policy.model_name instead."
         )
-    try:
-        schedule = torch.load(folder / SCHEDULE, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{folder / SCHEDULE} cannot be read: {reason_of(error)}") from error
+    schedule = load_plain(folder / SCHEDULE)
     optimizer.check_kinds(schedule)
     reader = TensorReader(folder / OPTIMIZER)
     try:
