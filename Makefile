@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .vllm-venv
 
-.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure lock bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
@@ -18,6 +18,7 @@ help:
 	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
+	@echo "make lock    write the versions and hashes of the image's packages (requirements/image.txt)"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
 	@echo "make durations  measure all tests anew; their tier follows from tests/durations.json"
@@ -32,6 +33,13 @@ $(STAMP): pyproject.toml requirements/torch.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements/torch.txt -e '.[dev]'
 	touch $(STAMP)
+
+# The packages of the image, with their hashes. Versions stay as they are; with UPGRADE=--upgrade they become the newest that fit.
+lock:
+	$(BIN)/uv pip compile pyproject.toml requirements/image.in --extra ray --extra s3 --universal --python-version 3.11 \
+	  --override requirements/image-overrides.txt --no-emit-package torch --no-emit-package networkx \
+	  --no-emit-package setuptools --generate-hashes --no-annotate --custom-compile-command "make lock" \
+	  --quiet --output-file requirements/image.txt $(UPGRADE)
 
 demo: setup
 	$(BIN)/posttrain demo
