@@ -38,6 +38,26 @@ Subdomain = Annotated[
         "lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes",
     ),
 ]
+_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+LabelKey = Annotated[
+    str,
+    matching(
+        rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_NAME}",
+        "is no label of Kubernetes; expected letters, digits, '-', '_' and '.', at most 63, such as team or "
+        "example.com/team",
+    ),
+]
+LabelValue = Annotated[
+    str,
+    matching(
+        rf"({_NAME})?",
+        "is no value of a label of Kubernetes; expected letters, digits, '-', '_' and '.', at most 63",
+    ),
+]
+Word = Annotated[str, matching(r"[!-~]+", "one word is expected, without spaces and line breaks")]
+Line = Annotated[
+    str, matching(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]+", "one line is expected, without control characters")
+]
 SecretKey = Annotated[str, matching(r"[-._A-Za-z0-9]{1,253}", "letters, digits, '-', '_' and '.' are accepted")]
 ImageName = Annotated[
     str,
@@ -50,7 +70,12 @@ def is_http_address(text: str) -> bool:
     """http://HOST:PORT, without a user: it is shown in messages."""
     try:
         place = urlsplit(text)
-        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in text
+        return (
+            place.scheme in ("http", "https")
+            and bool(place.hostname)
+            and place.port != 0
+            and not re.search(r"[@\s]", text)
+        )
     except ValueError:  # of the port
         return False
 
@@ -59,9 +84,9 @@ class ClusterSection(Section):
     kind: Literal["eks", "gke", "kubernetes", "local"] = setting(
         ..., "Who runs the cluster; decides fabric, Spot and storage; local is this machine."
     )
-    context: str | None = setting(None, "Context of the kubeconfig; null is the current one.")
+    context: Line | None = setting(None, "Context of the kubeconfig; null is the current one.")
     namespace: Label = setting("default", "Namespace of everything that a run creates.")
-    name: str | None = setting(
+    name: Word | None = setting(
         None, "Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag."
     )
 
@@ -73,20 +98,22 @@ class ImageSection(Section):
         "RuntimeDefault",
         "System call filter of the pods; Unconfined is for the code sandbox `strict`, which makes user namespaces.",
     )
-    ray_version: str = setting("2.52.0", "Version of Ray in the image; KubeRay asks for it.")
+    ray_version: Word = setting("2.52.0", "Version of Ray in the image; KubeRay asks for it.")
 
 
 class NodesSection(Section):
-    instance_type: str | None = setting(None, "Type of machine, e.g. p5en.48xlarge; null needs gpus, cpu, memory_gib.")
+    instance_type: LabelValue | None = setting(
+        None, "Type of machine, e.g. p5en.48xlarge; null needs gpus, cpu, memory_gib."
+    )
     capacity: Literal["spot", "on_demand"] = setting("on_demand", "Spot machines, or on-demand ones.")
-    zone: str | None = setting(None, "The one zone of all machines; EFA and RDMA do not cross zones.")
+    zone: LabelValue | None = setting(None, "The one zone of all machines; EFA and RDMA do not cross zones.")
     gpus: NonNegativeInt | None = setting(None, "GPUs of a machine that is not in the table; 0 trains on CPUs.")
     cpu: PositiveFloat | None = setting(None, "Its allocatable CPU cores.")
     memory_gib: PositiveFloat | None = setting(None, "Its allocatable memory, GiB.")
-    selector: dict[str, str] = setting(dict, "Labels of nodes, beside those of the type.")
+    selector: dict[LabelKey, LabelValue] = setting(dict, "Labels of nodes, beside those of the type.")
     max_nodes: PositiveInt = setting(8, "Machines that `setup` lets Karpenter and quotas have.")
     pool: Subdomain = setting("posttrain", "Name of the node pool, node class, queue and flavor of `setup`.")
-    role: str | None = setting(None, "IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
+    role: Word | None = setting(None, "IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
     grace_s: PositiveInt | None = setting(
         None,
         "Seconds between the signal to end and the kill; null is what the provider leaves, on GKE Spot 15 unless the "
@@ -115,7 +142,7 @@ class SchedulerSection(Section):
         "Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
         "http://127.0.0.1:8265, a forwarded port.",
     )
-    topology: list[str] = setting(
+    topology: list[LabelKey] = setting(
         list, "Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist."
     )
 
@@ -141,16 +168,16 @@ class SchedulerSection(Section):
 
 class StorageSection(Section):
     claim: Subdomain = setting(..., "PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
-    mount: str = setting("/shared", "Folder of the mount; checkpoints and models are below it.")
+    mount: Line = setting("/shared", "Folder of the mount; checkpoints and models are below it.")
     size_gib: PositiveInt = setting(1200, "Size that `setup` asks for, GiB.")
-    file_system: str | None = setting(
+    file_system: Word | None = setting(
         None, "An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new one."
     )
-    address: str | None = setting(None, "DNS name (FSx) or IP (Lustre) of the existing file system.")
-    export_name: str | None = setting(None, "Mount name (FSx) or filesystem (Lustre) of the existing one.")
+    address: Word | None = setting(None, "DNS name (FSx) or IP (Lustre) of the existing file system.")
+    export_name: Word | None = setting(None, "Mount name (FSx) or filesystem (Lustre) of the existing one.")
     throughput: Literal[125, 250, 500, 1000] = setting(250, "MB/s per TiB of a new file system.")
-    subnet: str | None = setting(None, "Subnet of a new FSx file system, subnet-….")
-    security_group: str | None = setting(None, "Security group of a new FSx file system, sg-….")
+    subnet: Word | None = setting(None, "Subnet of a new FSx file system, subnet-….")
+    security_group: Word | None = setting(None, "Security group of a new FSx file system, sg-….")
 
     @field_validator("mount")
     @classmethod
@@ -177,7 +204,7 @@ class PriceSection(Section):
     on_demand: PositiveFloat | None = setting(None, "On-demand price of a machine, USD an hour.")
     spot: PositiveFloat | None = setting(None, "Spot price of a machine, USD an hour.")
     as_of: str = setting(..., "Day of the price, YYYY-MM-DD; older than 90 days warns.")
-    source: str = setting("cluster profile", "Where the price is from.")
+    source: Line = setting("cluster profile", "Where the price is from.")
 
     @field_validator("as_of")
     @classmethod
@@ -212,7 +239,9 @@ class ClusterProfile(Section):
     storage: StorageSection = setting(..., "The shared file system.")
     secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
     env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
-    log_image: str | None = setting(None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none.")
+    log_image: ImageName | None = setting(
+        None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none."
+    )
     cost: CostSection = setting(CostSection, "What `plan --on` counts with.")
 
     @model_validator(mode="before")
@@ -242,6 +271,8 @@ class ClusterProfile(Section):
         for name in secrets if isinstance(secrets, dict) else ():
             if not _VARIABLE.fullmatch(str(name)):
                 raise ValueError(f"{name!r} cannot name an environment variable")
+            if str(name).startswith("POSTTRAIN_"):
+                raise ValueError(f"{name} is set by the launcher itself")
         return secrets
 
     @field_validator("env")

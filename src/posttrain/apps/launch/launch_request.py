@@ -90,6 +90,8 @@ def request_run(
             f"cluster.launcher = 'local' is one process, and the run has {config.cluster.num_workers} (num_nodes x "
             "gpus_per_node); set cluster.launcher=auto"
         )
+    if profile.image.seccomp != "Unconfined" and profile.cluster.kind != "local":
+        _check_sandbox(plain_values(config).get("env"), "env")
     text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
         name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),
@@ -101,6 +103,17 @@ def request_run(
         config_text=text,
         files=files,
     )
+
+
+def _check_sandbox(value: Any, key: str) -> None:
+    if isinstance(value, dict):
+        if value.get("type") == "code" and value.get("sandbox") in (None, "strict"):
+            raise InputError(
+                f"{key}.sandbox = 'strict' makes user namespaces, which the system call filter of the pods refuses: "
+                f"set image.seccomp: Unconfined in the profile, or {key}.sandbox=best_effort (docs/sandbox.md)"
+            )
+        for name, inner in value.items():
+            _check_sandbox(inner, f"{key}.{name}")
 
 
 def _check_on_mount(key: str, folder: str, mount: PurePosixPath) -> None:

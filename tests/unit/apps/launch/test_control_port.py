@@ -126,7 +126,7 @@ def test_nothing_that_is_unproved_is_answered_or_acted_upon(head: Head, attack: 
         peer.send(ATTACKS[attack](head, peer))
     assert peer.rest() == b"", "closed without a word"
     assert head.is_untouched()
-    assert len(head.said) == 1
+    until(lambda: bool(head.said))
     assert "127.0.0.1" in head.said[0]
 
 
@@ -269,7 +269,8 @@ def _answer_with(reply: Callable[[dict[str, Any]], bytes]) -> int:
         with connection, connection.makefile("rb") as lines:
             connection.sendall(b'{"type": "challenge", "attempt": "a", "nonce": "n"}\n')
             connection.sendall(reply(json.loads(lines.readline())))
-            lines.readline()
+            with suppress(ConnectionError):
+                lines.readline()
 
     threading.Thread(target=serve, daemon=True).start()
     return int(server.getsockname()[1])

@@ -18,7 +18,7 @@ from posttrain.apps.launch.lint.check import check_manifests, find_helm
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.reading import pods_of
 from posttrain.apps.launch.manifest_files import Manifest
-from posttrain.apps.launch.pod_template import control_secret
+from posttrain.apps.launch.pod_template import control_secret, with_new_value
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
@@ -111,6 +111,57 @@ def test_secrets_are_references_and_env_is_passed(tmp_path: Path) -> None:
     }
     assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
     assert env["NCCL_DEBUG"]["value"] == "INFO"
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_pods_have_the_rights_that_they_need_and_no_more(tmp_path: Path, scheduler: str) -> None:
+    settings = [f"scheduler.kind={scheduler}", *(["log_image=fluent:1"] if scheduler == "raycluster" else [])]
+    for nodes, added in ((1, {}), (2, {"add": ["IPC_LOCK"]})):
+        objects = render_run(make_request(tmp_path, EKS, *settings, nodes=nodes))
+        for each in (pods for manifest in manifests(objects) for pods in pods_of(manifest)):
+            context = each.spec["securityContext"]
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert context["runAsNonRoot"] is True
+            for number, (_, container) in enumerate(each.containers()):
+                own = container["securityContext"]
+                assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
+                assert own["capabilities"] == {"drop": ["ALL"], **(added if number == 0 else {})}
+            volumes = {volume["name"]: volume for volume in each.spec["volumes"]}
+            box = each.spec["containers"][0]
+            folders = {mount["mountPath"]: volumes[mount["name"]] for mount in box["volumeMounts"]}
+            assert "emptyDir" in folders["/tmp"]
+            assert each.env["HOME"] == "/tmp"
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_only_pods_of_the_run_reach_it_and_its_secret_is_a_reference(tmp_path: Path, scheduler: str) -> None:
+    request = make_request(tmp_path, EKS, f"scheduler.kind={scheduler}")
+    objects = render_run(request)
+    (policy,) = (body for body in objects if body["kind"] == "NetworkPolicy")
+    own = {"podSelector": {"matchLabels": {"posttrain.dev/run": request.name}}}
+    assert policy["spec"]["podSelector"] == own["podSelector"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"][0] == {"from": [own]}
+    others = policy["spec"]["ingress"][1:]
+    assert [rule["ports"] for rule in others] == ([[{"protocol": "TCP", "port": 8265}]] if "ray" in scheduler else [])
+    for each in (pods for manifest in manifests(objects) for pods in pods_of(manifest)):
+        assert each.labels["posttrain.dev/run"] == request.name
+        (volume,) = (volume["secret"] for volume in each.spec["volumes"] if "secret" in volume)
+        assert volume["secretName"] == control_secret(request)["metadata"]["name"]
+        assert each.env["POSTTRAIN_CONTROL_SECRET_FILE"] == "/etc/posttrain-control/secret"
+    assert "Secret" not in [body["kind"] for body in objects]
+    assert "data" not in control_secret(request)
+    first, second = (with_new_value(control_secret(request))["stringData"]["secret"] for _ in range(2))
+    assert first != second
+
+
+def test_a_code_sandbox_that_the_system_call_filter_refuses_is_found_before_the_launch(tmp_path: Path) -> None:
+    run = ("env={c: {type: code}}",)
+    with pytest.raises(InputError, match=r"env\.c\.sandbox = 'strict'.*image\.seccomp: Unconfined"):
+        make_request(tmp_path, EKS, run=run)
+    made = make_request(tmp_path, EKS, "image.seccomp=Unconfined", run=run)
+    assert pods_of(manifests(render_run(made))[-1])[0].spec["securityContext"]["seccompProfile"]["type"] == "Unconfined"
+    make_request(tmp_path, EKS, run=("env={c: {type: code, sandbox: best_effort}}",))
 
 
 def test_without_a_zone_pods_follow_the_first(tmp_path: Path) -> None:
@@ -278,6 +329,9 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------
 
 
+OWN_NODES = {"gpus": 8, "cpu": 100, "memory_gib": 500}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -302,6 +356,22 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
         ({"image": {"name": "<YOUR_ECR_REPO>/x"}}, "no name of an image"),
         ({"log_image": "fluent"}, "raycluster"),
         ({"cost": {"price": {"spot": 3.0, "as_of": "yesterday"}}}, "must be a day"),
+        ({"secrets": {"POSTTRAIN_CONTROL_SECRET_FILE": {"secret": "a", "key": "b"}}}, "set by the launcher"),
+        ({"nodes": {**OWN_NODES, "selector": {"team": "a\nb"}}}, r"nodes\.selector\.team.*no value of a label"),
+        ({"nodes": {**OWN_NODES, "selector": {"team": "a\n"}}}, r"nodes\.selector\.team.*no value of a label"),
+        ({"nodes": {**OWN_NODES, "selector": {"team": "x" * 64}}}, "no value of a label"),
+        ({"nodes": {**OWN_NODES, "selector": {"a\nb": "c"}}}, r"(?s)nodes\.selector.*no label of Kubernetes"),
+        ({"nodes": {**OWN_NODES, "selector": {"/team": "c"}}}, "no label of Kubernetes"),
+        ({"nodes": {**OWN_NODES, "zone": "a\nb"}}, r"nodes\.zone.*no value of a label"),
+        ({"nodes": {**OWN_NODES, "role": "a b"}}, r"nodes\.role.*one word"),
+        ({"nodes": {"instance_type": "p5en.48xlarge\n"}}, r"nodes\.instance_type"),
+        ({"cluster": {"kind": "eks", "context": "a\nb"}}, r"cluster\.context.*one line"),
+        ({"scheduler": {"kueue_queue": "q", "topology": ["a\nb"]}}, r"scheduler\.topology.*no label of Kubernetes"),
+        ({"scheduler": {"kind": "raycluster", "ray_address": "http://head\n:8265"}}, "http://HOST:PORT"),
+        ({"storage": {"claim": "c", "mount": "/a\nb"}}, r"storage\.mount.*one line"),
+        ({"storage": {"claim": "c", "subnet": "a\u2028b"}}, r"storage\.subnet.*one word"),
+        ({"image": {"name": "a:1", "ray_version": "2\n"}}, r"image\.ray_version.*one word"),
+        ({"image": {"name": "a:1", "seccomp": "none"}}, "RuntimeDefault"),
     ],
 )
 def test_profile_is_strict(tmp_path: Path, change: dict[str, Any], message: str) -> None:
