@@ -74,21 +74,23 @@ def seal(folder: Path) -> None:
         durable.sync_folder(path)
 
 
-def find_damage(folder: Path, *, contents: bool = True, below: str = "") -> list[str]:
+def find_damage(folder: Path, *, contents: bool = True, below: str | tuple[str, ...] = ()) -> list[str]:
     """What is wrong with a sealed folder, one line each; empty if nothing is.
 
-    `contents` False looks at sizes only; `below` looks at the files under that subfolder only.
+    `contents` False looks at sizes only; `below` looks only at these files, and at those under these subfolders.
     """
+    places = (below,) if isinstance(below, str) else below
     try:
         piece_bytes, recorded = _read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
         return [f"{CHECKSUMS} is missing: the checkpoint was never completed"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"]
-    if unlisted := _unlisted(folder, recorded, below):
+    if unlisted := _unlisted(folder, recorded, places):
         return [f"{name} is not in {CHECKSUMS}" for name in unlisted]
-    if below:
-        recorded = {name: file for name, file in recorded.items() if name.startswith(f"{below}/")}
+    if places:
+        inside = tuple(f"{place}/" for place in places)
+        recorded = {name: file for name, file in recorded.items() if name in places or name.startswith(inside)}
 
     problems = [
         problem for name, file in recorded.items() if (problem := _size_problem(folder / name, name, file.size))
@@ -137,10 +139,11 @@ def _own_digest(content: Mapping[str, object]) -> str:
     return sha256_of(json.dumps(rest, sort_keys=True, separators=(",", ":")))
 
 
-def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:
+def _unlisted(folder: Path, recorded: Collection[str], places: tuple[str, ...]) -> list[str]:
     """Files that would be loaded but have no checksum."""
-    found = [] if below else [name for name in _LOADED if (folder / name).exists()]
-    for root, _, names in os.walk(folder / (below or _LOADED_FOLDER)):
+    places = places or (*_LOADED, _LOADED_FOLDER)
+    found = [name for name in places if (folder / name).exists() and not (folder / name).is_dir()]
+    for root, _, names in (entry for place in places for entry in os.walk(folder / place)):
         found += [
             (Path(root) / name).relative_to(folder).as_posix() for name in names if not _SYSTEM_FILES.fullmatch(name)
         ]

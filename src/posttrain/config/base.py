@@ -10,10 +10,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from posttrain.errors import InputError
@@ -25,6 +26,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FreeMap = dict[str, Any]
+Parsed = TypeVar("Parsed")
 MAX_INTEGER = 2**63
 UNKNOWN_KEY = "unknown_key"  # type of an error; the value is not shown, because the key may be a misspelled `api_key`
 MAX_FLOAT = 1e30  # what float32 can still multiply
@@ -173,3 +175,15 @@ def explain_errors(error: ValidationError, path: str = "") -> list[str]:
             line = f"{key} is {shown_setting(key, value):.200}: {message_of(problem)}"
         lines.setdefault(key, line)
     return list(lines.values())
+
+
+def parse_as(kind: type[Parsed], value: object, where: str, error: type[InputError] = InputError) -> Parsed:
+    """A dataclass of a JSON object in a file, checked by its annotations; `error` names the field that does not fit."""
+    try:
+        parsed: Parsed = _adapter(kind).validate_python(value)
+        return parsed
+    except ValidationError as refused:
+        raise error(f"{where}: {explain_errors(refused)[0].strip()}") from None
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -112,6 +112,14 @@ def move(path: Path, target: Path) -> None:
         sync_folder(folder)
 
 
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of a file. It is on the disk when this returns."""
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def cut_torn_line(file: Path) -> None:
     """A line without its end was being written when the process died."""
     content = file.read_bytes() if file.exists() else b""

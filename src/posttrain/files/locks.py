@@ -120,10 +120,11 @@ class NoLocks(OSError):
 
 
 class LockHeld(FolderHeld):
-    """Another process has the lock. Callers that know what it protects raise an error of their own."""
+    """Another process has the lock."""
 
-    def __init__(self, path: Path, holder: Holder | None) -> None:
-        super().__init__(f"{path} is locked by {holder or 'another process'}")
+    def __init__(self, path: Path, holder: Holder | None, refusal: str) -> None:
+        refusal = refusal or f"{path} is locked by {{holder}}"
+        super().__init__(refusal.replace("{holder}", str(holder or "another process")))
         self.holder = holder
 
 
@@ -141,15 +142,16 @@ def try_lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def locked(path: Path, *, wait_s: float | None = None) -> Iterator[int]:
+def locked(path: Path, *, wait_s: float | None = None, refusal: str = "") -> Iterator[int]:
     """Hold the lock on `path`, which names the holder meanwhile. Yields its descriptor: a child that inherits it
-    holds the lock, too. LockHeld if it is not free within `wait_s`; None waits as long as it takes."""
+    holds the lock, too. LockHeld if it is not free within `wait_s`; None waits as long as it takes. `refusal` is its
+    message, with {holder} for the process that has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while not try_lock(descriptor):
             if deadline is not None and time.monotonic() >= deadline:
-                raise LockHeld(path, _holder(descriptor))
+                raise LockHeld(path, _holder(descriptor), refusal)
             time.sleep(_POLL_S)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(Holder.this())).encode(), 0)

@@ -7,15 +7,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.apps.demo.arithmetic import SHARE_RIGHT, build_model, run_settings, sft_settings, write_data
 from posttrain.build import TrainingRun
 from posttrain.config import load_config
-from posttrain.errors import FolderHeld, InputError
+from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
-from posttrain.files.locks import LockHeld, locked
+from posttrain.files.locks import locked
 from posttrain.reporting.examination import errors_of_model
 
 SFT_STEPS = 500
@@ -64,14 +64,8 @@ def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], ob
         raise InputError(f"--folder {folder} holds something else than a demo; name an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     marker.touch()
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(folder / ".lock", wait_s=0))
-        except LockHeld as busy:
-            raise FolderHeld(
-                f"--folder {folder}: another demo is running there ({busy.holder or 'not known'}); wait for it, or "
-                "name a new folder"
-            ) from None
+    busy = f"--folder {folder}: another demo is running there ({{holder}}); wait for it, or name a new folder"
+    with locked(folder / ".lock", wait_s=0, refusal=busy):
         under_way = json.dumps(settings)
         if marker.read_text(encoding="utf-8") == under_way:
             print(f"Resuming the stopped demo in {folder}.")

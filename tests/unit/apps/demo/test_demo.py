@@ -1,4 +1,4 @@
-"""The folder of the demo: for one process at a time, gone on with after a stop, begun anew after the end."""
+"""The demo: its folder is for one process at a time, and posttrain has nothing to say about its settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.apps.demo import show as demo
+from posttrain.config import load_config
 from posttrain.errors import InputError
 
 
@@ -61,3 +62,21 @@ def test_what_is_no_demo_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds something else than a demo"), demo._claimed(tmp_path, {"seed": 1}):
         pass
     assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20, 50, demo.GRPO_STEPS, 137, 1000])
+def test_every_checkpoint_that_is_ranked_by_a_validation_has_one(steps: int) -> None:
+    loaded = load_config("grpo", None, demo.grpo_overrides(Path("demo"), seed=1, steps=steps))
+    grpo, checkpointing = loaded.config.grpo, loaded.config.checkpointing
+    assert checkpointing.metric_name == "val:accuracy"
+    saved = range(checkpointing.save_period, steps, checkpointing.save_period)
+    assert [step for step in saved if step % grpo.val_period] == []
+    assert grpo.val_at_end, "the last step is saved whatever the periods are"
+    assert len(saved) <= 3, "saving is not what the demo shows"
+    assert loaded.warnings == []
+
+
+def test_teaching_the_format_ranks_no_checkpoints() -> None:
+    loaded = load_config("sft", None, demo.sft_overrides(Path("demo"), seed=1))
+    assert loaded.config.checkpointing.metric_name is None
+    assert loaded.warnings == []
