@@ -12,7 +12,7 @@ import pytest
 from tiny_runs import grpo, rows_of, run, write_rows
 
 from posttrain.apps.evaluate import screening
-from posttrain.apps.evaluate.screen_files import ScreenFiles
+from posttrain.apps.evaluate.screening import ScreenFiles
 
 REWARDS = """
 def by_level(prompt, response, reference, metadata):

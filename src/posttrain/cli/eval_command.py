@@ -9,7 +9,6 @@ from pathlib import Path
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import load_config
 from posttrain.errors import InputError
-from posttrain.files import durable
 from posttrain.reporting.console import Console
 from posttrain.run import quieten_libraries, refuse_missing_model
 
@@ -118,7 +117,7 @@ def _is_model(word: str) -> bool:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from posttrain.apps.evaluate.comparison import compare, comparison_json, comparison_lines
+    from posttrain.apps.evaluate.comparison import compare, comparison_json, comparison_lines, comparison_page
     from posttrain.apps.evaluate.results import read_evaluation
 
     if len(args.words) != 2:
@@ -128,9 +127,7 @@ def run_compare(args: argparse.Namespace) -> int:
     first, second = (read_evaluation(folder) for folder in args.words)
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
-        from posttrain.apps.evaluate.comparison_html import render
-
-        durable.write_for_user(args.html, render(comparison))
+        durable.write_for_user(args.html, comparison_page(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))
     if args.html is not None and not args.json:
         print(f"\n  page  {args.html}")

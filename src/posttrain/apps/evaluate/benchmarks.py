@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, unreadable
+from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -32,12 +32,8 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Benchmark(NamedDataset):
-    """Of several field names the first that a row has is used."""
-
+class Benchmark(ResponseSpec):
     split: str = "test"
-    question: tuple[str, ...] = ("problem", "question")
-    answer: tuple[str, ...] | Callable[[Row], object] = ("answer",)
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""
@@ -204,7 +200,7 @@ def unknown_benchmark(name: str) -> DataError:
 def lines_for_people() -> list[str]:
     width = max(len(benchmark.name) for benchmark in BENCHMARKS)
     lines = [f"  {b.name:<{width}}  {b.about}  ({b.hub}, {b.split})" for b in BENCHMARKS]
-    languages = ", ".join(code.replace("_", "-") for code in MULTILINGUAL_MMLU)
+    languages = ", ".join(MULTILINGUAL_MMLU).replace("_", "-")
     return [*lines, f"  {'mmlu_ZH-CN':<{width}}  and the other languages of MMMLU: {languages}"]
 
 

@@ -12,31 +12,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from posttrain import __version__
 from posttrain.apps.evaluate.answers import AnswerReader, answer_reader
 from posttrain.apps.evaluate.folder import EvaluationFolder
 from posttrain.apps.evaluate.identity import digest, judge_of, prompts_hash
 from posttrain.apps.evaluate.model import EvaluatedModel
 from posttrain.apps.evaluate.problems import ProblemSet, load_problems
-from posttrain.apps.evaluate.results import EvaluationSummary, ProblemResult, hash_of_tasks
+from posttrain.apps.evaluate.results import SUMMARY_FILE, EvaluationSummary, ProblemResult, hash_of_tasks, summary_text
 from posttrain.apps.evaluate.runner import EvaluationRunner, TaskQueue, unfinished_batches
-from posttrain.apps.evaluate.summary import Facts, summarise
+from posttrain.apps.evaluate.summary import summarise
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
-from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
+from posttrain.files.durable import write_text
 from posttrain.files.redaction import redact, without_credentials
 from posttrain.roles import Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.multi_turn import build_turns
 from posttrain.types import Sampling, Task
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_FOLDER = Path("results/eval")
 ANSWERS = "answers"  # what the progress bar counts
@@ -150,17 +145,8 @@ class EvaluationBuild:
             else:
                 self.say(f"{self.problem_set.name}: all {done} problems were finished before; {path}")
             finished = [folder.finished[problem.id] for problem in problems]
-            facts = Facts(
-                model=self.config.generation.model_name,
-                dataset=self.config.data.dataset_name,
-                config=plain_values(self.config),
-                code_version=__version__,
-                model_fingerprint=self.model.fingerprint,
-                num_devices=self.config.num_devices,
-                timings=folder.timings(),
-            )
-            summary = summarise(self.config, finished, facts)
-            folder.write_summary(summary)
+            summary = summarise(self.config, finished, self.model.fingerprint, folder.timings())
+            write_text(path / SUMMARY_FILE, summary_text(summary))
             return summary, finished, path
 
     # -- where answers come from ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ differ.
 Everything is paired by problem. Where each problem is passed or failed (0 or 1 on both sides) the test is McNemar's,
 exact: of the problems that changed, how likely is a split at least as uneven if both directions were equally likely?
 Otherwise the signs of the differences are flipped at random (keyed), a test of their mean. Problems that one side could
-not score are left out and counted. The page is in `comparison_html.py`.
+not score are left out and counted.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from posttrain.algorithms.pass_at_k import Metric, parse_metric
 from posttrain.apps.evaluate.identity import describe_difference, different_settings, why_incomparable
-from posttrain.apps.evaluate.metrics import bootstrap_means, per_problem
+from posttrain.apps.evaluate.metrics import bootstrap_interval, per_problem, random_words
 from posttrain.apps.evaluate.results import Evaluation, EvaluationError, Interval, ProblemResult
+from posttrain.reporting.pages import render_page
 
 RESAMPLES = 10_000
-_AT_ONCE = 1 << 22
 _NAMES = ("A", "B")
+MAX_SHOWN = 200  # changed problems with their answers, on the page
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,15 @@ def compare(
         raise EvaluationError(f"{name}: no problem was scored in both evaluations")
     differences = [pair.difference for pair in measured]
     p_value, test = _test(measured, seed)
-    means = bootstrap_means(differences, seed=seed, resamples=RESAMPLES)
-    assert means is not None
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    interval = bootstrap_interval(differences, seed=seed, confidence=confidence, resamples=RESAMPLES)
+    assert interval is not None
     return EvaluationComparison(
         first=first,
         second=second,
         metric=name,
         first_mean=math.fsum(p.first_value or 0.0 for p in measured) / len(measured),
         second_mean=math.fsum(p.second_value or 0.0 for p in measured) / len(measured),
-        interval=Interval(float(low), float(high), confidence),
+        interval=interval,
         p_value=p_value,
         test=test,
         wins=sum(difference > 0 for difference in differences),
@@ -137,7 +138,7 @@ def check_same_problems(first: Evaluation, second: Evaluation) -> None:
         "with another text or answer": changed,
     }
     found = "; ".join(
-        f"{len(ids)} {kind}: {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}" for kind, ids in kinds.items() if ids
+        f"{len(ids)} {kind}: {', '.join(ids[:5])}{', …' * (len(ids) > 5)}" for kind, ids in kinds.items() if ids
     )
     raise EvaluationError(
         f"the two evaluations are not of the same problems (A has {len(a)}, B has {len(b)}), so they cannot be "
@@ -176,11 +177,8 @@ def sign_flip_test(differences: Sequence[float], seed: int, resamples: int = RES
     if not len(values):
         return 1.0
     observed = abs(math.fsum(differences)) * (1 - 1e-12)  # sums in another order may differ in the last bit
-    words = np.random.Philox(key=np.array([seed % 2**64, 2], dtype=np.uint64))
-    at_once, hits = max(1, _AT_ONCE // len(values)), 0
-    for start in range(0, resamples, at_once):
-        count = min(at_once, resamples - start)
-        raw = words.random_raw(count * len(values)).reshape(count, -1)
+    hits = 0
+    for raw in random_words(seed, 2, resamples, len(values)):
         signs = np.where(raw >> np.uint64(63), 1.0, -1.0)
         hits += int((np.abs(signs @ values) >= observed).sum())
     return (hits + 1) / (resamples + 1)
@@ -254,3 +252,25 @@ def comparison_json(comparison: EvaluationComparison) -> str:
         "changed": [{"id": p.first.id, "a": p.first_value, "b": p.second_value} for p in c.changed],
     }
     return json.dumps(row, indent=2)
+
+
+def comparison_page(comparison: EvaluationComparison) -> str:
+    """One self-contained HTML page, in the style of a run's report."""
+    c = comparison
+    names = dict.fromkeys([*c.first.summary.metrics, *c.second.summary.metrics])
+    return render_page(
+        Path(__file__).with_name("comparison.html"),
+        title=f"{c.first.summary.dataset}: {c.second.summary.model} against {c.first.summary.model}",
+        facts=f"{c.metric} · {len(c.pairs)} problems · {c.test}",
+        status_words=c.verdict,
+        c=c,
+        sides=[(name, _value(c.first, name), _value(c.second, name)) for name in names],
+        max_shown=MAX_SHOWN,
+    )
+
+
+def _value(evaluation: Evaluation, name: str) -> str:
+    value, interval = evaluation.summary.metrics.get(name), evaluation.summary.intervals.get(name)
+    if value is None:
+        return "not measured"
+    return f"{value:.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if interval else "")

@@ -7,7 +7,6 @@ evaluation, and reads which problems are finished. The format is in `results.py`
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,16 +19,14 @@ from posttrain.apps.evaluate.results import (
     PROBLEMS_FILE,
     SUMMARY_FILE,
     EvaluationError,
-    EvaluationSummary,
     ProblemResult,
     problem_row,
     read_problems,
-    summary_text,
 )
-from posttrain.errors import FolderHeld, place_and_reason
-from posttrain.files.durable import cut_torn_line, make_folder, write_text
+from posttrain.errors import place_and_reason
+from posttrain.files.durable import append, cut_torn_line, make_folder, write_text
 from posttrain.files.json_files import read_json
-from posttrain.files.locks import LockHeld, locked
+from posttrain.files.locks import locked
 from posttrain.files.redaction import redact_values
 
 TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: time and tokens, over all attempts
@@ -52,12 +49,8 @@ class EvaluationFolder:
         try:
             make_folder(path)
             lock = ExitStack()
-            lock.enter_context(locked(path / LOCK_FILE, wait_s=0))
-        except LockHeld as held:
-            raise FolderHeld(
-                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set "
-                "eval.save_path"
-            ) from None
+            busy = f"{path}: {{holder}} is evaluating into this folder; wait for it, or set eval.save_path"
+            lock.enter_context(locked(path / LOCK_FILE, wait_s=0, refusal=busy))
         except OSError as error:
             raise EvaluationError(
                 f"eval.save_path: {path} cannot be written ({place_and_reason(error)}); choose another folder"
@@ -65,7 +58,10 @@ class EvaluationFolder:
         folder = cls(path, plain_identity(identity), _lock=lock)
         try:
             folder._compare_identity()
-            folder._read_finished()
+            for name in (PROBLEMS_FILE, TIMINGS_FILE):
+                cut_torn_line(path / name)
+            if (path / PROBLEMS_FILE).exists():
+                folder.finished = {problem.id: problem for problem in read_problems(path)}
         except BaseException:
             lock.close()
             raise
@@ -73,30 +69,16 @@ class EvaluationFolder:
         return folder
 
     def _compare_identity(self) -> None:
-        file = self.path / IDENTITY_FILE
-        if not file.exists():
-            if (self.path / PROBLEMS_FILE).exists():
-                raise EvaluationError(
-                    f"{self.path}: has {PROBLEMS_FILE} without {IDENTITY_FILE}; choose another folder"
-                )
-            write_text(file, json.dumps(self.identity, indent=2) + "\n")
-            return
-        differing = what_differs(read_json(file, EvaluationError), self.identity)
+        file, problems = self.path / IDENTITY_FILE, self.path / PROBLEMS_FILE
+        if not file.exists() and problems.exists():
+            raise EvaluationError(f"{self.path}: has {PROBLEMS_FILE} without {IDENTITY_FILE}; choose another folder")
+        differing = what_differs(read_json(file, EvaluationError), self.identity) if file.exists() else "new"
         if not differing:
             return
-        problems = self.path / PROBLEMS_FILE
-        if (
-            not problems.exists() or not problems.stat().st_size
-        ):  # an attempt that failed before it finished any problem
-            write_text(file, json.dumps(self.identity, indent=2) + "\n")
-            return
-        raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")
-
-    def _read_finished(self) -> None:
-        for name in (PROBLEMS_FILE, TIMINGS_FILE):
-            cut_torn_line(self.path / name)
-        if (self.path / PROBLEMS_FILE).exists():
-            self.finished = {problem.id: problem for problem in read_problems(self.path)}
+        if problems.exists() and problems.stat().st_size:
+            raise EvaluationError(f"{self.path} holds another evaluation: {differing}. Choose another eval.save_path")
+        # Otherwise an attempt failed before it finished any problem.
+        write_text(file, json.dumps(self.identity, indent=2) + "\n")
 
     def forget_unscored(self) -> int:
         """Drop the problems some of whose samples have no reward, so that they are tried again; how many."""
@@ -112,8 +94,8 @@ class EvaluationFolder:
     def append(self, problems: Sequence[ProblemResult], timing: Mapping[str, float]) -> None:
         """The problems are on the disk when this returns."""
         new = [problem for problem in problems if problem.id not in self.finished]
-        _append(self.path / PROBLEMS_FILE, [problem_row(problem) for problem in new])
-        _append(self.path / TIMINGS_FILE, [dict(timing)])
+        for name, rows in ((PROBLEMS_FILE, map(problem_row, new)), (TIMINGS_FILE, [timing])):
+            append(self.path / name, "".join(map(_line, rows)).encode("utf-8", "backslashreplace"))
         self.finished.update({problem.id: problem for problem in new})
 
     def timings(self) -> dict[str, float]:
@@ -122,20 +104,8 @@ class EvaluationFolder:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return {name: sum(row.get(name, 0.0) for row in rows) for name in {key for row in rows for key in row}}
 
-    def write_summary(self, summary: EvaluationSummary) -> None:
-        write_text(self.path / SUMMARY_FILE, summary_text(summary))
-
     def close(self) -> None:
         self._lock.close()
-
-
-def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    if not rows:
-        return
-    with file.open("ab") as stream:
-        stream.write("".join(map(_line, rows)).encode("utf-8", "backslashreplace"))
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _line(row: Mapping[str, object]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
 
 from posttrain.apps.evaluate.results import IDENTITY_FILE, Evaluation, EvaluationError
 from posttrain.config.named_files import files_named_in, settings_with_files
@@ -103,24 +102,18 @@ def judge_of(env: Mapping[str, object]) -> dict[str, object]:
 
 def differences(ours: Judge, theirs: Judge) -> list[Difference]:
     """(key, ours, theirs) of the settings in which two judges differ, for messages."""
-    keys = dict.fromkeys([*ours, *theirs])
-    return [
-        (key, _shown(ours.get(key)), _shown(theirs.get(key)))
-        for key in keys
-        if _identity_of(ours.get(key)) != _identity_of(theirs.get(key))
-    ]
 
+    def compared_and_shown(value: object) -> tuple[object, object]:
+        if not isinstance(value, dict) or _CONTENT not in value:
+            return value, value
+        return (value[_CONTENT], value[_PART]), f"{value[_NAMED]} (content {value[_CONTENT][:8]})"
 
-def _is_content(value: object) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and _CONTENT in value
-
-
-def _identity_of(value: object) -> object:
-    return (value[_CONTENT], value[_PART]) if _is_content(value) else value
-
-
-def _shown(value: object) -> object:
-    return f"{value[_NAMED]} (content {value[_CONTENT][:8]})" if _is_content(value) else value
+    found = []
+    for key in dict.fromkeys([*ours, *theirs]):
+        (one, shown), (other, shown_other) = (compared_and_shown(judge.get(key)) for judge in (ours, theirs))
+        if one != other:
+            found.append((key, shown, shown_other))
+    return found
 
 
 # -- the same evaluation again -----------------------------------------------------------------------------------------

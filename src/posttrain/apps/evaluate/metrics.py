@@ -7,7 +7,7 @@ interval of a mean is a percentile bootstrap over problems.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from posttrain.algorithms.pass_at_k import parse_metric, problem_value
 from posttrain.apps.evaluate.results import Interval, ProblemResult
 
 LENGTH, TRUNCATION, UNSCORED = "mean_length_tokens", "truncation_rate", "unscored_rate"
-_RESAMPLES_AT_ONCE = 1 << 22  # indices drawn together
+_WORDS_AT_ONCE = 1 << 22
 
 
 def per_problem(problems: Sequence[ProblemResult], metric: str, pass_threshold: float = 1.0) -> list[float | None]:
@@ -24,11 +24,11 @@ def per_problem(problems: Sequence[ProblemResult], metric: str, pass_threshold: 
     well."""
     if metric == LENGTH:
         known = [[s.num_tokens for s in p.samples if s.finish_reason and s.num_tokens is not None] for p in problems]
-        return [_mean([float(length) for length in lengths]) for lengths in known]
+        return [mean_of([float(length) for length in lengths]) for lengths in known]
     if metric == TRUNCATION:
-        return [_mean([float(s.truncated) for s in p.samples if s.finish_reason]) for p in problems]
+        return [mean_of([float(s.truncated) for s in p.samples if s.finish_reason]) for p in problems]
     if metric == UNSCORED:
-        return [_mean([float(s.reward is None) for s in p.samples]) for p in problems]
+        return [mean_of([float(s.reward is None) for s in p.samples]) for p in problems]
     parsed = parse_metric(metric)
     return [
         problem_value(parsed, [s.reward for s in p.samples], [s.answer for s in p.samples], pass_threshold)
@@ -43,28 +43,26 @@ def bootstrap_interval(
 
     The same values, seed and sizes give the same interval anywhere: only numpy's raw Philox words are used.
     """
-    means = bootstrap_means(values, seed=seed, resamples=resamples)
-    if means is None:
-        return None
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high), confidence)
-
-
-def bootstrap_means(values: Sequence[float | None], *, seed: int, resamples: int) -> NDArray[np.float64] | None:
     measured = np.array([value for value in values if value is not None], dtype=np.float64)
     if not len(measured):
         return None
-    words = np.random.Philox(key=np.array([seed % 2**64, 1], dtype=np.uint64))
-    at_once = max(1, _RESAMPLES_AT_ONCE // len(measured))
     means = []
-    for start in range(0, resamples, at_once):
-        count = min(at_once, resamples - start)
-        drawn = words.random_raw(count * len(measured)).reshape(count, -1)
+    for drawn in random_words(seed, 1, resamples, len(measured)):
         # 53 bits, uniform in [0, 1): the bias is as small as that of a modulus, and 1 is never reached.
         places = ((drawn >> np.uint64(11)) * (2.0**-53) * len(measured)).astype(np.int64)
         means.append(measured[np.minimum(places, len(measured) - 1)].mean(axis=1))
-    return np.concatenate(means)
+    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high), confidence)
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def random_words(seed: int, stream: int, num_rows: int, num_columns: int) -> Iterator[NDArray[np.uint64]]:
+    """A table of random 64-bit words, some rows at a time; another one for each seed and stream."""
+    words = np.random.Philox(key=np.array([seed % 2**64, stream], dtype=np.uint64))
+    at_once = max(1, _WORDS_AT_ONCE // num_columns)
+    for start in range(0, num_rows, at_once):
+        count = min(at_once, num_rows - start)
+        yield words.random_raw(count * num_columns).reshape(count, -1)
+
+
+def mean_of(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None

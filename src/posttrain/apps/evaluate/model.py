@@ -141,10 +141,14 @@ def start_engines(config: EvalRunConfig, reference: ResolvedModel) -> WorkerGrou
         # In an actor vLLM would ask Ray for GPUs that the actor holds already.
         kwargs = {"distributed_executor_backend": "mp", **generation.vllm_kwargs}
         generation = generation.model_copy(update={"vllm_kwargs": kwargs})
-    make = vllm_engine if generation.backend == "vllm" else native_engine
-    return start_workers(
-        partial(make, _with_absolute_paths(reference), generation), layout, config.cluster.launcher, quiet=True
+    # Engines elsewhere have another working directory.
+    model, tokenizer = (
+        str(Path(name).absolute()) if Path(name).exists() else name for name in (reference.model, reference.tokenizer)
     )
+    adapter = reference.adapter and reference.adapter.absolute()
+    reference = replace(reference, model=model, tokenizer=tokenizer, adapter=adapter)
+    make = vllm_engine if generation.backend == "vllm" else native_engine
+    return start_workers(partial(make, reference, generation), layout, config.cluster.launcher, quiet=True)
 
 
 def native_engine(reference: ResolvedModel, generation: EvalGenerationConfig) -> Engine:
@@ -190,13 +194,3 @@ def native_precision(generation: EvalGenerationConfig) -> str:
     if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
         return "float32"
     return generation.precision
-
-
-def _with_absolute_paths(reference: ResolvedModel) -> ResolvedModel:
-    """Engines elsewhere have another working directory."""
-
-    def absolute(name: str) -> str:
-        return str(Path(name).absolute()) if Path(name).exists() else name
-
-    adapter = reference.adapter and reference.adapter.absolute()
-    return replace(reference, model=absolute(reference.model), tokenizer=absolute(reference.tokenizer), adapter=adapter)

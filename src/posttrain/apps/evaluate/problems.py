@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from posttrain.apps.evaluate.benchmarks import (
@@ -28,7 +28,7 @@ from posttrain.data.conversations import PromptFiles, as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
 from posttrain.data.sources import FORMATS, Row, filesystem_of, read_file, read_local
-from posttrain.types import Message, Task
+from posttrain.types import Task
 
 CHOICE_PROMPT = (
     "Answer the multiple-choice question below. Think it through first if that helps, then end with a line of the form "
@@ -58,9 +58,14 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     try:
         rows = list(_rows(data, benchmark, limit))
     except DataError as error:
-        if benchmark.is_gated and data.data_path is None:
-            raise DataError(_how_to_fetch(benchmark, error)) from error
-        raise
+        if not benchmark.is_gated or data.data_path is not None:
+            raise
+        page = f"https://huggingface.co/datasets/{benchmark.hub}"
+        raise DataError(
+            f"data.dataset_name: {benchmark.name} is a gated dataset. Accept its terms at {page} and log in (`hf auth "
+            f"login`, or set HF_TOKEN); or fetch {benchmark.name}.csv from there and set "
+            f"data.data_path={benchmark.name}.csv. The hub said: {error}"
+        ) from error
     if not rows:
         raise DataError(f"{data.data_path or data.dataset_name}: there are no rows")
     label = data.dataset_name if benchmark is not GENERIC else _short_name(data)
@@ -71,9 +76,15 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     used = {*benchmark.question, data.problem_key, data.solution_key}
     problems = []
     for index, (row, name, choice) in enumerate(zip(rows, ids, asks_choices, strict=True)):
-        asked = _question(row, benchmark, data)
+        names = (data.problem_key,) if data.problem_key else benchmark.question
+        asked = as_prompt(row.field(*names, setting="data.problem_key"), row, names[0])
+        if not asked or (isinstance(asked, str) and not asked.strip()):
+            raise DataError(f"{row.where}: the problem is empty")
         if choice is not None:
-            asked = _with_choices(asked, choice, row)
+            if not isinstance(asked, str):
+                raise DataError(f"{row.where}: a multiple-choice problem must be text, found a conversation")
+            options = [f"{letter}) {option}" for letter, option in zip(LETTERS, choice.options, strict=False)]
+            asked = "\n".join([asked.strip(), "", *options])
         problems.append(
             Task(
                 draw=index,
@@ -116,12 +127,8 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
     else:
         # Another hub dataset is tested on its test split, unless `data.split` is set.
         split = data.split or ("test" if known is None and path is None else None)
-        entry = entry.model_copy(update={"split": split})
-        rows = entry.rows(known)
-    for number, row in enumerate(rows):
-        if limit is not None and number >= limit:
-            return
-        yield row
+        rows = entry.model_copy(update={"split": split}).rows(known)
+    return islice(rows, limit)
 
 
 def _files_of_subset(path: str, benchmark: Benchmark, data: EvalDataConfig) -> list[str]:
@@ -140,15 +147,6 @@ def _files_of_subset(path: str, benchmark: Benchmark, data: EvalDataConfig) -> l
 
 def _as_words(name: str) -> str:
     return " ".join(re.split(r"[^a-z0-9]+", name.lower()))
-
-
-def _how_to_fetch(benchmark: Benchmark, error: DataError) -> str:
-    page = f"https://huggingface.co/datasets/{benchmark.hub}"
-    return (
-        f"data.dataset_name: {benchmark.name} is a gated dataset. Accept its terms at {page} and log in (`hf auth "
-        f"login`, or set HF_TOKEN); or fetch {benchmark.name}.csv from there and set "
-        f"data.data_path={benchmark.name}.csv. The hub said: {error}"
-    )
 
 
 def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
@@ -170,14 +168,6 @@ def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _question(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> str | list[Message]:
-    names = (data.problem_key,) if data.problem_key else benchmark.question
-    asked = as_prompt(row.field(*names, setting="data.problem_key"), row, names[0])
-    if not asked or (isinstance(asked, str) and not asked.strip()):
-        raise DataError(f"{row.where}: the problem is empty")
-    return asked
-
-
 def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> object:
     if data.solution_key is None and callable(benchmark.answer):
         value: object = benchmark.answer(row)
@@ -186,25 +176,15 @@ def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> object:
         assert not callable(names)
         value = row.field(*names, setting="data.solution_key")
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if (
-        value is None
-        or (isinstance(value, list | dict) and not value)
-        or (isinstance(value, str) and not value.strip())
-    ):
+    if not value.strip() if isinstance(value, str) else isinstance(value, list | dict | None) and not value:
         raise DataError(f"{row.where}: the expected answer is empty; a benchmark needs one for every problem")
-    if not _is_storable(value):  # NaN: a missing value in a table
-        raise DataError(
-            f"{row.where}: the expected answer {value!r} is no number; a benchmark needs one for every problem"
-        )
-    return value
-
-
-def _is_storable(value: object) -> bool:
     try:
         json.dumps(value, allow_nan=False, default=str)
-    except ValueError:
-        return False
-    return True
+    except ValueError:  # NaN: a missing value in a table
+        raise DataError(
+            f"{row.where}: the expected answer {value!r} is no number; a benchmark needs one for every problem"
+        ) from None
+    return value
 
 
 def _choices_of(benchmark: Benchmark, data: EvalDataConfig) -> Callable[[Row, int], Choices | None]:
@@ -219,13 +199,6 @@ def _choices_of(benchmark: Benchmark, data: EvalDataConfig) -> Callable[[Row, in
         return listed_choices(row, seed, key, answer) if key is not None or has_list else None
 
     return of_own_rows
-
-
-def _with_choices(asked: str | list[Message], choice: Choices, row: Row) -> str:
-    if not isinstance(asked, str):
-        raise DataError(f"{row.where}: a multiple-choice problem must be text, found a conversation")
-    lines = [f"{letter}) {option}" for letter, option in zip(LETTERS, choice.options, strict=False)]
-    return "\n".join([asked.strip(), "", *lines])
 
 
 def _prompt_files(data: EvalDataConfig, is_choice: bool) -> PromptFiles:

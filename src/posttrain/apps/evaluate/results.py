@@ -12,16 +12,18 @@ Rows of `problems.jsonl` are in the order in which problems finished; `index` is
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from posttrain.data.reward_values import NEEDED, is_reward
+from pydantic import AllowInfNan, ConfigDict, Field, StrictFloat, StrictInt
+
+from posttrain.config.base import parse_as
+from posttrain.data.reward_values import MAX_REWARD
 from posttrain.errors import InputError
 from posttrain.files.digests import sha256_of
-from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.files.json_files import JsonMapping, JsonObject, parse_json, read_json
 from posttrain.types import Task
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -29,6 +31,9 @@ SUMMARY_FILE = "summary.json"
 IDENTITY_FILE = "identity.json"
 CONFIG_FILE = "config.yaml"
 FORMAT_VERSION = 1
+FiniteNumber = Annotated[StrictFloat, AllowInfNan(False)]
+NO_OTHER_FIELDS = ConfigDict(extra="forbid")
+Reward = Annotated[FiniteNumber, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
 class EvaluationError(InputError):
@@ -40,13 +45,14 @@ class SampleResult:
     """One answer. `reward` None means unscored, for the reason in `error`; it is never counted as wrong."""
 
     text: str
-    num_tokens: int | None  # None: a server that does not report it
+    num_tokens: StrictInt | None  # None: a server that does not report it
     finish_reason: str | None  # "stop" or "length"; None where no answer came (a request that failed)
-    reward: float | None
+    reward: Reward | None
     answer: str | None = None  # what was read out of the text; equal answers vote together in cons@k
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
     turns: tuple[Mapping[str, str], ...] = ()  # role and text, where an environment took turns with the model
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     @property
     def truncated(self) -> bool:
@@ -58,11 +64,12 @@ class ProblemResult:
     """One problem with its samples, in sample order."""
 
     id: str
-    index: int  # place in the dataset, from 0
+    index: StrictInt  # place in the dataset, from 0
     dataset: str
     prompt: str  # the problem as the dataset words it, before prompt file and chat template
     expected: object  # the answer as the dataset gives it
-    samples: tuple[SampleResult, ...]
+    samples: Annotated[tuple[SampleResult, ...], Field(min_length=1)]
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     @property
     def rewards(self) -> list[float | None]:
@@ -93,11 +100,11 @@ class EvaluationSummary:
     model: str
     dataset: str
     metric: str  # the main one, a key of `metrics`
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, FiniteNumber]
     intervals: Mapping[str, Interval]
     counts: Counts
-    num_tests_per_prompt: int
-    pass_threshold: float  # a sample passes if its reward is at least this
+    num_tests_per_prompt: StrictInt
+    pass_threshold: FiniteNumber  # a sample passes if its reward is at least this
     seed: int
     problem_set_hash: str
     config: JsonMapping
@@ -109,6 +116,7 @@ class EvaluationSummary:
     tokens_per_second: float | None = None
     cost: float | None = None  # in the currency of the price per GPU hour; None without a price
     cost_per_answer: float | None = None
+    __pydantic_config__ = NO_OTHER_FIELDS
 
     @property
     def score(self) -> float | None:
@@ -194,29 +202,10 @@ def read_summary(folder: str | Path) -> EvaluationSummary:
         raise EvaluationError(
             f"{path.parent}: no {SUMMARY_FILE}; expected the save_path of a finished `posttrain eval`"
         )
-    try:
-        row = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(f"{path}: not JSON ({error})") from None
-    if not isinstance(row, dict) or row.get("format") != FORMAT_VERSION:
-        found = row.get("format") if isinstance(row, dict) else type(row).__name__
-        raise EvaluationError(f"{path}: format {found!r}; this version of posttrain reads format {FORMAT_VERSION}")
-    row.pop("format")
-    where = str(path)
-    row["counts"] = _build(Counts, row.get("counts"), f"{where}: counts")
-    intervals = _mapping(row.get("intervals"), f"{where}: intervals")
-    row["intervals"] = {
-        name: _build(Interval, value, f"{where}: intervals.{name}") for name, value in intervals.items()
-    }
-    summary = _build(EvaluationSummary, row, where)
-    for name, value in _mapping(summary.metrics, f"{where}: metrics").items():
-        if not _is_finite(value):
-            raise EvaluationError(f"{where}: metrics.{name} is {value!r}; expected a finite number")
-    for name in ("num_tests_per_prompt", "pass_threshold"):
-        if not _is_finite(value := getattr(summary, name)):
-            raise EvaluationError(f"{where}: {name} is {value!r}; expected a finite number")
-    _mapping(summary.config, f"{where}: config")
-    return summary
+    row = read_json(path, EvaluationError)
+    if (version := row.pop("format", None)) != FORMAT_VERSION:
+        raise EvaluationError(f"{path}: format {version!r}; this version of posttrain reads format {FORMAT_VERSION}")
+    return parse_as(EvaluationSummary, row, str(path), EvaluationError)
 
 
 def read_problems(folder: str | Path) -> list[ProblemResult]:
@@ -244,51 +233,8 @@ def parse_problem(line: str | bytes, where: str) -> ProblemResult:
         row = parse_json(line)
     except ValueError as error:
         raise EvaluationError(f"{where}: not a JSON object ({error})") from None
-    row = dict(_mapping(row, where))
-    samples = row.get("samples")
-    if not isinstance(samples, list) or not samples:
-        raise EvaluationError(f"{where}: samples is {samples!r}; expected a list with at least one sample")
-    row["samples"] = tuple(_sample(sample, f"{where}: samples[{place}]") for place, sample in enumerate(samples))
-    problem = _build(ProblemResult, row, where)
-    if not isinstance(problem.id, str) or not isinstance(problem.index, int):
-        raise EvaluationError(
-            f"{where}: id {problem.id!r} and index {problem.index!r}; expected a string and an integer"
-        )
+    problem = parse_as(ProblemResult, row, where, EvaluationError)
+    for place, sample in enumerate(problem.samples):
+        if sample.reward is None and not sample.error:
+            raise EvaluationError(f"{where}: samples.{place}: reward is null without an error that gives the reason")
     return problem
-
-
-def _sample(value: object, where: str) -> SampleResult:
-    sample: SampleResult = _build(SampleResult, value, where)
-    if not isinstance(sample.turns, list | tuple):
-        raise EvaluationError(f"{where}: turns is {sample.turns!r}; expected a list of role and text")
-    sample = replace(sample, turns=tuple(sample.turns))
-    if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
-        raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
-    if sample.reward is not None and not (_is_finite(sample.reward) and is_reward(sample.reward)):
-        raise EvaluationError(f"{where}: reward is {sample.reward!r:.80}; {NEEDED}, or null if unscored")
-    if sample.reward is None and not sample.error:
-        raise EvaluationError(f"{where}: reward is null without an error that gives the reason")
-    return sample
-
-
-def _build(target: type, value: object, where: str) -> Any:
-    """The dataclass from a mapping of exactly its fields; those with a default may be absent."""
-    row = _mapping(value, where)
-    known = {f.name: f for f in fields(target)}
-    if unknown := sorted(set(row) - set(known)):
-        raise EvaluationError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(known)}")
-    try:
-        return target(**row)
-    except TypeError:
-        missing = [name for name in known if name not in row]
-        raise EvaluationError(f"{where}: missing one of the fields {', '.join(missing)}") from None
-
-
-def _mapping(value: object, where: str) -> JsonMapping:
-    if not isinstance(value, Mapping):
-        raise EvaluationError(f"{where}: {type(value).__name__}; expected a JSON object")
-    return value
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

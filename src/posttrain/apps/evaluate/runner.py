@@ -20,7 +20,7 @@ from posttrain.apps.evaluate.server import ServedCompletion
 from posttrain.checkpointing import Interruption
 from posttrain.errors import Terminated
 from posttrain.roles import RolloutSource
-from posttrain.types import Completion, Group, Rollout, Task
+from posttrain.types import Group, Rollout, Task
 
 _STOPPING = frozenset({signal.SIGTERM, signal.SIGHUP})
 
@@ -78,21 +78,14 @@ class EvaluationRunner:
         if completion.error is not None:
             return SampleResult("", 0, None, None, error=completion.error)
         turns = completion.conversation.utterances if completion.conversation is not None else ()
+        last = [turn.text for turn in turns if turn.role == "assistant"][-1:] or [""]  # the answer is read from it
         return SampleResult(
             text=completion.text,
             num_tokens=completion.num_tokens if isinstance(completion, ServedCompletion) else completion.num_sampled,
             finish_reason=completion.finish_reason,
             reward=score.reward,
-            answer=self.read_answer(_final_text(completion)),
+            answer=self.read_answer(completion.text if completion.conversation is None else last[0]),
             error=(score.error or "no reason given") if score.reward is None else None,
             parts=dict(score.parts),
             turns=tuple({"role": turn.role, "text": turn.text} for turn in turns),
         )
-
-
-def _final_text(completion: Completion) -> str:
-    """The model's last turn, from which the answer is read."""
-    if completion.conversation is None:
-        return completion.text
-    turns = [turn.text for turn in completion.conversation.utterances if turn.role == "assistant"]
-    return turns[-1] if turns else ""

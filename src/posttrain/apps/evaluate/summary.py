@@ -7,41 +7,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from posttrain import __version__
 from posttrain.algorithms.pass_at_k import measured_mean
 from posttrain.apps.evaluate.metrics import LENGTH, TRUNCATION, UNSCORED, bootstrap_interval, per_problem
 from posttrain.apps.evaluate.results import Counts, EvaluationSummary, ProblemResult, hash_of
 from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.render import plain_values
 
 RULE = "=" * 60
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts of an evaluation besides its problems."""
-
-    model: str
-    dataset: str
-    config: Mapping[str, object]
-    code_version: str
-    model_fingerprint: str | None
-    num_devices: int
-    timings: Mapping[str, float]  # sums: generation_s, wall_s, num_tokens
-
-
-def metric_names(config: EvalRunConfig) -> list[str]:
-    """The main metric first, then the usual ones of that many samples, then length, truncation and unscored rate."""
-    n = config.eval.num_tests_per_prompt
+def summarise(
+    config: EvalRunConfig,
+    problems: Sequence[ProblemResult],
+    model_fingerprint: str | None,
+    timings: Mapping[str, float],
+) -> EvaluationSummary:
+    """The main metric first, then the usual ones of that many samples, then length, truncation and unscored rate.
+    `timings` are sums: generation_s, wall_s, num_tokens."""
+    wanted, n = config.eval, config.eval.num_tests_per_prompt
     usual = ["pass@1", f"pass@{n}", f"cons@{n}", f"avg@{n}"] if n > 1 else ["pass@1", "avg@1"]
-    return list(dict.fromkeys([config.metric_name, *usual, LENGTH, TRUNCATION, UNSCORED]))
-
-
-def summarise(config: EvalRunConfig, problems: Sequence[ProblemResult], facts: Facts) -> EvaluationSummary:
-    wanted = config.eval
     ordered = sorted(problems, key=lambda problem: problem.index)  # so that sums do not depend on what finished first
     metrics, intervals = {}, {}
-    for name in metric_names(config):
+    for name in dict.fromkeys([config.metric_name, *usual, LENGTH, TRUNCATION, UNSCORED]):
         values = per_problem(ordered, name, wanted.pass_threshold)
         total = measured_mean(values)
         interval = bootstrap_interval(
@@ -50,15 +39,14 @@ def summarise(config: EvalRunConfig, problems: Sequence[ProblemResult], facts: F
         if total is not None and interval is not None:
             metrics[name], intervals[name] = total[0] / total[1], interval
     samples = [sample for problem in ordered for sample in problem.samples]
-    generation_s, wall_s = facts.timings.get("generation_s", 0.0), facts.timings.get("wall_s", 0.0)
+    generation_s, wall_s, num_tokens = (timings.get(key, 0.0) for key in ("generation_s", "wall_s", "num_tokens"))
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     are_known = len(lengths) == len(samples)
-    num_tokens = facts.timings.get("num_tokens", 0.0)
     price = wanted.gpu_hour_price
-    cost = None if price is None else price * facts.num_devices * wall_s / 3600
+    cost = None if price is None else price * config.num_devices * wall_s / 3600
     return EvaluationSummary(
-        model=facts.model,
-        dataset=facts.dataset,
+        model=config.generation.model_name,
+        dataset=config.data.dataset_name,
         metric=config.metric_name,
         metrics=metrics,
         intervals=intervals,
@@ -72,9 +60,9 @@ def summarise(config: EvalRunConfig, problems: Sequence[ProblemResult], facts: F
         pass_threshold=wanted.pass_threshold,
         seed=wanted.seed,
         problem_set_hash=hash_of(ordered),
-        config=facts.config,
-        code_version=facts.code_version,
-        model_fingerprint=facts.model_fingerprint,
+        config=plain_values(config),
+        code_version=__version__,
+        model_fingerprint=model_fingerprint,
         generated_tokens=sum(lengths) if are_known else None,
         generation_s=generation_s,
         wall_s=wall_s,
@@ -118,32 +106,25 @@ def _first_reason(problems: Sequence[ProblemResult]) -> str | None:
 
 def _more(summary: EvaluationSummary, num_measured: int, why_unscored: str | None) -> list[str]:
     counts = summary.counts
-    lines = []
+    lines: dict[str, str] = {}
     for name, value in summary.metrics.items():
         if "@" in name:
             interval = summary.intervals[name]
-            percent = f"{100 * interval.confidence:g}%"
-            lines.append((name, f"{value:.4f}   {percent} [{interval.low:.4f}, {interval.high:.4f}]"))
+            lines[name] = f"{value:.4f}   {100 * interval.confidence:g}% [{interval.low:.4f}, {interval.high:.4f}]"
+    lines["length"] = "unknown: no answer came, or the server reports no `usage`"
     if LENGTH in summary.metrics:
         interval = summary.intervals[LENGTH]
-        lines.append(("length", f"{summary.metrics[LENGTH]:.1f} tokens   [{interval.low:.1f}, {interval.high:.1f}]"))
-    else:
-        lines.append(("length", "unknown: no answer came, or the server reports no `usage`"))
+        lines["length"] = f"{summary.metrics[LENGTH]:.1f} tokens   [{interval.low:.1f}, {interval.high:.1f}]"
     share = counts.truncated / counts.samples
-    lines.append(("truncated", f"{counts.truncated} of {counts.samples} samples ({share:.1%})"))
+    lines["truncated"] = f"{counts.truncated} of {counts.samples} samples ({share:.1%})"
     left_out = counts.problems - num_measured
     note = f"; {left_out} problems without any scored sample are left out" if left_out else ""
-    lines.append(("unscored", f"{counts.unscored} of {counts.samples} samples{note}"))
+    lines["unscored"] = f"{counts.unscored} of {counts.samples} samples{note}"
     if why_unscored is not None:
-        lines.append(("", why_unscored))
-    if summary.tokens_per_second is not None:
-        lines.append(
-            (
-                "speed",
-                f"{summary.tokens_per_second:,.1f} tokens/s   {summary.generated_tokens:,} in {summary.wall_s:,.1f} s",
-            )
-        )
-    if summary.cost is not None and summary.cost_per_answer is not None:
-        lines.append(("cost", f"{summary.cost:.4f}   {summary.cost_per_answer:.6f} per answer"))
-    width = max(len(name) for name, _ in lines)
-    return [f"  {name:<{width}}  {text}" for name, text in lines]
+        lines[""] = why_unscored
+    if (speed := summary.tokens_per_second) is not None:
+        lines["speed"] = f"{speed:,.1f} tokens/s   {summary.generated_tokens:,} in {summary.wall_s:,.1f} s"
+    if summary.cost is not None:
+        lines["cost"] = f"{summary.cost:.4f}   {summary.cost_per_answer:.6f} per answer"
+    width = max(map(len, lines))
+    return [f"  {name:<{width}}  {text}" for name, text in lines.items()]

@@ -15,10 +15,10 @@ from posttrain.apps.evaluate.comparison import (
     compare,
     comparison_json,
     comparison_lines,
+    comparison_page,
     exact_sign_test,
     sign_flip_test,
 )
-from posttrain.apps.evaluate.comparison_html import render
 from posttrain.apps.evaluate.results import (
     Counts,
     Evaluation,
@@ -143,7 +143,7 @@ def test_settings_that_differ_are_mentioned() -> None:
 
 
 def test_the_page_stands_alone_and_shows_answers_as_text() -> None:
-    page = render(compare(evaluation("a", [[1.0], [0.0]]), evaluation("b", [[0.0], [0.0]])))
+    page = comparison_page(compare(evaluation("a", [[1.0], [0.0]]), evaluation("b", [[0.0], [0.0]])))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "http" not in page.replace("http-equiv", "")

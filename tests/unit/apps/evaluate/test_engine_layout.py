@@ -1,4 +1,4 @@
-"""How many engines an evaluation starts, where, and what each of them gets."""
+"""How many engines an evaluation starts, where, what each of them gets, and in which number format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.apps.evaluate import model as engines
+from posttrain.apps.evaluate.model import native_precision, vllm_precision
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.errors import InputError
@@ -58,3 +59,30 @@ def test_a_named_model_of_a_server_is_not_looked_for_here(monkeypatch: pytest.Mo
     words = ["generation.backend=openai_url", "generation.openai_cfg.url=http://127.0.0.1:1/v1"]
     assert main(["eval", *words, "generation.model_name=a-model-of-the-server"]) == 64
     assert built == ["a-model-of-the-server"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "auto"),
+        (["generation.precision=bfloat16"], "bfloat16"),
+        (["generation.vllm_cfg.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=bfloat16"], "auto"),
+        (["generation.precision=bfloat16", "generation.vllm_cfg.precision=float32"], "bfloat16"),
+    ],
+)
+def test_float32_under_vllm_cfg_holds_for_the_native_engine(words: list[str], expected: str) -> None:
+    assert native_precision(load_config("eval", None, words).config.generation) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "bfloat16"),
+        (["generation.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=null"], "auto"),
+    ],
+)
+def test_vllm_reads_both(words: list[str], expected: str) -> None:
+    assert vllm_precision(load_config("eval", None, words).config.generation) == expected

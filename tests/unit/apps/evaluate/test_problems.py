@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_layouts import LAYOUTS, save
 
 from posttrain.apps.evaluate import problems as module
+from posttrain.apps.evaluate.answers import answer_reader
 from posttrain.apps.evaluate.benchmarks import BENCHMARKS, find_benchmark, shuffled_choices
-from posttrain.apps.evaluate.problems import load_problems
+from posttrain.apps.evaluate.problems import ProblemSet, load_problems
 from posttrain.config.evaluation import EvalDataConfig
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
@@ -186,3 +188,86 @@ def test_an_unknown_benchmark_names_the_nearest_and_all() -> None:
         load(dataset_name="math501")
     assert "did you mean 'MATH-500'?" in str(caught.value)
     assert all(benchmark.name in str(caught.value) for benchmark in BENCHMARKS)
+
+
+def load_named(name: str, path: Path | None = None) -> ProblemSet:
+    return load_problems(EvalDataConfig(dataset_name=name, data_path=path and str(path)), seed=42)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_fetched_from_the_hub_is_read_as_the_benchmark(name: str, tmp_path: Path) -> None:
+    files, count, answer = LAYOUTS[name]
+    found = load_named(name, save(tmp_path, files))
+    assert len(found.problems) == count
+    if name.startswith("gpqa"):
+        first = found.problems[0]
+        assert f"{first.reference}) the electron" in first.prompt, "the letter is that of the right answer"
+    else:
+        assert found.problems[0].reference == answer
+    assert found.is_choice == (name.startswith(("mmlu", "gpqa")))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_single_file_of_the_benchmark_is_read(name: str, tmp_path: Path) -> None:
+    file, rows = next(iter(LAYOUTS[name][0].items()))
+    assert len(load_named(name, save(tmp_path, {file: rows}) / file).problems) == len(rows)
+
+
+def test_gpqa_by_name_says_what_to_accept_and_what_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'Idavidrein/gpqa' is a gated dataset on the Hub.")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DataError) as caught:
+        load_named("gpqa")
+    for words in ("huggingface.co/datasets/Idavidrein/gpqa", "hf auth login", "data.data_path=gpqa_diamond.csv"):
+        assert words in str(caught.value)
+
+
+def test_other_benchmarks_by_name_are_not_called_gated(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: [][0])
+    with pytest.raises(DataError) as caught:
+        load_named("mmlu")
+    assert "gated" not in str(caught.value)
+
+
+def test_a_subset_that_datasets_saved_to_disk_is_read_as_before(tmp_path: Path) -> None:
+    import datasets
+
+    rows = LAYOUTS["mmlu"][0]["all/test-00000-of-00001.parquet"]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "all"))
+    config = EvalDataConfig(dataset_name="mmlu", data_path=str(tmp_path), subset="all")
+    assert [problem.reference for problem in load_problems(config, seed=42).problems] == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}.", "1/2"),
+        ("The answer is 0.5.", "1/2"),
+        (r"\boxed{\dfrac{2}{4}} ", "1/2"),
+        ("She earns 9 * 2 = 18.\n#### 1,234", "1234"),
+        ("The answer is $18 per day.", "18"),
+        ("We find $x = 3$ and so $x^2 = 9$", "9"),
+        ("First 12, then 5 apples.", "5"),
+        (r"\boxed{3} no, \boxed{4}", "4"),
+        ("", None),
+        ("I do not know", None),
+    ],
+)
+def test_mathematics(text: str, answer: str | None) -> None:
+    assert answer_reader("math")(text) == answer
+
+
+def test_multiple_choice_reads_the_letter() -> None:
+    assert answer_reader("english_multichoice")("It could be A.\nAnswer: c") == "C"
+    assert answer_reader("multilingual_multichoice")("答案是 B") == "B"
+    assert answer_reader("english_multichoice")("no idea") is None
+
+
+def test_other_answers_are_their_text() -> None:
+    assert answer_reader("text")(" a  b\n") == "a b"

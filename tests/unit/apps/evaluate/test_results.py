@@ -74,11 +74,11 @@ def test_the_hash_is_of_the_set_and_its_content() -> None:
         ({"problem_set_hash": "0"}, "other content hash"),
         ({"format": 9}, "format 9; this version of posttrain reads format 1"),
         ({"metrics": {"pass@1": "high"}}, "metrics.pass@1 is 'high'"),
-        ({"pass_threshold": "high"}, "pass_threshold is 'high'; expected a finite number"),
-        ({"num_tests_per_prompt": "1"}, "num_tests_per_prompt is '1'; expected a finite number"),
-        ({"config": "x"}, "config: str; expected a JSON object"),
-        ({"nonsense": 1}, "unknown field 'nonsense'"),
-        ({"intervals": {"pass@1": {"low": 0}}}, "missing one of the fields high, confidence"),
+        ({"pass_threshold": "high"}, "pass_threshold is 'high': must be a valid number"),
+        ({"num_tests_per_prompt": "1"}, "num_tests_per_prompt is '1': must be a valid integer"),
+        ({"config": "x"}, "config is 'x'"),
+        ({"nonsense": 1}, "nonsense is 1: Unexpected keyword argument"),
+        ({"intervals": {"pass@1": {"low": 0}}}, "intervals.pass@1.high is missing"),
     ],
 )
 def test_a_summary_that_does_not_fit_is_refused(tmp_path: Path, edit: dict[str, object], said: str) -> None:
@@ -106,7 +106,7 @@ def test_a_null_reward_needs_its_reason(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "problems.jsonl").read_text())
     row["samples"][0]["error"] = None
     (tmp_path / "problems.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(EvaluationError, match=r"samples\[0\]: reward is null without an error"):
+    with pytest.raises(EvaluationError, match=r"samples.0: reward is null without an error"):
         read_evaluation(tmp_path)
 
 

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 from fakes import ScriptedRollouts, completion
 
-from posttrain.apps.evaluate.screen_files import Rewards, ScreenFiles
-from posttrain.apps.evaluate.screening import NothingScored, RewardRange, Screening, histogram, measure
+from posttrain.apps.evaluate.screening import (
+    NothingScored,
+    RewardRange,
+    Rewards,
+    ScreenFiles,
+    Screening,
+    histogram,
+    measure,
+)
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.cli.data_screen import table, training_settings
 from posttrain.cli.main import main
