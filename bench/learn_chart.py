@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from posttrain.reporting import scales
-from posttrain.reporting.charts import Frame, path_of, picture
-from posttrain.reporting.scales import Axis
+from posttrain.reporting import charts
+from posttrain.reporting.charts import Axis, Frame, path_of, picture
 
 SIZE = (820, 380)
 STYLES = {"posttrain": "a", "trl": "b"}
@@ -23,7 +22,7 @@ def accuracy_over_time(runs: Mapping[str, Mapping[str, Any]], start: Mapping[str
     points = [point for curve in curves.values() for point in curve]
     bounds = [100 * bound for point in points for bound in point["interval"]]
     longest = max(point["seconds"] for point in points) / 60
-    low, high = scales.value_range([0.0, *bounds])
+    low, high = charts.value_range([0.0, *bounds])
     frame = Frame(width, height, Axis(0, longest * 1.02, 64, width - 150), Axis(low, high, height - 48, 60))
     body = [frame.grid(num_x=9, num_y=6, whole=False)]
     for name, curve in curves.items():

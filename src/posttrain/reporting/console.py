@@ -158,9 +158,21 @@ class _LiveBars:
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        from rich import progress
+
         with self._lock:
             if self._display is None:
-                self._display = _new_display(self._rich)
+                self._display = progress.Progress(
+                    progress.TextColumn("  {task.description}", markup=False),
+                    progress.BarColumn(bar_width=32),
+                    progress.MofNCompleteColumn(),
+                    progress.TimeElapsedColumn(),
+                    progress.TextColumn("left", style="dim"),
+                    progress.TimeRemainingColumn(compact=True),
+                    console=self._rich,
+                    transient=True,
+                    refresh_per_second=8,
+                )
                 self._display.start()
             display = self._display
             self._num_open += 1
@@ -174,26 +186,3 @@ class _LiveBars:
                 if self._num_open == 0:
                     display.stop()
                     self._display = None
-
-
-def _new_display(rich_console: RichConsole) -> RichProgress:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("  {task.description}", markup=False),
-        BarColumn(bar_width=32),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left", style="dim"),
-        TimeRemainingColumn(compact=True),
-        console=rich_console,
-        transient=True,
-        refresh_per_second=8,
-    )

@@ -13,31 +13,18 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from posttrain.reporting.scales import label
+from posttrain.reporting.charts import label
 
 ASSETS = Path(__file__).with_name("assets")
 MAX_CHARACTERS = 4000  # of one text
 
 
 def render_page(
-    template: Path,
-    *,
-    title: str,
-    facts: str,
-    status: str = "",
-    status_words: str = "",
-    status_kind: str = "",
-    **values: object,
+    template: Path, *, status: str = "", status_words: str = "", status_kind: str = "", **values: object
 ) -> str:
-    """The page of a template, in any folder. `facts` lie under the title; `status` is the badge beside it."""
-    header = {
-        "title": title,
-        "facts": facts,
-        "status": status,
-        "status_words": status_words,
-        "status_kind": status_kind,
-    }
-    return _environment(template.parent).get_template(template.name).render(**header, **values)
+    """The page of a template, in any folder. `facts` lie under the `title`; `status` is the badge beside it."""
+    badge = {"status": status, "status_words": status_words, "status_kind": status_kind}
+    return _environment(template.parent).get_template(template.name).render(**badge, **values)
 
 
 @cache

@@ -7,9 +7,12 @@ report can be rendered from the run folder alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.config.base import parse_as
+from posttrain.errors import InputError
 from posttrain.reporting.rows import Hardware
 
 if TYPE_CHECKING:
@@ -102,17 +105,8 @@ class RecorderSettings:
 
 def headline_from_json(row: object, keys: Collection[str]) -> Headline:
     """The headline that `run.json` holds. Earlier versions stored none: then it follows from the metrics."""
-    try:
-        assert isinstance(row, Mapping)
-        chart = row["chart"]
-        curves = tuple((str(key), str(name)) for key, name in chart["curves"])
-        spec = ChartSpec(str(chart["title"]), curves, str(chart["note"]))
-        return Headline(str(row["metric"]), str(row["name"]), bool(row["lower_is_better"]), spec)
-    except (AssertionError, KeyError, TypeError, ValueError):
-        return _headline_from_keys(keys)
-
-
-def _headline_from_keys(keys: Collection[str]) -> Headline:
+    with suppress(InputError):
+        return parse_as(Headline, row, "headline")
     name = next((name for name in ("reward", "accuracy") if f"train/{name}" in keys), "loss")
     validation = "loss" if name == "loss" else "accuracy"
     curves = ((f"train/{name}", "training"), (f"validation/{validation}", "validation"))

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from posttrain.config import LoggerConfig
 from posttrain.errors import RESTART, ExitCode, Superseded, reason_of
 from posttrain.files import durable
+from posttrain.files.locks import now_text
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
@@ -159,7 +159,7 @@ class RunRecorder:
             "max_steps": self._run.max_steps,
             "device_word": self._run.device_word,
             **asdict(self._run.hardware),
-            "started_at": before.get("started_at", _now()),
+            "started_at": before.get("started_at", now_text()),
             RECORD_ID: (keeps_id and before.get(RECORD_ID)) or uuid.uuid4().hex[:12],
             "resumed_at_steps": resumed_at,
             "config_changes": [*earlier_changes, *changes],
@@ -196,12 +196,8 @@ class RunRecorder:
         )
         self._step = step
         self._display.step(row, report, validation, self._rollouts_file("step", step))
-        for warning in (*report.warnings, *(validation.warnings if validation else ())):
-            self.warn(warning)
-        self._examine(row, report.groups)
-        self._wake_loggers()
+        self._follow_up(row, report.groups, (*report.warnings, *(validation.warnings if validation else ())))
         self._workers.step_done(step)
-        self._refresh_report()
 
     def reason_to_stop(self) -> str | None:
         return self._problem if self._run.stop_on_error else None
@@ -211,15 +207,16 @@ class RunRecorder:
         out when the run was stopped, and completes the row of its step."""
         row = self._write(validation_row(step, validation), train_groups=None, validation_groups=validation.groups)
         self._display.validation(row, validation)
-        for warning in validation.warnings:
-            self.warn(warning)
-        self._examine(row, ())
-        self._wake_loggers()
-        self._refresh_report()
+        self._follow_up(row, (), validation.warnings)
 
-    def _wake_loggers(self) -> None:
+    def _follow_up(self, row: Row, groups: Sequence[Group], warnings: Sequence[str]) -> None:
+        """What comes after a row is written and shown."""
+        for warning in warnings:
+            self.warn(warning)
+        self._examine(row, groups)
         for line in self._loggers.wake():
             self.warn(line)
+        self._refresh_report()
 
     def finish(self, reason: str, *, is_stopped: bool = False) -> ExitCode:
         """Write the final state of the run and show how it ended."""
@@ -319,7 +316,8 @@ class RunRecorder:
             self.warn(f"the doctor failed: {type(error).__name__}: {error}")
             return
         for finding in found:
-            self._console.show([results.finding_line(finding)], even_if_quiet=finding.severity != "note")
+            line = Line(f"doctor: {finding.line}", results.FINDING_STYLES[finding.severity])
+            self._console.show([line], even_if_quiet=finding.severity != "note")
         self._problem = next((finding.line for finding in found if finding.severity == "error"), None)
 
     # ------------------------------------------------------------------ files
@@ -464,7 +462,7 @@ class RunRecorder:
             "status": status,
             "reason": reason,
             LOST_STEP: self._lost_step,
-            "updated_at": _now(),
+            "updated_at": now_text(),
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
             "findings": dict(Counter(finding.severity for finding in self._examination.findings)),
@@ -490,7 +488,3 @@ class RunRecorder:
 
 def _kind_of(warning: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "#", warning)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from posttrain.files.json_files import JsonObject
 from posttrain.reporting.chart_specs import bands_at_start, chart, charts_of
+from posttrain.reporting.charts import label
 from posttrain.reporting.pages import ASSETS, render_page, when
 from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, Series, groups_of, load_run
 from posttrain.reporting.run_files import REPORT_FILE, Row, rollout_step, write_text
-from posttrain.reporting.scales import label
 from posttrain.reporting.wording import duration
 
 MAX_BARS = 120
@@ -30,6 +30,8 @@ def write_report(folder: Path) -> Path:
 def render(run: RunData) -> str:
     info = run.info
     charts, shown = _charts(run)
+    groups = ("train/", "validation", "performance/", "timing/")
+    others = [key for prefix in groups for key in run.keys if key.startswith(prefix) and key not in shown]
     return render_page(
         ASSETS / "report.html",
         title=run.title,
@@ -40,7 +42,7 @@ def render(run: RunData) -> str:
         timing=_timing(run),
         unscored=_unscored(run),
         samples=_samples(run),
-        others=_other_metrics(run, shown),
+        others=[chart(key, [run.series(key, "value")]) for key in others if any(run.series(key).values)],
         config_changes=[
             [row.get(name, "") for name in ("from_step", "key", "old", "new")]
             for row in info.get("config_changes") or []
@@ -156,13 +158,6 @@ def _bars(title: str, steps: Sequence[int], layers: dict[str, list[float]], **op
     """One bar per step, or per few steps, made of the layers; the first layer lies at the bottom."""
     series = [Series(name, steps, values) for name, values in layers.items()]
     return chart(title, series, wide=True, max_points=MAX_BARS) | {"stacked": True, **options}
-
-
-def _other_metrics(run: RunData, shown: set[str]) -> list[JsonObject]:
-    """A chart of every other metric that was logged and is not zero throughout."""
-    groups = ("train/", "validation", "performance/", "timing/")
-    keys = [key for prefix in groups for key in run.keys if key.startswith(prefix) and key not in shown]
-    return [chart(key, [run.series(key, "value")]) for key in keys if any(run.series(key).values)]
 
 
 def _unscored(run: RunData) -> JsonObject | None:

@@ -54,10 +54,6 @@ def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
 FINDING_STYLES: dict[Severity, Style] = {"note": "muted", "warning": "warning", "error": "bad"}
 
 
-def finding_line(finding: Finding) -> Line:
-    return Line(f"doctor: {finding.line}", FINDING_STYLES[finding.severity])
-
-
 def verdict(findings: Sequence[Finding]) -> str:
     """The findings of a run in a few words."""
     counts = Counter(finding.severity for finding in findings)

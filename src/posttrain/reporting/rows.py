@@ -23,7 +23,7 @@ from posttrain.files.redaction import redact, redact_values
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
-    from posttrain.types import Conversation, Group, Rollout, StepReport
+    from posttrain.types import Group, Rollout, StepReport
 
 TOTAL_STEP = "total_step_time"
 TOTAL_VALIDATION = "total_validation_time"
@@ -115,26 +115,21 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     add("policy_training_tokens_per_sec_per_gpu", trained_tokens, training_s)
     add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
     add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
-    sampled_tokens = tokens * _sampled_by_trained(report)
+    # Answers that were sampled in this step differ from those that it trained on where groups are filtered, kept for
+    # later steps or recorded.
+    trained = sum(rollout.completion.num_sampled for group in report.groups for rollout in group.rollouts)
+    sampled = report.metrics.get("num_generated_tokens")
+    sampled_tokens = tokens * (1.0 if sampled is None or not trained else sampled / trained)
     sampling_s = float(timings_s.get("generation", timings_s.get("generation_ahead", 0.0)))
     add("generation_tokens_per_sec_per_gpu", sampled_tokens, sampling_s)
     if report.num_samples > 0 and tokens > 0:
         rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
     if hardware.flops_per_token:
-        add(
-            "train_flops_per_gpu", hardware.flops_per_token * trained_tokens / 1e12, training_s
-        )  # in TFLOPS, as in NeMo RL
+        tflops = hardware.flops_per_token * trained_tokens / 1e12  # as in NeMo RL
+        add("train_flops_per_gpu", tflops, training_s)
     if hardware.peak_flops_per_device and "train_flops_per_gpu" in rates:
         rates["train_mfu"] = rates["train_flops_per_gpu"] * 1e12 / hardware.peak_flops_per_device
     return rates
-
-
-def _sampled_by_trained(report: StepReport) -> float:
-    """Tokens of answers that were sampled in this step, divided by those that it trained on. They differ where
-    groups are filtered, kept for later steps or recorded."""
-    trained = sum(rollout.completion.num_sampled for group in report.groups for rollout in group.rollouts)
-    sampled = report.metrics.get("num_generated_tokens")
-    return 1.0 if sampled is None or not trained else sampled / trained
 
 
 # ------------------------------------------------------------------------------------------- rollouts
@@ -159,9 +154,13 @@ def group_row(group: Group) -> Row:
 def _completion_row(rollout: Rollout) -> Row:
     score = rollout.score
     shaped = {} if rollout.shaped_reward is None else {"shaped_reward": _finite(rollout.shaped_reward)}
+    talk: Row = {}
+    if (conversation := rollout.completion.conversation) is not None:
+        turns = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
+        talk = {"turns": turns, "counts": {name: _finite(value) for name, value in conversation.counts.items()}}
     return {
         "text": rollout.completion.text,
-        **_turns_row(rollout.completion.conversation),
+        **talk,
         "reward": _finite(score.reward),
         **shaped,
         "parts": {name: _finite(value) for name, value in score.parts.items()},
@@ -171,14 +170,6 @@ def _completion_row(rollout: Rollout) -> Row:
         "num_tokens": rollout.completion.num_sampled,
         "versions": rollout.completion.versions,
     }
-
-
-def _turns_row(conversation: Conversation | None) -> Row:
-    """The turns of a conversation with the environment."""
-    if conversation is None:
-        return {}
-    turns = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
-    return {"turns": turns, "counts": {name: _finite(value) for name, value in conversation.counts.items()}}
 
 
 def _plain(value: object) -> object:

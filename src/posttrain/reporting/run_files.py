@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,10 +74,7 @@ def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
     Python writes a float as the shortest text that reads back as the same float, so equal numbers give equal bytes.
     """
     lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    with path.open("ab") as file:
-        file.write(redact(lines).encode())
-        file.flush()
-        os.fsync(file.fileno())
+    durable.append(path, redact(lines).encode())
 
 
 def complete_row(path: Path, row: JsonMapping) -> None:
@@ -190,10 +186,12 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
         notes.append(f"{folder} held an earlier run; its files are now in {archive(folder).name}/")
     last_row, changes = _truncate(folder / METRICS_FILE, resumed_step)
     notes += changes
-    _truncate(folder / UNSCORED_FILE, resumed_step)
-    _truncate(folder / FINDINGS_FILE, resumed_step)
-    _truncate(folder / WORKERS_FILE, resumed_step)
-    _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
+    for name in (UNSCORED_FILE, FINDINGS_FILE, WORKERS_FILE):
+        _truncate(folder / name, resumed_step)
+    for path in (folder / ROLLOUTS_FOLDER).glob("*"):
+        match = re.fullmatch(r"(?:validation_)?step_(\d+)\.(?:jsonl\.gz|tokens\.npz)", path.name)
+        if match is not None and int(match[1]) > resumed_step:
+            path.unlink()
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{durable.PARTIAL}"):
             torn.unlink()
@@ -248,10 +246,3 @@ def rollout_step(path: Path) -> int | None:
     """The step in the name of a rollout file, None for a file that is something else."""
     match = re.fullmatch(r"(?:validation_)?step_(\d+)\.jsonl\.gz", path.name)
     return int(match.group(1)) if match else None
-
-
-def _remove_rollouts(folder: Path, last_step: int) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"(?:validation_)?step_(\d+)\.(?:jsonl\.gz|tokens\.npz)", path.name)
-        if match is not None and int(match[1]) > last_step:
-            path.unlink()

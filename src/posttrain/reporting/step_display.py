@@ -46,14 +46,15 @@ class StepDisplay:
     def header(self, step: int) -> None:
         if self._headed != step:
             self._headed = step
-            self.long_form([Line(""), wording.step_header(step, self._run.max_steps)])
+            title = f"{'=' * 25} Step {step}/{self._run.max_steps} {'=' * 25}"
+            self.long_form([Line(""), Line(title, "header")])
 
     def stage(self, text: str) -> None:
         """One line when a stage begins. A stage that comes several times in a row, such as updates, is shown once."""
-        line = wording.stage_line(text)
-        if line.text != self._stage_shown:
-            self._stage_shown = line.text
-            self.long_form([line])
+        shown = f"▶ {text}{'' if text.endswith(('.', '!', '…')) else '...'}"
+        if shown != self._stage_shown:
+            self._stage_shown = shown
+            self.long_form([Line(shown, "muted")])
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
         if text := wording.stage_of(label, total):

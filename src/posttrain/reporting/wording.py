@@ -100,18 +100,9 @@ def printable(text: str) -> str:
     )
 
 
-def step_header(step: int, max_steps: int) -> Line:
-    return Line(f"{'=' * 25} Step {step}/{max_steps} {'=' * 25}", "header")
-
-
 def stage_of(label: str, total: int) -> str:
     """The stage that a progress bar with this label begins; empty if it begins none."""
     return STAGES.get(label, "").format(total=total)
-
-
-def stage_line(text: str) -> Line:
-    ending = "" if text.endswith((".", "!", "…")) else "..."
-    return Line(f"▶ {text}{ending}", "muted")
 
 
 def step_summary(results: Sequence[ShownMetric], row: Row, groups: Sequence[Group]) -> list[Line]:

@@ -1,15 +1,21 @@
-"""The keys and the arithmetic of a row of metrics.jsonl."""
+"""The keys and the arithmetic of a row of metrics.jsonl; docs/metrics.md explains every key."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from made_groups import group
 
+from posttrain.recipes.dpo import DpoRecipe
+from posttrain.recipes.grpo import GrpoRecipe
+from posttrain.recipes.rm import RewardModelRecipe
+from posttrain.recipes.sft import SftRecipe
+from posttrain.reporting.chart_specs import CHARTS
 from posttrain.reporting.rows import Hardware, performance, top_level_stages, training_row, validation_row
 from posttrain.types import StepReport
 
@@ -124,3 +130,16 @@ def test_floats_are_read_back_exactly(bench: Any, report: Any) -> None:
     for step, value in enumerate(values, start=1):
         recorder.record_step(step, report(step, loss=value), None)
     assert [row["train/loss"].hex() for row in bench.rows()] == [value.hex() for value in values]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+
+
+def test_every_metric_shown_by_name_is_documented() -> None:
+    timings = {"generation": 1.0, "policy_training": 1.0, "policy_and_reference_logprobs": 1.0}
+    shown = [recipe.presentation for recipe in (GrpoRecipe, DpoRecipe, RewardModelRecipe, SftRecipe)]
+    keys = {f"train/{metric.key}" for presentation in shown for metric in presentation.results}
+    keys |= {key for chart in (*CHARTS, *(one.headline.chart for one in shown)) for key in chart.keys}
+    keys |= {f"performance/{name}" for name in performance(StepReport({}, timings, (), 10, 5), Hardware(1, 1.0, 1.0))}
+    keys |= {f"timing/train/{stage}" for stage in (*timings, "total_step_time")}
+    assert sorted(key for key in keys if f"`{key}`" not in PAGE) == []

@@ -228,7 +228,7 @@ def _distinct_per_group(group_of: NDArray[np.int64], values: NDArray[Any]) -> ND
 
 def histogram_edges(low: float, high: float) -> NDArray[np.float64]:
     """Round edges that cover the rewards; the unit interval for rewards that lie in it."""
-    from posttrain.reporting.scales import tick_size
+    from posttrain.reporting.charts import tick_size
 
     if not np.isfinite(low) or (low >= 0 and high <= 1):
         return np.linspace(0.0, 1.0, NUM_BINS + 1)

@@ -34,10 +34,6 @@ def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> 
     return RecordedRun(folder, str(known_by), str(info.get("title") or folder.name), settings or settings_of(folder))
 
 
-def enabled_trackers(config: LoggerConfig) -> list[str]:
-    return [tool for tool in SINKS if getattr(config, f"{tool}_enabled")]
-
-
 def make_sink(tool: str, config: LoggerConfig) -> Sink:
     """TensorBoard has no section of settings."""
     sink = getattr(import_module(f"posttrain.reporting.loggers.{tool}"), SINKS[tool])
@@ -62,7 +58,7 @@ class Loggers:
         """A line for each tracker whose client is missing."""
         self._folder = run.folder
         missing = []
-        for tool in enabled_trackers(self._config):
+        for tool in (tool for tool in SINKS if getattr(self._config, f"{tool}_enabled")):
             if problem := missing_client(tool):
                 later = f"then `posttrain log sync {run.folder} --to {tool}` sends the steps"
                 missing.append(f"logger.{tool}_enabled: {problem}; {later}")

@@ -21,7 +21,7 @@ from posttrain.files.json_files import parse_json
 from posttrain.files.redaction import redact
 from posttrain.reporting.doctor.findings import Finding
 from posttrain.reporting.loggers.sink import TABLE_COLUMNS, LoggedStep, LoggerProblem, RecordedRun, Sink
-from posttrain.reporting.rows import read_rollouts
+from posttrain.reporting.run_data import groups_of
 from posttrain.reporting.run_files import (
     FINDINGS_FILE,
     LOGGERS_FOLDER,
@@ -91,7 +91,7 @@ class Follower:
         """Without a thread: one attempt to send everything, and close."""
         self._is_finished = is_finished
         if self.deliver():
-            self._close()
+            self._close(is_finished=self._is_finished, note=self._note_problem)
 
     def warnings(self) -> Iterator[str]:
         """Warnings about the tracker since the last call: one line for each time that it could not be reached."""
@@ -112,7 +112,7 @@ class Follower:
                 self._ending.wait(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._news.clear()
-        self._close()
+        self._close(is_finished=self._is_finished, note=self._note_problem)
 
     def deliver(self) -> bool:
         """One attempt to send everything that the tracker does not have. Whether it succeeded."""
@@ -125,7 +125,7 @@ class Follower:
             self._tell_findings(sink)
         except (Exception, SystemExit) as error:  # errors of a tracker's client must not stop the run
             self._note_problem(error)
-            self._drop()
+            self._close(is_finished=False, note=lambda error: None)
             return False
         self._pause_s = FIRST_PAUSE_S
         self.problem = ""
@@ -148,20 +148,13 @@ class Follower:
             self._warnings.put(f"logger {self.name}: {reason}; {goes_on}")
         self.problem = reason
 
-    def _drop(self) -> None:
+    def _close(self, *, is_finished: bool, note: Callable[[BaseException], None]) -> None:
         sink, self._sink = self._sink, None
-        if sink is not None:
-            with suppress(Exception, SystemExit):
-                sink.close(is_finished=False)
-
-    def _close(self) -> None:
-        if self._sink is None:
-            return
         try:
-            self._sink.close(is_finished=self._is_finished)
+            if sink is not None:
+                sink.close(is_finished=is_finished)
         except (Exception, SystemExit) as error:
-            self._note_problem(error)
-        self._sink = None
+            note(error)
 
     # ------------------------------------------------------------------ what is sent
 
@@ -210,18 +203,9 @@ class Follower:
         return LoggedStep(row["step"], values, self._answers(row["step"]) if self._num_answers else ())
 
     def _answers(self, step: int) -> list[list[object]]:
-        try:
-            groups = read_rollouts(self._run.folder / ROLLOUTS_FOLDER / f"step_{step}.jsonl.gz")
-        except (OSError, ValueError, EOFError):
-            return []
         every = [
-            [
-                step,
-                group["prompt"][-MAX_TEXT:],
-                answer["text"][:MAX_TEXT],
-                *(answer[name] for name in TABLE_COLUMNS[3:]),
-            ]
-            for group in groups
+            [step, group["prompt"][-MAX_TEXT:], answer["text"][:MAX_TEXT], *(answer[key] for key in TABLE_COLUMNS[3:])]
+            for group in groups_of(self._run.folder / ROLLOUTS_FOLDER / f"step_{step}.jsonl.gz")
             for answer in group["completions"]
         ]
         return every[: self._num_answers]

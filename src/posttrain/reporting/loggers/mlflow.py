@@ -29,6 +29,7 @@ class MlflowSink:
         # Its own retries take minutes; ours come anyway, and ask first what has arrived.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         uri = self._config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -50,15 +51,10 @@ class MlflowSink:
         self._run_id = self._client.create_run(
             experiment_id, run_name=self._config.run_name or run.name, tags=tags
         ).info.run_id
-        self._log_settings(run)
-        return None
-
-    def _log_settings(self, run: RecordedRun) -> None:
-        from mlflow.entities import Param
-
         params = [Param(key, str(value)[:MAX_PARAM]) for key, value in run.settings.items() if value is not None]
         for start in range(0, len(params), 100):  # of one request
             self._client.log_batch(self._run_id, params=params[start : start + 100])
+        return None
 
     def send(self, steps: Sequence[LoggedStep]) -> None:
         from mlflow.entities import Metric
@@ -71,19 +67,12 @@ class MlflowSink:
             if len(batch) + len(metrics) > MAX_METRICS:
                 self._client.log_batch(self._run_id, metrics=batch)
                 batch = []
-            if one.answers:
-                self._log_answers(one)
+            if one.answers:  # before its step counts as arrived; a second time replaces the file
+                columns = dict(zip(TABLE_COLUMNS, map(list, zip(*one.answers, strict=True)), strict=True))
+                with suppress(Exception):  # a server without files gets the metrics; if it is down, sending those fails
+                    self._client.log_dict(self._run_id, columns, f"{TABLE}/step_{one.step}.json")
             batch += metrics
         self._client.log_batch(self._run_id, metrics=batch)
-
-    def _log_answers(self, one: LoggedStep) -> None:
-        """Before its step counts as arrived. The file has one name, so a second time replaces it.
-
-        A server may be unable to keep files; metrics are sent all the same. If it is down, sending them fails.
-        """
-        columns = dict(zip(TABLE_COLUMNS, map(list, zip(*one.answers, strict=True)), strict=True))
-        with suppress(Exception):
-            self._client.log_dict(self._run_id, columns, f"{TABLE}/step_{one.step}.json")
 
     def alert(self, finding: Finding) -> None:
         self._client.set_tag(self._run_id, f"doctor.{finding.rule}", finding.line[:MAX_PARAM])
