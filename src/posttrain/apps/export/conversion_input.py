@@ -113,8 +113,7 @@ class ConversionInput:
         return adapter_in(RenamedSource(self.source, names), self._lora_settings(), self.folder)
 
     def _lora_settings(self) -> JsonObject:
-        section = (self.run_config.get("policy") or {}).get("dtensor_cfg") or {}
-        lora = section.get("lora_cfg") or {}
+        lora = ((self.run_config.get("policy") or {}).get("dtensor_cfg") or {}).get("lora_cfg") or {}
         if not lora.get("dim") or not lora.get("alpha"):
             raise ConversionError(
                 f"{self.folder} holds LoRA weights, but {self.config_file or 'no config.yaml'} does not set "
@@ -182,11 +181,19 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     is_sealed = checkpoint is not None and (checkpoint / CHECKSUMS).is_file()
     if checkpoint is not None and is_sealed and (problems := find_damage(checkpoint, below="policy/weights")):
         raise ConversionError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}")
-    checkpoint_weights = checkpoint / "policy" / "weights" if checkpoint else _weights_outside_step(path)
+    checkpoint_weights = checkpoint / "policy" / "weights" if checkpoint else None
+    if checkpoint is None:  # its folder may not be called step_N; then `policy` or `policy/weights` is named
+        parts = path.absolute().parts
+        if parts[-2:] == ("policy", "weights"):
+            checkpoint_weights = path
+        elif parts[-1:] == ("policy",) and (path / "weights").is_dir():
+            checkpoint_weights = path / "weights"
     # Any other folder has to be a model itself. A model in one of its subfolders is not taken.
     if checkpoint_weights is None and not _holds_any(path, (*_FILES_OF_A_MODEL, "*.distcp", "iter_*")):
         check_model_folder(path)
-    folder = path if checkpoint_weights is None else _weights_folder(checkpoint_weights)
+    folder = checkpoint_weights or path
+    if checkpoint_weights and (folder / "model").is_dir() and not _holds_any(folder, _FILES_OF_A_MODEL):
+        folder = folder / "model"
     for read in (folder, checkpoint or folder):
         refuse_pipes(read)
         refuse_links_outside(read)
@@ -199,8 +206,7 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if config is not None:  # it provides the model's lineage; a file without it would lose the lineage silently
         if "policy" not in run_config:
             raise ConversionError(
-                f"{config} is no config of a training run: it has no section policy; accepted: the run's "
-                "step_N/config.yaml"
+                f"{config} is no config of a training run: it has no section policy; accepted: step_N/config.yaml"
             )
         if base is None and not (run_config["policy"] or {}).get("model_name"):
             raise ConversionError(f"{config} has no policy.model_name, so the model that was trained is unknown")
@@ -218,20 +224,6 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
         config_file=config_file,
         checkpoint=checkpoint,
     )
-
-
-def _weights_outside_step(path: Path) -> Path | None:
-    """The weights of a checkpoint whose folder was not called step_N, named by its `policy` or `policy/weights`."""
-    parts = path.absolute().parts
-    if parts[-2:] == ("policy", "weights"):
-        return path
-    return path / "weights" if parts[-1:] == ("policy",) and (path / "weights").is_dir() else None
-
-
-def _weights_folder(weights: Path) -> Path:
-    """A checkpoint's `weights` or `weights/model`: whichever has the files."""
-    inner = weights / "model"
-    return inner if inner.is_dir() and not _holds_any(weights, _FILES_OF_A_MODEL) else weights
 
 
 def _holds_any(folder: Path, patterns: tuple[str, ...]) -> bool:

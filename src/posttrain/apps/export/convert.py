@@ -73,12 +73,9 @@ def convert(
     source = open_input(reference, config=config, base=base, say=say)
     as_adapter = source.has_adapter and not settings.merge_lora
     with durable.new_folder(target, partial(check_target, force=settings.force)) as folder:
-        if as_adapter:
-            num_files = _write_adapter(folder, source, settings, advance)
-        elif source.has_adapter and source.shape.translated:
-            num_files = _merge_loaded(folder, source, settings, advance)
-        else:
-            num_files = _write_model(folder, source, settings, advance)
+        merge = _merge_loaded if source.has_adapter and source.shape.translated else _write_model
+        write = _write_adapter if as_adapter else merge
+        num_files = write(folder, source, settings, advance or (lambda count, total: None))
         _write_tokenizer(folder, source)
         verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
         facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
@@ -109,7 +106,7 @@ def check_target(target: Path, force: bool) -> None:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def _write_model(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+def _write_model(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance) -> int:
     adapter = source.adapter
     if adapter is not None and adapter.settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
         raise ConversionError(
@@ -122,8 +119,7 @@ def _write_model(folder: Path, source: ConversionInput, settings: ConversionSett
     total = sum(facts.num_bytes for facts in plan.values())
     for name, shard in shards.items():
         for count in write_safetensors(folder / name, shard, _finite(weights, shard)):
-            if advance is not None:
-                advance(count, total)
+            advance(count, total)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": total},
@@ -176,7 +172,7 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
     )
 
 
-def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance) -> int:
     """Families whose files hold other tensors than the model: mixtures of experts, models with a vision tower.
 
     Such an adapter is for the model's own tensors (all experts of a layer are one), so it cannot be merged into the
@@ -204,8 +200,7 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
         pass
     _write_configs(folder, source, written.facts)
     num_bytes = sum(facts.num_bytes for facts in written.facts.values())
-    if advance is not None:
-        advance(num_bytes, num_bytes)
+    advance(num_bytes, num_bytes)
     return len(list(folder.glob("*.safetensors")))
 
 
@@ -219,7 +214,7 @@ def _adapter_tensors(source: ConversionInput) -> SafetensorsSource:
     return SafetensorsSource(source.folder, [source.folder / "adapter_model.safetensors"])
 
 
-def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance) -> int:
     parts: list[WeightSource]
     peft_settings: JsonMapping
     if source.shape.translated:
@@ -236,8 +231,7 @@ def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSe
     tensors = chain.from_iterable(_finite(part, own) for part, own in zip(parts, plans, strict=True))
     total = sum(facts.num_bytes for facts in plan.values())
     for count in write_safetensors(folder / "adapter_model.safetensors", plan, tensors):
-        if advance is not None:
-            advance(count, total)
+        advance(count, total)
     config = {**peft_settings, "base_model_name_or_path": source.base, "inference_mode": True}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return 1

@@ -3,10 +3,15 @@
 Families: Llama (and Mistral without a sliding window), Qwen2, Qwen3. Number formats: f32, f16, bf16, q8_0 (blocks of 32
 with one scale); norms and biases stay f32, as llama.cpp requires. Weights are processed one at a time. The reverse is
 `models/gguf_import.py`.
+
+Tokenizers: byte-level BPE. llama.cpp pre-tokenizes with its own code, selected by a name. Common rules are recognised
+from tokenizer.json. For any other the user has to give the name (--gguf-pre): a wrong one would split text wrongly and
+silently.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,25 +26,28 @@ from torch import Tensor
 
 from posttrain.apps.export.conversion_input import read_model_config
 from posttrain.apps.export.convert import Advance
-from posttrain.apps.export.gguf_tokenizer import add_tokenizer
 from posttrain.apps.export.weight_names import WeightShapes, match_names
 from posttrain.apps.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.errors import InputError
 from posttrain.files import durable
+from posttrain.files.json_files import JsonObject
 from posttrain.models.gguf_import import require_gguf
 from posttrain.models.tensor_files import TensorFacts
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from gguf import GGUFWriter, TensorNameMap
-    from transformers import PretrainedConfig
+    from gguf import GGUFWriter, TensorNameMap, TokenType
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Say = Callable[[str], None]
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _GGUF_MAGIC = b"GGUF"  # the first bytes of every such file
 _BLOCK = 32  # numbers that share a scale in q8_0
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe"}
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,9 @@ class _Planned:
     @property
     def num_bytes(self) -> int:
         count = math.prod(self.facts.shape)
-        per_number = {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count}
-        return {**per_number, "q8_0": count // _BLOCK * (_BLOCK + 2)}[self.type]
+        return {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count, "q8_0": count // _BLOCK * (_BLOCK + 2)}[
+            self.type
+        ]
 
 
 def check_gguf_target(file: Path, force: bool) -> None:
@@ -120,6 +129,7 @@ def export_gguf(
     if rope is not None:
         planned.insert(0, _Planned("rope_freqs.weight", "", TensorFacts(tuple(rope.shape), torch.float32), "f32"))
 
+    read = _Source(planned, weights, config, rope)
     file = file.absolute()
     durable.make_folder(file.parent)
     with durable.replacing(file) as unfinished:
@@ -127,9 +137,9 @@ def export_gguf(
         _add_header(writer, gguf, config, file.stem, settings.type)
         vocab_size = weights.facts["model.embed_tokens.weight"].shape[0]
         add_tokenizer(writer, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), vocab_size, settings.pre)
-        _write(writer, gguf, planned, weights, config, rope, advance)
+        _write(writer, gguf, read, advance)
         say("Reading the file back")
-        error = _compare(unfinished, gguf, planned, weights, config, rope)
+        error = _compare(unfinished, gguf, read)
     return GgufFile(file, len(planned), file.stat().st_size, error)
 
 
@@ -187,71 +197,60 @@ def _rope_factors(config: PretrainedConfig) -> Tensor | None:
     return 1.0 / ((1 - smooth) / rope["factor"] + smooth)
 
 
-def _in_gguf_order(name: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
-    """llama.cpp rotates neighbouring pairs of a Llama's queries and keys, transformers the two halves of a head."""
-    if _FAMILIES[config.model_type] != "llama" or ".self_attn." not in name:
-        return tensor
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return tensor
-    return (
-        tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-    )
+@dataclass(frozen=True)
+class _Source:
+    """The weights of a model, as they are written."""
+
+    planned: list[_Planned]
+    weights: WeightSource
+    config: PretrainedConfig
+    rope: Tensor | None
+
+    def tensors(self) -> Iterator[tuple[_Planned, Tensor]]:
+        """In float32 and in llama.cpp's order, one at a time."""
+        for each in self.planned:
+            if not each.source:
+                assert self.rope is not None
+                yield each, self.rope
+                continue
+            ((name, tensor),) = self.weights.read([each.source])
+            if not bool(torch.isfinite(tensor).all()):
+                raise InputError(f"{name} of {self.weights.where(name)} holds numbers that are not finite")
+            yield each, self._in_gguf_order(name, tensor.float())
+
+    def _in_gguf_order(self, name: str, tensor: Tensor) -> Tensor:
+        """llama.cpp rotates neighbouring pairs of a Llama's queries and keys, transformers the two halves of a head."""
+        counts = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
+        heads = counts.get(name.split(".")[-2]) if ".self_attn." in name else None
+        if _FAMILIES[self.config.model_type] != "llama" or heads is None:
+            return tensor
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _tensors(
-    planned: list[_Planned], weights: WeightSource, config: PretrainedConfig, rope: Tensor | None
-) -> Iterator[Tensor]:
-    """The source's tensors in float32 and in llama.cpp's order, one at a time."""
-    for each in planned:
-        if not each.source:
-            assert rope is not None
-            yield rope
-            continue
-        ((name, tensor),) = weights.read([each.source])
-        if not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{name} of {weights.where(name)} holds numbers that are not finite")
-        yield _in_gguf_order(name, tensor.float(), config)
-
-
-def _write(
-    writer: GGUFWriter,
-    gguf: ModuleType,
-    planned: list[_Planned],
-    weights: WeightSource,
-    config: PretrainedConfig,
-    rope: Tensor | None,
-    advance: Advance | None,
-) -> None:
-    total = sum(each.num_bytes for each in planned)
-    for each in planned:
-        kind = gguf.GGMLQuantizationType[each.type.upper()]
-        writer.add_tensor_info(each.name, each.facts.shape, np.dtype(np.float32), each.num_bytes, raw_dtype=kind)
+def _write(writer: GGUFWriter, gguf: ModuleType, source: _Source, advance: Advance | None) -> None:
+    total = sum(each.num_bytes for each in source.planned)
+    kinds = {each.name: gguf.GGMLQuantizationType[each.type.upper()] for each in source.planned}
+    for each in source.planned:
+        shape, kind = each.facts.shape, kinds[each.name]
+        writer.add_tensor_info(each.name, shape, np.dtype(np.float32), each.num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
-        kind = gguf.GGMLQuantizationType[each.type.upper()]
+    for each, tensor in source.tensors():
         if each.type == "f16" and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
             raise InputError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
-        writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
+        writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kinds[each.name]))
         if advance is not None:
             advance(each.num_bytes, total)
     writer.close()
 
 
-def _compare(
-    file: Path,
-    gguf: ModuleType,
-    planned: list[_Planned],
-    weights: WeightSource,
-    config: PretrainedConfig,
-    rope: Tensor | None,
-) -> float:
+def _compare(file: Path, gguf: ModuleType, source: _Source) -> float:
     """Read the file back; the largest error of any number. InputError if one is larger than its format explains."""
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
     worst = 0.0
-    for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
+    for each, tensor in source.tensors():
         stored = found[each.name]
         read = torch.from_numpy(np.array(gguf.quants.dequantize(stored.data, stored.tensor_type))).reshape(tensor.shape)
         error = (read - tensor).abs()
@@ -271,3 +270,85 @@ def _accepted_error(tensor: Tensor, kind: str) -> Tensor:
         return (step * 1.01 + 2**-24).expand(-1, _BLOCK).reshape(tensor.shape)
     relative, least = (2**-11, 2**-25) if kind == "f16" else (2**-8, 0.0)
     return tensor.abs() * relative * 1.001 + least
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def pre_tokenizer_name(backend: JsonObject) -> str | None:
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None if it is not recognised."""
+    rule = backend.get("pre_tokenizer") or {}
+    steps = rule.get("pretokenizers", [rule])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        return _SPLITS.get((steps[0].get("pattern") or {}).get("Regex", ""))
+    return None
+
+
+def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int, pre: str | None) -> None:
+    """Tokens, their types, merges, special ids and the chat template. `vocab_size` is the number of rows of the
+    embedding."""
+    import gguf
+
+    backend = _backend(tokenizer)
+    name = pre or pre_tokenizer_name(backend)
+    if name is None:
+        raise InputError(
+            "llama.cpp's name of the tokenizer's pre_tokenizer is unknown: it is none of gpt-2, smollm, qwen2, "
+            "llama-bpe. Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
+        )
+    tokens, kinds = _tokens(tokenizer, vocab_size, gguf.TokenType)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
+    if merges:
+        writer.add_token_merges(merges)
+    for add, token_id in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+        (writer.add_unk_token_id, tokenizer.unk_token_id),
+    ):
+        if token_id is not None:
+            add(token_id)
+    begins = tokenizer("a").input_ids[:1]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id])
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError("the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers")
+    backend: JsonObject = json.loads(tokenizer.backend_tokenizer.to_str())
+    decoder = backend.get("decoder") or {}
+    decoders = [decoder, *decoder.get("decoders", [])]
+    if backend["model"]["type"] != "BPE" or not any(each.get("type") == "ByteLevel" for each in decoders):
+        raise InputError(
+            f"the tokenizer is a {backend['model']['type']} of another kind; GGUF files are written for byte-level BPE "
+            "tokenizers"
+        )
+    return backend
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, kinds: type[TokenType]) -> tuple[list[str], list[int]]:
+    by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    if max(by_id) >= vocab_size:
+        raise InputError(f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows")
+    added = tokenizer.added_tokens_decoder
+    tokens = [by_id.get(token_id, f"[PAD{token_id}]") for token_id in range(vocab_size)]
+
+    def kind(token_id: int) -> int:
+        if token_id not in by_id:  # rows that pad the embedding
+            return kinds.UNUSED
+        if token_id not in added:
+            return kinds.NORMAL
+        return kinds.CONTROL if added[token_id].special else kinds.USER_DEFINED
+
+    return tokens, [kind(token_id) for token_id in range(vocab_size)]

@@ -39,7 +39,7 @@ TRAINING = tuple(
 
 def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None) -> JsonObject:
     """Where the model comes from, for programs: `conversion.json`."""
-    kind = kind_of(source.run_config)
+    kind = next((kind for kind in KINDS if kind in source.run_config), None)
     text = yaml.safe_dump(dict(source.run_config), sort_keys=True).encode() if source.run_config else None
     return {
         "posttrain_version": __version__,
@@ -53,10 +53,6 @@ def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verificatio
         "metrics": metrics_of(source),
         "verification": None if verification is None else verification.as_json(),
     }
-
-
-def kind_of(run_config: JsonMapping) -> str | None:
-    return next((kind for kind in KINDS if kind in run_config), None)
 
 
 def training_data(run_config: JsonMapping) -> list[JsonObject]:
@@ -149,33 +145,28 @@ def _data_section(data: list[JsonObject]) -> str:
 
 def _usage_section(facts: JsonMapping, name: str, *, scores_answers: bool) -> str:
     """A few lines of Python that load the folder and use it."""
-    base = facts["base_model"]
+    lines, kind, module = [], "AutoModelForCausalLM", "transformers"
     if scores_answers:
-        lines = [
-            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
-            f'model = AutoModelForSequenceClassification.from_pretrained("{name}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        kind = "AutoModelForSequenceClassification"
+    elif facts["lora"] == "adapter":
+        kind, module = "AutoPeftModelForCausalLM", "peft"
+    if module == "transformers":
+        lines.append(f"from transformers import {kind}, AutoTokenizer")
+    else:
+        lines += [f"from {module} import {kind}", "from transformers import AutoTokenizer"]
+    on_top = f"  # on top of {facts['base_model']}" if module == "peft" and facts["base_model"] else ""
+    lines += [
+        f'model = {kind}.from_pretrained("{name}"){on_top}',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    ]
+    if scores_answers:
+        lines += [
             'chat = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
             'inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)',
             "print(model(**inputs).logits[0, 0].item())  # the reward of the answer",
         ]
     else:
-        load = (
-            [
-                "from peft import AutoPeftModelForCausalLM",
-                "from transformers import AutoTokenizer",
-                f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")'
-                + (f"  # on top of {base}" if base else ""),
-            ]
-            if facts["lora"] == "adapter"
-            else [
-                "from transformers import AutoModelForCausalLM, AutoTokenizer",
-                f'model = AutoModelForCausalLM.from_pretrained("{name}")',
-            ]
-        )
-        lines = [
-            *load,
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        lines += [
             'chat = [{"role": "user", "content": "…"}]',
             "inputs = tokenizer.apply_chat_template("
             'chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',

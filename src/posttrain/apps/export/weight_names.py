@@ -50,6 +50,8 @@ class WeightShapes:
 
     @classmethod
     def of(cls, config: PretrainedConfig, origin: str) -> WeightShapes:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
         try:
             model_class = model_class_of(config)
             model = empty_model(config, model_class)
@@ -63,7 +65,8 @@ class WeightShapes:
             if first.setdefault(id(parameter), name) != name:
                 tied[name] = first[id(parameter)]
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
-        return cls(config, model_class, origin, shapes, tied, _is_translated(model))
+        is_translated = bool(get_model_conversion_mapping(model, add_legacy=False))
+        return cls(config, model_class, origin, shapes, tied, is_translated)
 
 
 def config_file_of(origin: str) -> str:
@@ -119,12 +122,6 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _is_translated(model: nn.Module) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def plain_name(name: str) -> str:

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.apps.demo.arithmetic import build_tokenizer
-from posttrain.apps.export.gguf_export import GgufSettings, check_gguf_target, export_gguf
-from posttrain.apps.export.gguf_tokenizer import pre_tokenizer_name
+from posttrain.apps.export.gguf_export import GgufSettings, check_gguf_target, export_gguf, pre_tokenizer_name
 from posttrain.errors import InputError
 from posttrain.models.gguf_import import convert_gguf
 

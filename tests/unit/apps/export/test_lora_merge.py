@@ -1,8 +1,9 @@
-"""Merging against peft's own merge, and what cannot be merged."""
+"""Merging against peft's own merge, and what cannot be merged; a copy that cannot be made costs a warning."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import randomise, tiny_model
+from tiny_runs import save_model
 from torch import nn
 
 from posttrain.apps.export.merge_lora import MergedSource, open_adapter
+from posttrain.apps.export.periodic_export import PeriodicExport
 from posttrain.apps.export.weight_sources import SafetensorsSource
 from posttrain.errors import InputError
 
@@ -84,3 +87,47 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         MergedSource(SafetensorsSource(tmp_path / "narrow"), open_adapter(adapter))
     with pytest.raises(InputError, match=r"adapts model\.layers\.1\..*, which the base model .* does not have"):
         MergedSource(SafetensorsSource(tmp_path / "shallow"), open_adapter(adapter))
+
+
+def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "tmp_step_8.1"
+    shutil.copytree(save_model(tmp_path / "model"), checkpoint / "policy/weights/model")
+    file = checkpoint / "policy/weights/model/model.safetensors"
+    weights = load_file(file)
+    warnings: list[str] = []
+    state = torch.get_rng_state()
+    PeriodicExport(warnings.append)(checkpoint)
+    assert not warnings
+    assert (checkpoint / "hf/model.safetensors").is_file()
+    assert json.loads((checkpoint / "hf/conversion.json").read_text())["step"] == 8
+    shutil.rmtree(checkpoint / "hf")
+
+    weights["model.norm.weight"][0] = float("inf")
+    save_file(weights, file, metadata={"format": "pt"})
+    PeriodicExport(warnings.append)(checkpoint)
+    assert len(warnings) == 1
+    assert "step_8 is saved without its copy in hf/: model.norm.weight of" in warnings[0]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["policy"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_copy_made_in_another_process_is_the_same(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "tmp_step_8"
+    shutil.copytree(save_model(tmp_path / "model"), checkpoint / "policy/weights/model")
+    warnings: list[str] = []
+    export = PeriodicExport(warnings.append)
+    export.beside(checkpoint, lambda: True)  # the run has failed
+    assert not (checkpoint / "hf").exists()
+    export.beside(checkpoint, lambda: False)
+    made = {file.name: file.read_bytes() for file in (checkpoint / "hf").iterdir()}
+    shutil.rmtree(checkpoint / "hf")
+    export(checkpoint)
+    assert made == {file.name: file.read_bytes() for file in (checkpoint / "hf").iterdir()}
+    shutil.rmtree(checkpoint / "hf")
+    assert not warnings
+
+    (checkpoint / "policy/weights/model/model.safetensors").write_bytes(b"cut short")
+    export.beside(checkpoint, lambda: False)
+    assert len(warnings) == 1
+    assert "step_8 is saved without its copy in hf/" in warnings[0]
+    assert not (checkpoint / "hf").exists()
