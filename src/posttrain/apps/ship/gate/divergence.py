@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.apps.evaluate.results import PROBLEMS_FILE, Evaluation, EvaluationError
+from posttrain.config.base import parse_as
 from posttrain.files import durable
 from posttrain.files.digests import sha256_of_file
-from posttrain.files.json_files import parse_json
+from posttrain.files.json_files import read_json
 
 KL_FILE = "kl.json"
 FORMAT_VERSION = 1
@@ -48,16 +49,10 @@ def write_divergence(folder: Path, found: Divergence) -> Path:
 def read_divergence(evaluation: Evaluation) -> list[float | None]:
     """One value per problem, in the order of the evaluation."""
     path = evaluation.folder / KL_FILE
-    try:
-        row = parse_json(path.read_text(encoding="utf-8"))
-        if row["format"] != FORMAT_VERSION:
-            raise EvaluationError(f"{path}: format {row['format']!r}; this version of posttrain reads {FORMAT_VERSION}")
-        values = {str(name): None if value is None else float(value) for name, value in row["values"].items()}
-        measured_on = row["answers_sha256"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, EvaluationError):
-            raise
-        raise EvaluationError(f"{path}: cannot be read ({type(error).__name__}: {error}); measure it again") from error
-    if measured_on != answers_digest(evaluation.folder):
+    row = read_json(path, EvaluationError)
+    if (version := row.pop("format", None)) != FORMAT_VERSION:
+        raise EvaluationError(f"{path}: format {version!r}; this version of posttrain reads {FORMAT_VERSION}")
+    found = parse_as(Divergence, row, f"{path}: cannot be read, measure it again", EvaluationError)
+    if found.answers_sha256 != answers_digest(evaluation.folder):
         raise EvaluationError(f"{path}: was measured on other answers than {PROBLEMS_FILE} holds now; measure it again")
-    return [values.get(problem.id) for problem in evaluation.problems]
+    return [found.values.get(problem.id) for problem in evaluation.problems]

@@ -65,9 +65,8 @@ def measure_divergence(
             f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is "
             "measured on single answers"
         )
-    messages = _messages(evaluation)
+    messages, chat = _prompts(evaluation, ours)
     where = resolve_device(device)
-    chat = _chat(evaluation, ours)
     dtype = sampling_dtype(precision, where)
     heads = [OutputHead(load_with_adapter(reference, dtype, where)) for reference in (ours, theirs)]
     if heads[0].vocab_size != heads[1].vocab_size:
@@ -84,8 +83,8 @@ def measure_divergence(
     return found, write_divergence(evaluation.folder, found)
 
 
-def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
-    """The prompt of each problem, built again from the evaluation's config and checked to be the same."""
+def _prompts(evaluation: Evaluation, reference: ResolvedModel) -> tuple[dict[str, tuple[Message, ...]], ChatFormat]:
+    """The prompt of each problem, built again from the evaluation's config and checked to be the same; its format."""
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     problems = load_problems(config.data, seed=config.eval.seed, limit=config.eval.max_problems).problems
     if hash_of_tasks(problems) != evaluation.summary.problem_set_hash:
@@ -93,15 +92,11 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
             f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of "
             "this evaluation, so its prompts cannot be built again"
         )
-    return {problem.id: problem.messages for problem in problems}
-
-
-def _chat(evaluation: Evaluation, reference: ResolvedModel) -> ChatFormat:
-    config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     own = config.tokenizer.name
     name = reference.tokenizer if own == config.generation.model_name else own
     tokenizer = load_tokenizer(name, "tokenizer.name")
-    return ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
+    chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
+    return {problem.id: problem.messages for problem in problems}, chat
 
 
 def _divergence_of_problem(

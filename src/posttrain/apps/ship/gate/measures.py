@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.apps.evaluate.metrics import LENGTH, TRUNCATION, UNSCORED, per_problem
+from posttrain.apps.evaluate.metrics import LENGTH, TRUNCATION, UNSCORED, mean_of, per_problem
 from posttrain.apps.evaluate.results import Evaluation, ProblemResult, SampleResult
 from posttrain.apps.ship.gate.divergence import KL_FILE, read_divergence
 from posttrain.apps.ship.gate.statistics import RATE, Range
@@ -149,7 +149,7 @@ def _values(evaluation: Evaluation, check: CheckConfig, where: str) -> list[floa
         return per_problem(problems, f"avg@{_num_samples(evaluation)}", evaluation.summary.pass_threshold)
     if metric.startswith(PART):
         part = metric.removeprefix(PART)
-        return [_mean([s.parts[part] for s in p.samples if part in s.parts]) for p in problems]
+        return [mean_of([s.parts[part] for s in p.samples if part in s.parts]) for p in problems]
     if metric == COST:
         return _costs(evaluation)
     if metric == KL:
@@ -208,7 +208,7 @@ def _advice(metric: str) -> str:
 
 
 def _shares(problems: Sequence[ProblemResult], counts: Callable[[SampleResult], bool]) -> list[float | None]:
-    return [_mean([float(counts(s)) for s in p.samples if s.finish_reason is not None]) for p in problems]
+    return [mean_of([float(counts(s)) for s in p.samples if s.finish_reason is not None]) for p in problems]
 
 
 def _costs(evaluation: Evaluation) -> list[float | None]:
@@ -221,7 +221,7 @@ def _costs(evaluation: Evaluation) -> list[float | None]:
     tokens = sum(map(sum, known))
     if tokens == 0 or known != lengths:
         return [summary.cost_per_answer for _ in evaluation.problems]
-    return [_mean([summary.cost / tokens * length for length in of_problem]) for of_problem in known]
+    return [mean_of([summary.cost / tokens * length for length in of_problem]) for of_problem in known]
 
 
 def _range(metric: str, values: Sequence[float]) -> Range:
@@ -229,7 +229,3 @@ def _range(metric: str, values: Sequence[float]) -> Range:
     that extend the range."""
     natural = (0.0,) if metric in (LENGTH, COST, KL) else RATE
     return min(*natural, *values), max(*natural, *values)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

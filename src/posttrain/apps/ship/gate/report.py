@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 from posttrain import __version__
@@ -12,6 +11,7 @@ from posttrain.apps.evaluate.results import Evaluation
 from posttrain.apps.ship.gate.verdict import Evaluations, GateResult
 from posttrain.config.gate import GateConfig
 from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.locks import now_text
 from posttrain.reporting.pages import render_page, when
 
 FORMAT_VERSION = 1
@@ -35,7 +35,7 @@ def as_json(
         if production is None
         else {name: _identity(evaluation) for name, evaluation in production.items()},
         "gate": config.model_dump(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": now_text(),
         "code_version": __version__,
     }
 

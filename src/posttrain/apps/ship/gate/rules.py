@@ -39,14 +39,6 @@ class BoundDecision:
     needed: int | None = None  # total number of problems for a decision; None with "undecided": more than MAX_ASKED
 
 
-@dataclass(frozen=True)
-class DifferenceEstimate:
-    """The difference of candidate and production on one metric: `candidate - scale * production`."""
-
-    estimate: MeanEstimate
-    note: str = ""
-
-
 def decide(estimate: MeanEstimate, bound: Bound, settings: GateSettings) -> BoundDecision:
     """Only an interval that lies entirely on one side of the threshold decides."""
     if estimate.num_problems < settings.min_problems:
@@ -113,8 +105,8 @@ def _out_of_reach(limit: int, estimate: MeanEstimate, bound: Bound, power: float
 
 def compare(
     candidate: Measurement, production: Measurement, scale: float, confidence: float, noise: float = 0.0
-) -> DifferenceEstimate:
-    """Paired where both saw the same problems; `scale` multiplies production's values (margins that are shares).
+) -> tuple[MeanEstimate, str]:
+    """Of `candidate - scale * production`, paired where both saw the same problems, and a note on how it was done.
 
     `noise`: the relative difference that two evaluations of the same model may have, whatever the problems.
     """
@@ -129,7 +121,7 @@ def compare(
         differences = [candidate.values[key] - scale * production.values[key] for key in common]
         estimate = estimate_paired(differences, confidence, (own[0] - scaled[1], own[1] - scaled[0]))
         note = "" if len(common) == larger else f"compared on the {len(common)} problems that both have, of {larger}"
-        return DifferenceEstimate(with_systematic_error(estimate, error), note)
+        return with_systematic_error(estimate, error), note
     estimate = estimate_unpaired(
         list(candidate.values.values()),
         [scale * value for value in production.values.values()],
@@ -137,9 +129,8 @@ def compare(
         own,
         scaled,
     )
-    return DifferenceEstimate(
-        with_systematic_error(estimate, error), f"not paired: only {len(common)} of {larger} problems are the same"
-    )
+    note = f"not paired: only {len(common)} of {larger} problems are the same"
+    return with_systematic_error(estimate, error), note
 
 
 def estimate_alone(candidate: Measurement, confidence: float, noise: float = 0.0) -> MeanEstimate:
@@ -148,12 +139,11 @@ def estimate_alone(candidate: Measurement, confidence: float, noise: float = 0.0
 
 
 def absolute_bounds(at_least: float | None, at_most: float | None) -> list[Bound]:
-    bounds = []
-    if at_least is not None:
-        bounds.append(Bound(f"at least {at_least:g}", at_least, "above"))
-    if at_most is not None:
-        bounds.append(Bound(f"at most {at_most:g}", at_most, "below"))
-    return bounds
+    demands: tuple[tuple[str, float | None, Side], ...] = (
+        ("at least", at_least, "above"),
+        ("at most", at_most, "below"),
+    )
+    return [Bound(f"{words} {value:g}", value, side) for words, value, side in demands if value is not None]
 
 
 def sign_of_mean(production: Measurement, confidence: float) -> Literal[-1, 1] | None:

@@ -8,12 +8,12 @@ bounds need no correction: the probability of promoting a candidate that violate
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.apps.evaluate.identity import different_settings, why_incomparable
 from posttrain.apps.evaluate.results import Evaluation
-from posttrain.apps.ship.gate.measures import Measurement, depends_on_judge, direction_of, measure
+from posttrain.apps.ship.gate.measures import depends_on_judge, direction_of, measure
 from posttrain.apps.ship.gate.rules import (
     Bound,
     BoundDecision,
@@ -109,56 +109,50 @@ def _check_rules(
     confidence = 1 - (1 - (check.confidence or settings.confidence)) / settings.looks
     noise = settings.speed_noise if check.metric == COST else 0.0
     ours = measure(candidate[check.evaluation], check, where)
+    # Each bound, the decision, the estimate that led to it, and the mean of production if it was compared.
+    decided: list[tuple[Bound, BoundDecision, MeanEstimate | None, float | None]] = []
     for bound in absolute_bounds(check.at_least, check.at_most):
         estimate = estimate_alone(ours, confidence, noise)
-        yield _rule(name, check, bound, decide(estimate, bound, settings), ours, None, estimate)
-    margins: list[tuple[float | None, float | None]] = []
-    if check.better_by is not None:
-        margins.append((check.better_by, None))
-    if check.worse_by_at_most is not None:
-        margins.append((None, check.worse_by_at_most))
+        decided.append((bound, decide(estimate, bound, settings), estimate, None))
+    margins = [pair for pair in ((check.better_by, None), (None, check.worse_by_at_most)) if pair != (None, None)]
     theirs = None
     if margins and production is not None:
-        _refuse_incomparable(candidate[check.evaluation], production[check.evaluation], check.metric, where)
-        theirs = measure(production[check.evaluation], check, where)
+        others = production[check.evaluation]
+        if depends_on_judge(check.metric):
+            uses_threshold = check.metric.startswith(("pass@", "cons@"))
+            names = ("the candidate", "production")
+            reason = why_incomparable(candidate[check.evaluation], others, names, uses_threshold=uses_threshold)
+            if reason:
+                raise InputError(
+                    f"{where}: {check.metric} cannot be compared: {reason}. Evaluate both with the same settings"
+                )
+        theirs = measure(others, check, where)
     sign = sign_of_mean(theirs, confidence) if check.relative and theirs is not None else 1
     for better_by, worse_by in margins:
         bound, scale = margin_bound(better_by, worse_by, check.relative, direction_of(check, where), sign or 1)
         if theirs is None:
-            yield _rule(
-                name, check, bound, BoundDecision("skipped", "there is no model in production"), ours, None, None
-            )
+            decided.append((bound, BoundDecision("skipped", "there is no model in production"), None, None))
         elif sign is None:
-            yield _rule(name, check, bound, BoundDecision("undecided", _NO_SHARE), ours, theirs, None)
+            decided.append((bound, BoundDecision("undecided", _NO_SHARE), None, theirs.mean))
         else:
-            found = compare(ours, theirs, scale, confidence, noise)
-            decision = decide(found.estimate, bound, settings)
-            yield _rule(name, check, bound, decision, ours, theirs, found.estimate, found.note)
-
-
-def _rule(
-    name: str,
-    check: CheckConfig,
-    bound: Bound,
-    decision: BoundDecision,
-    ours: Measurement,
-    theirs: Measurement | None,
-    estimate: MeanEstimate | None,
-    note: str = "",
-) -> BoundResult:
-    return BoundResult(
-        check=name,
-        evaluation=check.evaluation,
-        metric=check.metric,
-        demand=bound.demand,
-        outcome=decision.outcome,
-        reason=f"{decision.reason} ({note})" if note else decision.reason,
-        candidate=ours.mean,
-        production=None if theirs is None else theirs.mean,
-        estimate=estimate,
-        threshold=bound.threshold,
-        needed_problems=decision.needed,
-    )
+            estimate, note = compare(ours, theirs, scale, confidence, noise)
+            decision = decide(estimate, bound, settings)
+            reason = f"{decision.reason} ({note})" if note else decision.reason
+            decided.append((bound, replace(decision, reason=reason), estimate, theirs.mean))
+    for bound, decision, found, compared_with in decided:
+        yield BoundResult(
+            check=name,
+            evaluation=check.evaluation,
+            metric=check.metric,
+            demand=bound.demand,
+            outcome=decision.outcome,
+            reason=decision.reason,
+            candidate=ours.mean,
+            production=compared_with,
+            estimate=found,
+            threshold=bound.threshold,
+            needed_problems=decision.needed,
+        )
 
 
 def _unscored_rules(
@@ -223,14 +217,6 @@ def _refuse_missing(config: GateConfig, evaluations: Evaluations, option: str) -
                 f"checks.{name}.evaluation is {check.evaluation!r}, and {option} has given: {given}. "
                 f"Give {option} {check.evaluation}=FOLDER"
             )
-
-
-def _refuse_incomparable(ours: Evaluation, theirs: Evaluation, metric: str, where: str) -> None:
-    if not depends_on_judge(metric):
-        return
-    uses_threshold = metric.startswith(("pass@", "cons@"))
-    if reason := why_incomparable(ours, theirs, ("the candidate", "production"), uses_threshold=uses_threshold):
-        raise InputError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both with the same settings")
 
 
 def _notes(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[str]:

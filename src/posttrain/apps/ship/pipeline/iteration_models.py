@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.apps.ship.pipeline.records import ModelChoice, about
+from posttrain.apps.ship.pipeline.records import ModelChoice
+from posttrain.apps.ship.pipeline.stage import about
 from posttrain.apps.ship.registry.artifacts import content_digest
 from posttrain.apps.ship.registry.registry import Registry
 from posttrain.apps.ship.registry.store import DATABASE
@@ -33,17 +34,11 @@ def versions_of(config: PipelineConfig) -> list[ModelVersion]:
     return registry.versions(name) if registry.has(name) else []
 
 
-def in_production(config: PipelineConfig) -> ModelVersion | None:
-    return next((version for version in versions_of(config) if version.stage == "production"), None)
-
-
 def choose_models(config: PipelineConfig) -> tuple[ModelChoice, str, ModelChoice | None]:
     """What a new iteration starts from, why, and what it is compared with."""
-    production = in_production(config)
-    try:
+    production = next((version for version in versions_of(config) if version.stage == "production"), None)
+    with about("base_model"):
         base = ModelChoice(config.base_model, model_identity(config.base_model))
-    except InputError as error:
-        raise about("base_model", error) from error
     current = None
     if production is not None:
         current = ModelChoice(production.reference, content_digest(production.files), production.version)

@@ -15,10 +15,17 @@ from posttrain.apps.ship.pipeline.records import (
     stage_folder,
 )
 from posttrain.apps.ship.pipeline.stage import Stage, StageContext
-from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping
 
 Action = Literal["run", "reuse", "skip", "depends"]
 _MAX_CHANGES = 3
+# What is said of a difference, by the part of the inputs that it is in.
+_PARTS = {
+    "settings": "{name} changed: {old} → {new}",
+    "files": "{name} changed",
+    "models": "another {name} model",
+    "outcomes": "{name} has a new result",
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,14 @@ def decide(stage: Stage, context: StageContext) -> StageDecision:
     absent = [name for name in stage.reads if name not in context.before]
     if absent:
         return StageDecision(stage.name, "depends", f"on the outcome of {', '.join(absent)}")
-    inputs = _inputs(stage, context)
+    inputs = stage.inputs(context) | {"stage": stage.name, "code": stage.version}
+    inputs["outcomes"] = {name: context.before[name].outcome.digest for name in stage.reads}
+    if again := context.iteration.redone.get(stage.name, 0):
+        inputs["redone"] = again
     key = key_of(inputs)
     record = find_finished(context.home, stage.name, key) or _of_another_version(stage, context, inputs)
     if record is not None:
-        gone = stage.missing(stage, record, context.config)
+        gone = stage.missing(record, context.config)
         if gone is None:
             return StageDecision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
         return StageDecision(stage.name, "run", f"{gone} is missing", key, inputs)
@@ -70,15 +80,6 @@ def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecisi
         yield decision
 
 
-def _inputs(stage: Stage, context: StageContext) -> JsonObject:
-    inputs = stage.inputs(context)
-    inputs |= {"stage": stage.name, "code": stage.version}
-    inputs["outcomes"] = {name: context.before[name].outcome.digest for name in stage.reads}
-    if again := context.iteration.redone.get(stage.name, 0):
-        inputs["redone"] = again
-    return inputs
-
-
 def _why(stage: Stage, context: StageContext, inputs: JsonMapping, key: str) -> str:
     iteration = context.iteration
     if (iteration.folder / stage_folder(stage.name, key)).exists():
@@ -97,20 +98,12 @@ def _changes(before: JsonMapping, now: JsonMapping) -> Iterator[str]:
         yield "asked for with --from"
     if before.get("code") != now.get("code"):
         yield f"the stage's code is version {now.get('code')}, not {before.get('code')}"
-    for name in _differing(before, now, "settings"):
-        old, new = (part.get("settings", {}).get(name) for part in (before, now))
-        yield f"{name} changed: {_short(old)} → {_short(new)}"
-    for name in _differing(before, now, "files"):
-        yield "the traces changed" if name == "traces" else f"{name} changed"
-    for name in _differing(before, now, "models"):
-        yield f"another {name} model"
-    for name in _differing(before, now, "outcomes"):
-        yield f"{name} has a new result"
-
-
-def _differing(before: JsonMapping, now: JsonMapping, part: str) -> list[str]:
-    old, new = before.get(part) or {}, now.get(part) or {}
-    return [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
+    for part, words in _PARTS.items():
+        old, new = before.get(part) or {}, now.get(part) or {}
+        for name in dict.fromkeys([*new, *old]):
+            if old.get(name) != new.get(name):
+                shown = words.format(name=name, old=_short(old.get(name)), new=_short(new.get(name)))
+                yield "the traces changed" if (part, name) == ("files", "traces") else shown
 
 
 def _short(value: object) -> str:

@@ -95,7 +95,8 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
     own = {name: record for name, record in records.items() if not iteration.stages[name].reused}
     trained, measured = _values(records, "train"), _values(records, "evaluate")
     low, high = measured.get("interval") or (None, None)
-    hours = _device_hours(own)
+    busy = [own[name] for name in DEVICE_STAGES if name in own]
+    hours = sum((record.seconds * record.outcome.values.get("num_devices", 1) / 3600 for record in busy), 0.0)
     price = config.pipeline.gpu_hour_price
     dataset, paid = records.get("dataset"), _values(own, "train")
     return KpiRow(
@@ -126,12 +127,3 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
 
 def _values(records: dict[str, StageRecord], name: str) -> JsonObject:
     return dict(records[name].outcome.values) if name in records else {}
-
-
-def _device_hours(own: dict[str, StageRecord]) -> float:
-    hours = 0.0
-    for name in DEVICE_STAGES:
-        if name in own:
-            devices = own[name].outcome.values.get("num_devices", 1)
-            hours += own[name].seconds * devices / 3600
-    return hours

@@ -16,8 +16,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from posttrain.config.base import parse_as
 from posttrain.errors import InputError
 from posttrain.files import durable
 from posttrain.files.digests import digest
@@ -28,23 +29,7 @@ ITERATION_FILE = "iteration.json"
 ITERATION_FOLDER = re.compile(r"iteration_(\d+)")
 
 StageName = Literal["traces", "dataset", "train", "convert", "evaluate", "gate", "registry", "canary"]
-STAGES: tuple[StageName, ...] = (
-    "traces",
-    "dataset",
-    "train",
-    "convert",
-    "evaluate",
-    "gate",
-    "registry",
-    "canary",
-)
-
-
-def about(field: str, error: InputError) -> InputError:
-    """The same error with the field of pipeline.yaml that led to it."""
-    overrides = f"{field}.overrides"  # messages about the command line mean this list here
-    lines = (line.replace("command line", overrides, 1) for line in str(error).splitlines())
-    return InputError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
+STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
 @dataclass(frozen=True)
@@ -86,11 +71,10 @@ def read_stage(folder: Path) -> StageRecord | None:
     file = folder / STAGE_FILE
     if not file.is_file():
         return None
-    row = read_json(file)
     try:
-        return StageRecord(**{**row, "outcome": StageOutcome(**row["outcome"]), "folder": folder})
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
+        return parse_as(StageRecord, {**read_json(file), "folder": folder}, str(file))
+    except InputError as error:
+        raise InputError(f"{error}; not the record of a stage: remove its folder to run it again") from None
 
 
 def relative(path: Path, folder: Path) -> str:
@@ -137,9 +121,6 @@ class Iteration:
     def home(self) -> Path:
         return self.folder.parent
 
-    def with_stage(self, stage: StageName, mark: StageMark) -> Iteration:
-        return replace(self, stages={**self.stages, stage: mark})
-
     def running_stage(self, stage: StageName) -> Iteration:
         """`stage` is about to run: its outcome and those of later stages become outdated."""
         later = STAGES[STAGES.index(stage) :]
@@ -165,25 +146,10 @@ def read_iterations(home: Path) -> list[Iteration]:
         int(found[1]) for path in home.glob("iteration_*") if (found := ITERATION_FOLDER.fullmatch(path.name))
     )
     folders = [home / f"iteration_{number}" for number in numbers]
-    return [_read_iteration(folder) for folder in folders if (folder / ITERATION_FILE).is_file()]
-
-
-def _read_iteration(folder: Path) -> Iteration:
-    file = folder / ITERATION_FILE
-    row = read_json(file)
-    try:
-        incumbent = row["incumbent"]
-        return Iteration(
-            **{
-                **row,
-                "folder": folder,
-                "start": ModelChoice(**row["start"]),
-                "incumbent": None if incumbent is None else ModelChoice(**incumbent),
-                "stages": {name: StageMark(**mark) for name, mark in row["stages"].items()},
-            }
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: not the record of an iteration ({error})") from None
+    files = [folder / ITERATION_FILE for folder in folders]
+    return [
+        parse_as(Iteration, {**read_json(file), "folder": file.parent}, str(file)) for file in files if file.is_file()
+    ]
 
 
 def find_finished(home: Path, stage: StageName, key: str) -> StageRecord | None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -31,14 +30,14 @@ from posttrain.apps.ship.pipeline.records import (
 )
 from posttrain.apps.ship.pipeline.stage import Stage, StageContext, Stop
 from posttrain.apps.ship.pipeline.stages import ALL_STAGES
+from posttrain.apps.ship.pipeline.stages.data import current_content
 from posttrain.apps.ship.pipeline.stages.evaluate import check_problems
-from posttrain.apps.ship.pipeline.stages.traces import current_content
 from posttrain.apps.ship.registry.lineage import code_version
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import VERDICT_CODES, FolderHeld, InputError, place_and_reason
+from posttrain.errors import VERDICT_CODES, InputError, place_and_reason
 from posttrain.files import durable
 from posttrain.files.digests import FileHashes, digest
-from posttrain.files.locks import LockHeld, locked
+from posttrain.files.locks import LockHeld, locked, now_text
 from posttrain.roles import ShowProgress, no_progress
 
 HASHES_FILE = ".hashes.json"
@@ -178,8 +177,7 @@ class PipelineRunner:
     def _begin(self, number: int, data: list[str], why: str) -> SelectedIteration:
         start, start_why, incumbent = choose_models(self.config)
         folder = self.home / f"iteration_{number}"
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        iteration = Iteration(number, folder, now, digest(data), start, start_why, incumbent)
+        iteration = Iteration(number, folder, now_text(), digest(data), start, start_why, incumbent)
         note = f"iteration {number} begins{f': {why}' if why else ''}; it trains {start.text} ({start_why})"
         return SelectedIteration(iteration, data, [note])
 
@@ -226,7 +224,6 @@ class PipelineRunner:
             hashes=self.hashes,
             say=self.say,
             show_progress=self._show_progress,
-            heartbeat=lambda: None,
             quiet=self._quiet,
             lock=lock,
         )
@@ -251,7 +248,7 @@ class PipelineRunner:
             self.say(f"{name} done in {record.seconds:.1f} s: {record.outcome.headline}")
             mark = StageMark(relative(record.folder, self.home))
         if iteration.stages.get(stage.name) != mark or iteration.running == stage.name:
-            iteration = replace(iteration.with_stage(stage.name, mark), running=None)
+            iteration = replace(iteration, stages={**iteration.stages, stage.name: mark}, running=None)
             iteration.write()
         return iteration, record
 
@@ -272,7 +269,7 @@ class PipelineRunner:
             inputs=decision.inputs or {},
             outcome=outcome,
             seconds=clock.seconds,
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            finished_at=now_text(),
             code_version=code_version(),
             folder=folder,
         )
@@ -312,20 +309,19 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
 
     If the pipeline is killed while its training is still saving, the next run waits for it.
     """
+    progress = "`posttrain pipeline status` shows its progress"
+    busy = f"{home}: another process is running this pipeline ({{holder}}); {progress}"
     with ExitStack() as held:
         is_announced = False
         while True:
             try:
                 durable.make_folder(home)
-                descriptor = held.enter_context(locked(home / LOCK_FILE, wait_s=0))
+                descriptor = held.enter_context(locked(home / LOCK_FILE, wait_s=0, refusal=busy))
                 break
-            except LockHeld as busy:
-                holder = busy.holder  # if it has ended, its training has the lock
+            except LockHeld as error:
+                holder = error.holder  # if it has ended, its training has the lock
                 if holder is None or not holder.is_on_this_machine or holder.is_alive is not False:
-                    raise FolderHeld(
-                        f"{home}: another process is running this pipeline ({holder or 'not known'}); "
-                        "`posttrain pipeline status` shows its progress"
-                    ) from None
+                    raise
             except OSError as error:
                 raise InputError(f"pipeline.folder: {home} cannot be written ({place_and_reason(error)})") from error
             if not is_announced:

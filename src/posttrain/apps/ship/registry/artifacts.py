@@ -49,25 +49,20 @@ def measure(folder: Path, progress: Progress = no_progress) -> dict[str, FileRec
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
         raise RegistryError(f"{folder}: {kind}; expected a folder with a model, an adapter or a checkpoint step_N")
-    paths = _walk(folder)
+    names = [path.relative_to(folder) for path in _walk(folder)]
     if (folder / "policy" / "weights").is_dir():
-        inside = {path: path.relative_to(folder) for path in paths}
-        paths = [
-            path
-            for path, name in inside.items()
-            if name.as_posix() in CHECKPOINT_FILES or name.parts[:2] in CHECKPOINT_FOLDERS
-        ]
-    if not paths:
+        names = [name for name in names if str(name) in CHECKPOINT_FILES or name.parts[:2] in CHECKPOINT_FOLDERS]
+    if not names:
         raise RegistryError(f"{folder}: the folder is empty; expected a model, an adapter or a checkpoint step_N")
-    records = []
+    found = {}
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         try:
-            for record in pool.map(_record, paths):
-                records.append(record)
+            for name, record in zip(names, pool.map(lambda name: _record(folder / name), names), strict=True):
+                found[name.as_posix()] = record
                 progress(record.size)
         except OSError as error:
             raise RegistryError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    return {path.relative_to(folder).as_posix(): record for path, record in zip(paths, records, strict=True)}
+    return found
 
 
 def content_digest(files: Files) -> str:
@@ -80,14 +75,15 @@ def find_damage(folder: Path, files: Files, *, extra_files: bool, contents: bool
     """What differs from `files`, one line each. `extra_files`: files that are not in the list count, too."""
     if not folder.is_dir():
         return [f"the folder {folder} is missing"]
-    problems = [problem for name, record in files.items() if (problem := _size_problem(folder / name, name, record))]
+    sizes = (_problem(folder, name, record, contents=False) for name, record in files.items())
+    problems = [problem for problem in sizes if problem]
     if extra_files:
         found = (path.relative_to(folder).as_posix() for path in _walk(folder))
         problems += [f"{name} does not belong to the version" for name in found if name not in files]
     if problems or not contents:
         return problems
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        checks = pool.map(lambda item: _content_problem(folder / item[0], item[0], item[1]), files.items())
+        checks = pool.map(lambda item: _problem(folder, *item, contents=True), files.items())
         return [problem for problem in checks if problem]
 
 
@@ -191,22 +187,17 @@ def _record(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, sha256_of_file(path))
 
 
-def _size_problem(path: Path, name: str, record: FileRecord) -> str | None:
+def _problem(folder: Path, name: str, record: FileRecord, *, contents: bool) -> str | None:
     try:
-        size = path.stat().st_size
+        size = (folder / name).stat().st_size
+        if size != record.size:
+            return f"{name} has {size} bytes instead of {record.size}"
+        is_same = not contents or _record(folder / name) == record
+        return None if is_same else f"{name} is not what was registered: its SHA-256 differs"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if size == record.size else f"{name} has {size} bytes instead of {record.size}"
-
-
-def _content_problem(path: Path, name: str, record: FileRecord) -> str | None:
-    try:
-        found = _record(path)
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    return None if found == record else f"{name} is not what was registered: its SHA-256 differs"
 
 
 class PartialFolder:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -52,36 +52,27 @@ class Lineage:
     @property
     def judged_another(self) -> str | None:
         """The model that the gate judged, if it is known to be another one than this."""
-        return None if self.gate is None else self.gate.get("another_model")
+        return (self.gate or {}).get("another_model")
 
     @property
     def judged_unknown(self) -> str | None:
         """The model that the gate judged, if it is unknown whether it is this one."""
-        return None if self.gate is None else self.gate.get("unknown_model")
+        return (self.gate or {}).get("unknown_model")
 
     @property
     def objection(self) -> str | None:
         """Why no gate has passed this very model; None if one has."""
         if other := self.judged_another:
             return f"its gate judged the files of {other}, which differ; evaluate and judge the files that you register"
+        if self.verdict is None:
+            return "it has no gate verdict (registry add --gate FILE)"
         if self.verdict != "promote":
-            return (
-                f"its gate's verdict is {self.verdict}"
-                if self.verdict
-                else "it has no gate verdict (registry add --gate FILE)"
-            )
+            return f"its gate's verdict is {self.verdict}"
         if unknown := self.judged_unknown:
             return (
                 f"its gate judged {unknown}, which is not known to be this model; evaluate the files that you register"
             )
         return None
-
-    def to_row(self) -> JsonObject:
-        return {**asdict(self), "data_hash": self.data_hash}
-
-    @classmethod
-    def from_row(cls, row: JsonMapping) -> Lineage:
-        return cls(**{key: value for key, value in row.items() if key != "data_hash"})
 
 
 def gather_lineage(

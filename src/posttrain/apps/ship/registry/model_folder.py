@@ -6,13 +6,11 @@ of a checkpoint are compared with the checksums that it was saved with.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from posttrain.apps.ship.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError, RegistryError
-from posttrain.files.digests import sha256_of_file
 from posttrain.files.json_files import read_json
 
 EXPECTED = "expected a Hugging Face folder, a peft adapter or a checkpoint step_N"
@@ -65,29 +63,12 @@ def _check_is_as_saved(checkpoint: Path) -> None:
     is_ours = (checkpoint / "policy" / "model.json").exists()
     if not (checkpoint / CHECKSUMS).exists() and not is_ours:
         return  # written by another system, without checksums
-    problems: list[str] = []
-    for parts in CHECKPOINT_FOLDERS:
-        problems += find_damage(checkpoint, below="/".join(parts))
-    if problems := problems or _changed_small_files(checkpoint):
+    # Optimizer state is not registered, and not checked.
+    if problems := find_damage(checkpoint, below=(*map("/".join, CHECKPOINT_FOLDERS), *CHECKPOINT_FILES)):
         raise RegistryError(
-            f"{checkpoint} is not what was saved: {'; '.join(dict.fromkeys(problems[:3]))}. Register another "
-            "checkpoint, or restore the files"
+            f"{checkpoint} is not what was saved: {'; '.join(problems[:3])}. Register another checkpoint, or restore "
+            "the files"
         )
-
-
-def _changed_small_files(checkpoint: Path) -> list[str]:
-    """The same for the few files that are registered beside weights and tokenizer; optimizer state is not checked."""
-    recorded = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))["files"]
-    problems = []
-    for name in CHECKPOINT_FILES:
-        path = checkpoint / name
-        if name not in recorded:
-            problems += [f"{name} is not in {CHECKSUMS}"] if path.exists() else []
-        elif not path.is_file():
-            problems.append(f"{name} is missing")
-        elif [sha256_of_file(path)] != recorded[name]["sha256"]:
-            problems.append(f"{name} is not what was saved: its SHA-256 differs")
-    return problems
 
 
 def _check_header(file: Path) -> None:

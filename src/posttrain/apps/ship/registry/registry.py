@@ -40,7 +40,7 @@ from posttrain.apps.ship.registry.store import ARTIFACTS, HISTORY_SUFFIX, Locati
 from posttrain.apps.ship.registry.version import ModelVersion, record_of, version_from_record
 from posttrain.data.errors import nearest
 from posttrain.errors import RegistryBusy, RegistryConflict, RegistryError
-from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
 DEFAULT_LOCATION = "registry"
@@ -69,21 +69,16 @@ class Registry:
 
     def versions(self, name: str) -> list[ModelVersion]:
         """All versions of a model, the oldest first."""
-        records = self._records(name)
-        stages, _ = self._replayed(name)
-        return [self._version(name, number, record, stages) for number, record in records.items()]
+        return list(self._read(name)[0].values())
 
     def get(self, name: str, which: str | int = "production") -> ModelVersion:
         """The version with this number, or in this stage (production or canary)."""
-        records = self._records(name)
-        stages, _ = self._replayed(name)
-        number = self._number(name, str(which), records, stages)
-        return self._version(name, number, records[number], stages)
+        versions, stages, _ = self._read(name)
+        return versions[self._number(name, str(which), versions, stages)]
 
     def history(self, name: str) -> list[HistoryEntry]:
         """Every stage change that was ever written, in order, with what it did; also those that lost a race."""
-        self._records(name)
-        return self._replayed(name)[1]
+        return self._read(name)[2]
 
     def verify(self, version: ModelVersion, *, contents: bool = True) -> list[str]:
         """What is wrong with the files of a version; empty if nothing is. `contents` False looks at sizes only.
@@ -145,7 +140,7 @@ class Registry:
         record = record_of(new, home)
         with copy or nullcontext(), self._store.writing():
             number = self._write_version(name, source, record, run_id, copy)
-        return self._version(name, number, record, Stages())
+        return version_from_record(name, number, record, Stages(), home)
 
     def promote(
         self,
@@ -166,7 +161,12 @@ class Registry:
         model, needs `force`, which the history records.
         """
         chosen = self.get(name, version)
-        target = to or _next_stage(chosen)
+        if to is None and chosen.stage not in ("candidate", "canary"):
+            moves = " | ".join(STAGES[1:])
+            raise RegistryError(
+                f"{chosen.reference} is {chosen.stage}: give the stage it should move to (--to {moves})"
+            )
+        target = to or STAGES[STAGES.index(chosen.stage) + 1]
         if chosen.stage == target:
             return None
         objection = chosen.lineage.objection
@@ -210,8 +210,7 @@ class Registry:
         """
         if stage not in ("production", "canary"):
             raise RegistryError(f"only production and canary can be rolled back, not {stage}")
-        records = self._records(name)
-        stages, entries = self._replayed(name)
+        versions, stages, entries = self._read(name)
         if stage == "canary":
             if not stages.canary:
                 raise RegistryError(f"{name} has no canary")
@@ -220,7 +219,7 @@ class Registry:
         target = to if to is not None else stages.previous_production()
         if target == NO_VERSION:
             raise RegistryError(f"{name}: there is no earlier production version to go back to")
-        chosen = self._version(name, self._number(name, str(target), records, stages), records[target], stages)
+        chosen = versions[self._number(name, str(target), versions, stages)]
         if chosen.stage == "production":
             raise RegistryError(f"{chosen.reference} is in production already")
         if not any(move.version == target and move.after == "production" for entry in entries for move in entry.moves):
@@ -270,33 +269,35 @@ class Registry:
         rows = self._store.changes(name)
         return replay(Change(**row, ordinal=ordinal) for ordinal, row in rows.items())
 
-    def _records(self, name: str) -> dict[int, JsonObject]:
+    def _read(self, name: str) -> tuple[dict[int, ModelVersion], Stages, list[HistoryEntry]]:
+        """All versions of a model by their number, the stages, and what each change did."""
         self._check_name(name)
         records = self._store.versions(name)
         if not records:
             known = self.names()
             listed = f"; there are {', '.join(known)}" if known else "; the registry is empty"
             raise RegistryError(f"{self.location.text}: no model {name!r}{nearest(name, known)}{listed}")
-        return records
+        stages, entries = self._replayed(name)
+        home = self.location.folder
+        versions = {
+            number: version_from_record(name, number, record, stages, home) for number, record in records.items()
+        }
+        return versions, stages, entries
 
-    def _number(self, name: str, which: str, records: Mapping[int, object], stages: Stages) -> int:
+    def _number(self, name: str, which: str, versions: Mapping[int, ModelVersion], stages: Stages) -> int:
         places = {"production": stages.production, "canary": stages.canary}
+        span = " to ".join(dict.fromkeys(map(str, (min(versions), max(versions)))))
         if which in places:
             if places[which]:
                 return places[which]
             filled = ", ".join(f"{place} is version {number}" for place, number in places.items() if number)
             raise RegistryError(
                 f"{name} has no {which} version ({filled or 'no version is in a stage'}); versions: "
-                f"{_span(list(records))}. Promote one: posttrain registry promote {name} VERSION --to {which} --why …"
+                f"{span}. Promote one: posttrain registry promote {name} VERSION --to {which} --why …"
             )
-        if which.isdecimal() and int(which) in records:
+        if which.isdecimal() and int(which) in versions:
             return int(which)
-        raise RegistryError(
-            f"{name}@{which}: no such version; versions are {_span(list(records))}, or use production or canary"
-        )
-
-    def _version(self, name: str, number: int, record: JsonMapping, stages: Stages) -> ModelVersion:
-        return version_from_record(name, number, record, stages, self.location.folder)
+        raise RegistryError(f"{name}@{which}: no such version; versions are {span}, or use production or canary")
 
     def _fetch(self, version: ModelVersion) -> list[str]:
         """Download the files of a version atomically and verify them. Returns what is wrong with them."""
@@ -339,22 +340,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _next_stage(version: ModelVersion) -> Stage:
-    if version.stage in ("candidate", "canary"):
-        return STAGES[STAGES.index(version.stage) + 1]
-    raise RegistryError(
-        f"{version.reference} is {version.stage}: give the stage it should move to (--to {' | '.join(STAGES[1:])})"
-    )
-
-
 def _reason(why: str) -> str:
     if not why.strip():
         raise RegistryError("a stage change needs a reason (--why): the history records it")
     return why.strip()
-
-
-def _span(numbers: list[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def resolve_version(

@@ -41,21 +41,11 @@ def version_from_record(name: str, number: int, record: JsonMapping, stages: Sta
     """`home` is the registry's folder: paths inside it are stored relative to it, so that the folder can be moved."""
     files = {key: FileRecord(**file) for key, file in record["files"].items()}
     uploaded_to = record["uploaded_to"]
-    return ModelVersion(
-        name=name,
-        version=number,
-        stage=stages.of(number),
-        path=cache_folder() / "registry" / content_digest(files)[:24]
-        if uploaded_to
-        else (home or Path()) / record["path"],
-        files=files,
-        lineage=Lineage.from_row(record["lineage"]),
-        by=record["by"],
-        at=record["at"],
-        note=record["note"],
-        in_place=record["in_place"],
-        uploaded_to=uploaded_to,
-    )
+    cached = cache_folder() / "registry" / content_digest(files)[:24]
+    path = cached if uploaded_to else (home or Path()) / record["path"]
+    lineage = Lineage(**{key: value for key, value in record["lineage"].items() if key != "data_hash"})
+    rest = {key: record[key] for key in ("by", "at", "note", "in_place", "uploaded_to")}
+    return ModelVersion(name, number, stages.of(number), path, files, lineage, **rest)
 
 
 def record_of(version: ModelVersion, home: Path | None) -> JsonObject:
@@ -63,12 +53,8 @@ def record_of(version: ModelVersion, home: Path | None) -> JsonObject:
     is_inside = home is not None and version.path.is_relative_to(home)
     return {
         "path": str(version.path.relative_to(home) if is_inside and home else version.path),
-        "in_place": version.in_place,
-        "uploaded_to": version.uploaded_to,
-        "by": version.by,
-        "at": version.at,
-        "note": version.note,
-        "lineage": version.lineage.to_row(),
+        **{key: getattr(version, key) for key in ("in_place", "uploaded_to", "by", "at", "note")},
+        "lineage": {**asdict(version.lineage), "data_hash": version.lineage.data_hash},
         "files": {name: asdict(file) for name, file in version.files.items()},
     }
 
@@ -93,28 +79,25 @@ class Difference:
 
 def differences(left: ModelVersion, right: ModelVersion) -> list[Difference]:
     """Everything that differs: lineage, metrics, data, config, files."""
-    found = []
-    for section, read in _SECTIONS.items():
-        old, new = read(left), read(right)
+    found, others = [], _sections(right)
+    for section, old in _sections(left).items():
+        new = others[section]
         keys = (key for key in {**old, **new} if old.get(key) != new.get(key))
         found += [Difference(section, key, old.get(key), new.get(key)) for key in keys]
     return found
 
 
-def _lineage(version: ModelVersion) -> JsonObject:
+def _sections(version: ModelVersion) -> dict[str, JsonMapping]:
     lineage = version.lineage
     return {
-        "base_model": lineage.base_model,
-        "data_hash": lineage.data_hash,
-        "code_version": lineage.code_version,
-        "gate": lineage.verdict,
+        "lineage": {
+            "base_model": lineage.base_model,
+            "data_hash": lineage.data_hash,
+            "code_version": lineage.code_version,
+            "gate": lineage.verdict,
+        },
+        "metrics": lineage.metrics,
+        "data": lineage.data,
+        "config": lineage.config,
+        "files": {name: f"{file.size} B {file.sha256[:12]}" for name, file in version.files.items()},
     }
-
-
-_SECTIONS = {
-    "lineage": _lineage,
-    "metrics": lambda version: version.lineage.metrics,
-    "data": lambda version: version.lineage.data,
-    "config": lambda version: version.lineage.config,
-    "files": lambda version: {name: f"{file.size} B {file.sha256[:12]}" for name, file in version.files.items()},
-}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -14,12 +15,15 @@ import pytest
 
 from posttrain.apps.demo.arithmetic import labelled_traces
 from posttrain.apps.ship.pipeline.kpi import KpiRow
-from posttrain.apps.ship.pipeline.kpi_plot import kpi_svg
-from posttrain.apps.ship.pipeline.page import HEADINGS, cells
+from posttrain.apps.ship.pipeline.page import HEADINGS, cells, kpi_svg
+from posttrain.apps.ship.pipeline.records import Iteration, ModelChoice, StageMark, StageOutcome, StageRecord
 from posttrain.apps.ship.pipeline.runner import only_runner
 from posttrain.apps.ship.pipeline.stages import train
 from posttrain.apps.ship.pipeline.stages.train import choose_checkpoint
 from posttrain.apps.ship.pipeline.training_process import run_training
+from posttrain.apps.watch.catalogue import Catalogue
+from posttrain.apps.watch.places import LocalPlace
+from posttrain.apps.watch.shipping import pipeline_page
 from posttrain.checkpointing import CheckpointStore
 from posttrain.config import load_config
 from posttrain.config.named_files import files_named_in
@@ -195,3 +199,26 @@ def test_page_shows_the_old_verdict_and_the_current_stage() -> None:
     assert (back[verdict], back[version]) == ("promoted", "1, archived")
     assert cells(row(2, verdict="promote", version=2))[version] == "2, stage unknown"
     assert cells(row(3))[version] == "–"
+
+
+def test_stages_are_shown_with_their_state(tmp_path: Path) -> None:
+    home = tmp_path / "flywheel"
+    stage = home / "iteration_1" / "traces-abc"
+    stage.mkdir(parents=True)
+    outcome = StageOutcome("d", "1,000 traces")
+    StageRecord("traces", "abc", {}, outcome, 2.5, "2026-11-16T08:00:00+00:00", "1", stage).write()
+    marks = {"traces": StageMark(folder="iteration_1/traces-abc"), "convert": StageMark(skipped="nothing to do")}
+    start = ModelChoice("base", "id")
+    Iteration(
+        1, stage.parent, "2026-11-16T08:00:00+00:00", "data", start, "first", None, running="train", stages=marks
+    ).write()
+    (home / "kpi.json").write_text(json.dumps([{"iteration": 1, "score": None}]))
+    ((pipeline_id, found),) = Catalogue([LocalPlace(tmp_path)]).pipelines.items()
+    page = pipeline_page(pipeline_id, found)
+    (iteration,) = page["iterations"]
+    states = {one["name"]: (one["state"], one["headline"]) for one in iteration["stages"]}
+    assert states["traces"] == ("done", "1,000 traces")
+    assert states["train"] == ("running", "")
+    assert states["convert"] == ("skipped", "nothing to do")
+    assert states["canary"] == ("waiting", "")
+    assert page["kpi"] == [{"iteration": 1, "score": None}]

@@ -3,22 +3,27 @@
 Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them.
 Metrics, thresholds and prices do not change answers: summaries are computed again from the stored answers. An
 evaluation that was killed resumes with the remaining problems.
+
+gate: promote, reject, or more samples needed, from the evaluations alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from posttrain.apps.ship.pipeline.iteration_models import locate, model_identity
-from posttrain.apps.ship.pipeline.records import StageOutcome, StageRecord, about, relative
-from posttrain.apps.ship.pipeline.stage import Stage, StageContext
-from posttrain.apps.ship.pipeline.stages.gate import load_gate
+from posttrain.apps.ship.pipeline.records import StageOutcome, StageRecord, relative
+from posttrain.apps.ship.pipeline.stage import Stage, StageContext, about
 from posttrain.config import LoadedConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.gate import GateConfig
+from posttrain.config.loader import load_standalone
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
@@ -31,69 +36,73 @@ EVALUATIONS = "evaluations"
 OWN_KEYS = ("generation.model_name", "eval.save_path")
 PLACEHOLDER = "chosen-by-the-pipeline"  # the model; also the tokenizer, unless the config names another one
 KL = "kl_from_base"
+GATE_FILE, GATE_PAGE = "gate.json", "gate.html"
 KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
 
 
-def check(config: PipelineConfig) -> None:
-    for name in config.evaluate:
-        load_evaluation(config, name)
+class Evaluate(Stage):
+    name = "evaluate"
+    reads = ("convert",)
+    version = 2
+    resumes = True
 
+    def check(self, config: PipelineConfig) -> None:
+        for name in config.evaluate:
+            load_evaluation(config, name)
 
-def inputs(context: StageContext) -> JsonObject:
-    config, incumbent = context.config, context.iteration.incumbent
-    settings: JsonObject = {}
-    for name in config.evaluate:
-        flat = load_evaluation(config, name).flat()
-        own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
-        settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
-    drift = measures_drift(config)
-    models = {"incumbent": None if incumbent is None else incumbent.identity}
-    if drift:
-        models["base"] = model_identity(config.base_model)
-    files = context.hashes.of_named(files_named_in(settings))
-    return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
+    def inputs(self, context: StageContext) -> JsonObject:
+        config, incumbent = context.config, context.iteration.incumbent
+        settings: JsonObject = {}
+        for name in config.evaluate:
+            flat = load_evaluation(config, name).flat()
+            own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
+            settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
+        drift = measures_drift(config)
+        models = {"incumbent": None if incumbent is None else incumbent.identity}
+        if drift:
+            models["base"] = model_identity(config.base_model)
+        files = context.hashes.of_named(files_named_in(settings))
+        return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
 
+    def same_settings(self, config: PipelineConfig, old: JsonMapping, new: JsonMapping) -> bool:
+        def own(settings: JsonMapping, name: str) -> JsonObject:
+            return {
+                key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
+            }
 
-def same_settings(config: PipelineConfig, old: JsonMapping, new: JsonMapping) -> bool:
-    def own(settings: JsonMapping, name: str) -> JsonObject:
-        return {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+        if {key.partition(".")[0] for key in old} - {*config.evaluate, "drift"} or old.get("drift") != new.get("drift"):
+            return False
+        return all(
+            same_but_for_the_version(own(old, name), own(new, name), load_evaluation(config, name))
+            for name in config.evaluate
+        )
 
-    if {key.partition(".")[0] for key in old} - {*config.evaluate, "drift"} or old.get("drift") != new.get("drift"):
-        return False
-    return all(
-        same_but_for_the_version(own(old, name), own(new, name), load_evaluation(config, name))
-        for name in config.evaluate
-    )
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        from posttrain.apps.evaluate.results import SUMMARY_FILE
 
+        values, drift = record.outcome.values, measures_drift(config)
+        for side in ("candidate", "incumbent"):
+            for name, relative_path in (values[side] or {}).items():
+                path = record.folder / relative_path
+                if not (path / SUMMARY_FILE).is_file():
+                    return str(path / SUMMARY_FILE)
+                if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
+                    # The folder was summarised with other settings since.
+                    return f"the summary of {name} with these settings"
+        return None
 
-def missing(stage: Stage, record: StageRecord, config: PipelineConfig) -> str | None:
-    from posttrain.apps.evaluate.results import SUMMARY_FILE
-
-    values, drift = record.outcome.values, measures_drift(config)
-    for side in ("candidate", "incumbent"):
-        for name, relative_path in (values[side] or {}).items():
-            path = record.folder / relative_path
-            if not (path / SUMMARY_FILE).is_file():
-                return str(path / SUMMARY_FILE)
-            if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
-                return (
-                    f"the summary of {name} with these settings"  # the folder was summarised with other settings since
-                )
-    return None
-
-
-def work(context: StageContext, folder: Path) -> StageOutcome:
-    incumbent = context.iteration.incumbent
-    candidate = _measure(context, "the candidate", str(context.before["convert"].path("model")))
-    others = None
-    if incumbent is not None:
-        others = _measure(context, incumbent.text, locate(incumbent, context.config))
-    report = None
-    if others is not None:
-        for name in candidate:
-            report = report or f"compare-{name}.html"
-            _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
-    return _outcome(context, folder, candidate, others, report)
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
+        incumbent = context.iteration.incumbent
+        candidate = _measure(context, "the candidate", str(context.before["convert"].path("model")))
+        others = None
+        if incumbent is not None:
+            others = _measure(context, incumbent.text, locate(incumbent, context.config))
+        report = None
+        if others is not None:
+            for name in candidate:
+                report = report or f"compare-{name}.html"
+                _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
+        return _outcome(context, folder, candidate, others, report)
 
 
 def _measure(context: StageContext, who: str, model: str) -> dict[str, Path]:
@@ -111,10 +120,8 @@ def load_evaluation(config: PipelineConfig, name: str, model: str = PLACEHOLDER)
         if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
             raise InputError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
     path = None if section.config is None else Path(section.config)
-    try:
+    with about(f"evaluate.{name}"):
         loaded = load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
-    except InputError as error:
-        raise about(f"evaluate.{name}", error) from error
     if loaded.config.server_url is not None:
         raise InputError(f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model")
     return loaded
@@ -129,10 +136,8 @@ def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> Non
         if any(setting.startswith(f"evaluate.{name}.") for setting in waiting):
             continue
         build = EvaluationBuild(load_evaluation(config, name), say=lambda _: None)
-        try:
+        with about(f"evaluate.{name}"):
             build.check_problems_and_judge()
-        except InputError as error:
-            raise about(f"evaluate.{name}", error) from error
 
 
 def measures_drift(config: PipelineConfig) -> list[str]:
@@ -195,11 +200,10 @@ def _beating(context: StageContext) -> Callable[[str, int], Any]:
 
 
 def _write_comparison(first: Path, second: Path, file: Path) -> None:
-    from posttrain.apps.evaluate.comparison import compare
-    from posttrain.apps.evaluate.comparison_html import render
+    from posttrain.apps.evaluate.comparison import compare, comparison_page
     from posttrain.apps.evaluate.results import read_evaluation
 
-    durable.write_text(file, render(compare(read_evaluation(first), read_evaluation(second), None)))
+    durable.write_text(file, comparison_page(compare(read_evaluation(first), read_evaluation(second), None)))
 
 
 def _outcome(
@@ -249,3 +253,67 @@ def _judged(folder: Path, *, drift: bool) -> JsonObject:
         "cost": [summary.cost, summary.cost_per_answer],
         "kl": kl.read_text(encoding="utf-8") if drift and kl.is_file() else None,
     }
+
+
+class Gate(Stage):
+    name = "gate"
+    reads = ("evaluate",)
+    outputs = ("file",)
+    version = 2  # raised when the rules change, so that verdicts are computed again
+
+    def check(self, config: PipelineConfig) -> None:
+        from posttrain.apps.ship.gate.measures import check_before_measuring
+        from posttrain.apps.ship.gate.statistics import special_functions
+
+        special_functions()
+        for name, check in load_gate(config).checks.items():
+            where = f"gate: {config.gate.config}: checks.{name}"
+            if check.evaluation not in config.evaluate:
+                raise InputError(
+                    f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
+                )
+            measured = load_evaluation(config, check.evaluation).config.eval
+            check_before_measuring(
+                check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
+            )
+
+    def inputs(self, context: StageContext) -> JsonObject:
+        return {"settings": load_gate(context.config).model_dump()}
+
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
+        from posttrain.apps.evaluate.results import read_evaluation
+        from posttrain.apps.ship.gate import judge
+        from posttrain.apps.ship.gate.report import WORDS, as_html, as_json
+
+        config, measured = load_gate(context.config), context.before["evaluate"]
+        values = measured.outcome.values
+        candidate = {name: read_evaluation(measured.folder / path) for name, path in values["candidate"].items()}
+        incumbent = values["incumbent"]
+        production = incumbent and {name: read_evaluation(measured.folder / path) for name, path in incumbent.items()}
+        result = judge(config, candidate, production)
+        report = as_json(result, config, candidate, production)
+        durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
+        durable.write_text(folder / GATE_PAGE, as_html(report, result))
+        reasons = "; ".join(result.reasons[:2])
+        return StageOutcome(
+            digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
+            headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
+            values={
+                "file": GATE_FILE,
+                "verdict": result.verdict,
+                "reasons": result.reasons,
+                "needed_problems": result.needed_problems,
+            },
+            report=GATE_PAGE,
+        )
+
+
+def load_gate(config: PipelineConfig) -> GateConfig:
+    with about("gate"):
+        return load_standalone(GateConfig, Path(config.gate.config), config.gate.overrides)
+
+
+def verdict_of(context: StageContext) -> str | None:
+    """The gate's verdict in this iteration; None if there is none yet."""
+    record = context.before.get("gate")
+    return None if record is None else str(record.outcome.values["verdict"])
