@@ -9,6 +9,7 @@ from pathlib import Path
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import load_config
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.reporting.console import Console
 from posttrain.run import quieten_libraries, refuse_missing_model
 
