@@ -33,7 +33,7 @@ Durations = dict[str, dict[str, float]]  # by file, then by test or @fixture
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    tier = os.environ.get("POSTTRAIN_TEST_TIER", "full")  # nested pytest processes choose as the outer one does
+    tier = os.environ.get("POSTTRAIN_TEST_TIER", "full")
     group.addoption("--tier", choices=("fast", "rest", "full"), default=tier, help="which tests, by measured time")
     group.addoption("--record-durations", action="store_true", help=f"write the measured times to {FILE.name}")
     group.addoption(
@@ -44,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["POSTTRAIN_TEST_TIER"] = config.getoption("--tier")
+    # What a nested process runs belongs to the test that starts it.
+    os.environ["POSTTRAIN_TEST_TIER"] = "fast" if config.getoption("--tier") == "fast" else "full"
     config.pluginmanager.register(Tiers(config))
 
 

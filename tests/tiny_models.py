@@ -43,6 +43,29 @@ _COMMON: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 
+_DELTA_NET: Mapping[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA: Mapping[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 4,
+    "mamba_chunk_size": 16,
+}
+
 # family -> (model_type of transformers, what it has beyond the common shape)
 _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
@@ -98,8 +121,27 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {"logits_scaling": 1.7, "attention_multiplier": 0.4, "residual_multiplier": 0.8}),
     "cohere": ("cohere", {"logit_scale": 0.35}),
+    "qwen3.5": ("qwen3_5_text", _DELTA_NET),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA_NET, **_EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**_DELTA_NET, **_EXPERTS}),
+    "lfm2": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 16},
+    ),
+    "falcon-h1": ("falcon_h1", {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 64}),
+    # One block each: a mixer, attention, a mixer, an MLP.
+    "nemotron-h": (
+        "nemotron_h",
+        {"num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8}
+        | {"mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 4, "chunk_size": 16},
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
+# transformers computes their recurrence in fp32, whatever the precision of the weights.
+RECURRENT_FAMILIES = FAMILIES[FAMILIES.index("qwen3.5") :]
 
 
 def tiny_model(
@@ -120,7 +162,9 @@ def tiny_model(
     # The products that transformers prefers for experts do not exist in float64. The eager ones are a second way to
     # compute.
     experts = {"experts_implementation": "eager"} if attention == "eager" or dtype == torch.float64 else {}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
+    with torch.random.fork_rng():  # decays of recurrent layers are drawn, and `randomise` adds to them
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
     model.config.use_cache = False
     randomise(model, seed)
     return model.to(dtype).eval()

@@ -157,7 +157,7 @@ class LLM:
         tensor_parallel_size: int,
         **options: Any,
     ) -> None:
-        pathlib.Path(__file__).with_name("weights").write_text(sys.argv[3])
+        pathlib.Path(__file__).with_name("weights").write_text(sys.argv[1])
         if _has("start"):
             raise ValueError("no such model")
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -11,7 +11,7 @@ import pytest
 import torch
 from float64 import TOLERANCE
 from peft import LoraConfig, get_peft_model
-from tiny_models import FAMILIES, VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import FAMILIES, LOGPROB_ROUNDING, RECURRENT_FAMILIES, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -123,7 +123,8 @@ def test_sampled_logprobs_equal_the_trainers(family: str) -> None:
     assert ours.min() < -1, "logits that are nearly one-hot would prove little"
     for name, theirs in references(model, family, completions).items():
         assert theirs.dtype == torch.float64
-        assert largest_difference(ours, theirs) <= TOLERANCE, name
+        in_fp32 = family in RECURRENT_FAMILIES and name == "eager attention"
+        assert largest_difference(ours, theirs) <= (LOGPROB_ROUNDING if in_fp32 else TOLERANCE), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

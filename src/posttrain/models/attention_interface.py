@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from posttrain.errors import InputError
 
 ATTENTION = "posttrain"
+Place = tuple[int, int]  # (layer, which of its recurrent operations): where the state of a sequence is kept
 # Arguments that some families pass beside queries, keys and values. Ignoring them would compute another model.
 _NOT_COMPUTED = {
     "s_aux": "sinks",
@@ -42,6 +43,19 @@ class AttentionContext(Protocol):
         """Queries and the result are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]."""
         ...
 
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Causal convolution of each channel over its sequence; `x` and the result are [tokens, channels], `weight` is
+        [channels, width]."""
+        ...
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        """The recurrence of `recurrence_interface.py`: queries and keys are [tokens, key heads, key width], values and
+        the result [tokens, heads, value width], `log_decay` and `beta` [tokens, heads]; without `beta` the value is
+        added as it is. All of them are fp32 or wider."""
+        ...
+
 
 # A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not
 # inherit one. A process runs one forward or backward pass at a time.
@@ -58,6 +72,11 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         yield
     finally:
         _active = previous
+
+
+def is_idle() -> bool:
+    """No context is active: a model that was not loaded here is running."""
+    return _active is None
 
 
 def active_context() -> AttentionContext:

@@ -1,12 +1,13 @@
 """Checks, with a forward pass over one token, that the packed forward pass computes a model correctly.
 
-Refused are recurrent layers, attention windows that the attention function is not given, changes of the logits that
-`head` does not support, and rotary embeddings that depend on the rest of the batch. Families that no test covers are
+Refused are layers that link tokens by something else than attention or a known recurrence, attention windows that the
+attention function is not given, changes of the logits that `head` does not support, and rotary embeddings that depend on the rest of the batch. Families that no test covers are
 also proved: see `engines/native/proof.py`. Dropout and jitter of a model's config are turned off here.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import traceback
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.models.attention_interface import AttendOptions, attention_context
+from posttrain.models.attention_interface import AttendOptions, Place, attention_context
 from posttrain.models.loading import TESTED_FAMILIES
+from posttrain.models.recurrence_interface import watch_recurrent_layers
 from posttrain.policy.head import Head, UnsupportedModelError
 from posttrain.policy.parallel.fsdp import is_first_rank
+from posttrain.policy.recurrence import recurrence_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,8 +59,29 @@ class LayerShape:
         return self.num_heads * ((self.key_dim + self.value_dim) * self.dtype.itemsize + factors)
 
 
-def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer stores per token, found by a pass over one token. Rejects unsupported models."""
+@dataclass(frozen=True)
+class StateShape:
+    """What a recurrent operation stores of a sequence: the last tokens of a convolution, or a matrix for each head."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SequenceShapes:
+    """What the layers of a model store: keys and values of each token, states of each sequence."""
+
+    layers: dict[int, LayerShape]
+    states: dict[Place, StateShape]
+
+
+def observe_layers(base: Any, head: Head) -> SequenceShapes:
+    """What the layers store, found by a pass over one token. Rejects unsupported models."""
+    watch_recurrent_layers(base)
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
@@ -67,16 +91,10 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
             logits = base(input_ids=one, position_ids=one, use_cache=False).logits
     finally:
         hook.remove()
-    expected = config.num_hidden_layers
-    if len(observer.layers) != expected:
-        raise UnsupportedModelError(
-            f"{config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
-            "Layers with a recurrent state or with attention of their own cannot be sampled here."
-        )
     _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
-    _check_attention_is_the_only_link(config, head, one.device)
-    return observer.layers
+    _check_no_other_link(config, head, one.device)
+    return SequenceShapes(observer.layers, observer.states)
 
 
 def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) -> None:
@@ -94,9 +112,10 @@ def _check_windows(config: PretrainedConfig, windows: Mapping[int, int | None]) 
 
 
 @torch.no_grad()
-def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, device: torch.device) -> None:
-    """Refuse models whose layers pass something from token to token other than by attention. Where each token attends
-    to itself alone, the tokens before it must not matter: in a packed row they may belong to another sequence.
+def _check_no_other_link(config: PretrainedConfig, head: Head, device: torch.device) -> None:
+    """Refuse models whose layers pass something from token to token in another way than by the active context. Where
+    each token attends to itself alone, the tokens before it must not matter: in a packed row they may belong to another
+    sequence. Layers that use no context are fine, a block with an MLP alone for example.
     """
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
     with attention_context(_LayerObserver()):
@@ -106,8 +125,9 @@ def _check_attention_is_the_only_link(config: PretrainedConfig, head: Head, devi
     tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
     if float((first - second).abs().max()) > tolerance * float(first.abs().max()):
         raise UnsupportedModelError(
-            f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state "
-            "or a convolution. posttrain puts several sequences into one row, where those would run into each other."
+            f"{config.model_type}: its layers carry values from token to token in another way than attention, a short "
+            "convolution, a gated delta rule or Mamba-2. posttrain puts several sequences into one row, where those "
+            "values would run into each other."
         )
 
 
@@ -186,6 +206,18 @@ class _LayerObserver:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
+        self.states: dict[Place, StateShape] = {}
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.states[place] = StateShape((weight.shape[1] - 1, x.shape[1]), x.dtype)
+        return x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        self.states[place] = shape = StateShape((value.shape[1], key.shape[2], value.shape[2]), value.dtype)
+        zero = value.new_zeros(len(value), *shape.shape)
+        return recurrence_step(zero, query, key, value, log_decay, beta)[0]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         self.windows[layer] = options["window"]

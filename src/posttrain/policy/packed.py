@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.models.attention_interface import AttendOptions, AttentionContext
+from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
+from posttrain.policy.recurrence import PackedRecurrence, Piece
 from posttrain.policy.runtime import to_device
 from posttrain.types import TokenBatch
 
@@ -61,6 +62,22 @@ class PackedAttention:
                 key, value = key.index_select(0, gather), value.index_select(0, gather)
             return _varlen(query, key, value, lengths, options)
         return self._per_block(query, key, value, options)
+
+    # -- recurrent layers: a response starts from the state after its prompt -------------------------------------------
+
+    @cached_property
+    def _recurrence(self) -> PackedRecurrence:
+        at = {segment.start: index for index, segment in enumerate(self.segments)}
+        pieces = [Piece(s.start, s.end, at[s.prefix_start] if s.prefix_length else None) for s in self.segments]
+        return PackedRecurrence(pieces, self.device)
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._recurrence.convolve(x, weight, bias)
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        return self._recurrence.recur(query, key, value, log_decay, beta)[0]
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
 

@@ -163,7 +163,7 @@ def test_bf16_runs_in_bf16() -> None:
     model = tiny_model("qwen3", dtype=torch.bfloat16)
     engine = NativeEngine(model, TOKENIZER)
     completions = engine.generate(make_tasks(), 2, SAMPLING, KEY)
-    assert {shape.dtype for shape in engine.forward.layers().values()} == {torch.bfloat16}
+    assert {shape.dtype for shape in engine.forward.shapes().layers.values()} == {torch.bfloat16}
     assert all(len(completion.token_ids) == 20 for group in completions for completion in group)
 
 

@@ -71,20 +71,20 @@ def test_greedy_tokens_equal_transformers_phi3() -> None:
     assert_greedy_tokens_equal(phi3(ATTENTION), phi3("eager"))
 
 
-def test_models_with_a_recurrent_state_are_refused() -> None:
+def test_models_with_an_unknown_recurrence_are_refused() -> None:
     config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2, state_size=4)
     model = MambaForCausalLM(config).eval()
     model.config._attn_implementation = ATTENTION
     engine = NativeEngine(model, byte_tokenizer())
-    with pytest.raises(UnsupportedModelError, match="0 of 2 layers use the attention interface"):
+    with pytest.raises(InputError, match="decay every number of their state"):
         engine.generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
 @pytest.mark.parametrize(
     ("family", "extra", "words"),
     [
-        # Attention and a recurrent state side by side, in every layer.
-        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}, "from token to token"),
+        # Mamba of the first kind: a decay for every number of its state.
+        ("jamba", {"num_experts": 1, "mamba_d_state": 8}, "decay every number of their state"),
         ("doge", {}, "DogeAttention makes a mask of its own"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 5}, r"config\.sliding_window is 5, and layer 0"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 256}, None),  # as long as the context

@@ -34,9 +34,9 @@ run = partial(run_requests, every=2)
 class KeepingKeys(SimulatedGraphs):
     keys: set[Hashable]
 
-    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+    def run(self, key: Hashable, compute: Callable[[], Tensor], *options: Any, **more: Any) -> Tensor:
         self.keys.add(key)
-        return super().run(key, compute, changes)
+        return super().run(key, compute, *options, **more)
 
 
 def session_of(model: nn.Module, **options: Any) -> GenerationSession:
@@ -161,11 +161,11 @@ def test_failed_capture_loses_no_token(monkeypatch: pytest.MonkeyPatch, num_capt
     num_runs = [0]
 
     class FailingLater(SimulatedGraphs):
-        def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        def run(self, key: Hashable, compute: Callable[[], Tensor], *options: Any, **more: Any) -> Tensor:
             num_runs[0] += 1
             if num_runs[0] > num_captured:
                 raise GraphCaptureError("a layer synchronises with the device")
-            return super().run(key, compute, changes)
+            return super().run(key, compute, *options, **more)
 
     simulate_graphs(monkeypatch, FailingLater)
     session = session_of(adapted, activate=activate)

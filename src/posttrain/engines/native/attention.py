@@ -19,9 +19,11 @@ from torch import Tensor
 
 from posttrain.engines.native.cuda_graph_cache import Staging
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
+from posttrain.engines.native.recurrent_states import DecodeRecurrence, PrefillRecurrence
 from posttrain.engines.native.scheduler import Sample, pages_for
-from posttrain.models.attention_interface import AttendOptions
+from posttrain.models.attention_interface import AttendOptions, Place
 from posttrain.policy.packed import PackedAttention, PackedKeys, Segment
+from posttrain.policy.recurrence import Piece
 from posttrain.policy.runtime import to_device, triton_kernels
 
 if TYPE_CHECKING:
@@ -33,6 +35,22 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and 
 _HEADROOM_TOKENS = 64
 
 
+class _WithRecurrence:
+    """The recurrent layers of a context are computed by its `recurrence`."""
+
+    recurrence: PrefillRecurrence | DecodeRecurrence | None = None
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.recurrence is not None, "the cache has states for recurrent layers"
+        return self.recurrence.convolve(place, x, weight, bias)
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        assert self.recurrence is not None, "the cache has states for recurrent layers"
+        return self.recurrence.recur(place, query, key, value, log_decay, beta)
+
+
 @dataclass(frozen=True)
 class PrefillPiece:
     """Tokens [offset, offset + length) of a packed row: positions from `start` on of the sequence in `pages`."""
@@ -41,13 +59,14 @@ class PrefillPiece:
     length: int
     start: int
     pages: Sequence[int]
+    state_slot: int = -1
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
 
-class PrefillAttention:
+class PrefillAttention(_WithRecurrence):
     """New tokens attend to the cached positions of their sequence, then to themselves. Whole prompts do not read the
     cache.
     """
@@ -63,6 +82,10 @@ class PrefillAttention:
         else:
             self.all_slots = self._slots([(0, piece.end) for piece in pieces])
             self.packed_keys = PackedKeys([(piece.length, piece.end) for piece in pieces], cache.device)
+        self.recurrence = None
+        if cache.states is not None:
+            own = [(Piece(p.offset, p.offset + p.length), p.state_slot, p.start == 0) for p in pieces]
+            self.recurrence = PrefillRecurrence(cache.states, own)
 
     def _slots(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
         slots = [
@@ -78,7 +101,7 @@ class PrefillAttention:
         return self.packed_keys.attend(query, keys, values, **options)
 
 
-class DenseDecode:
+class DenseDecode(_WithRecurrence):
     """Decoding on a CPU, over a dense copy of the active sequences' pages.
 
     Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after
@@ -95,6 +118,7 @@ class DenseDecode:
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
         """Prepare one step of `samples`, whose new tokens go into `slots`."""
+        self.recurrence = _states_of(self.cache, samples)
         positions = [sample.num_cached for sample in samples]
         self._grow(len(samples), max(positions) + 1)
         changed = [
@@ -157,7 +181,7 @@ class DenseDecode:
                 dense[layer][at, : most * size] = pool[table].flatten(1, 2)
 
 
-class PagedDecode:
+class PagedDecode(_WithRecurrence):
     """Decoding from the pages in place, on a GPU. No step synchronises with the device."""
 
     def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
@@ -217,6 +241,7 @@ class PagedDecode:
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
         """Prepare one step of `samples`, whose new tokens go into `slots`."""
         self.update_table(samples)
+        self.recurrence = _states_of(self.cache, samples)
         device = self.cache.device
         lengths = [sample.num_cached + 1 for sample in samples]
         self.longest = max(lengths)
@@ -315,6 +340,13 @@ def attend_to_rows(
         scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
         out = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
     return out.reshape(rows, heads, v.shape[-1])
+
+
+def _states_of(cache: PagedKvCache, samples: Sequence[Sample]) -> DecodeRecurrence | None:
+    if cache.states is None:
+        return None
+    slots = torch.tensor([sample.state_slot for sample in samples])
+    return DecodeRecurrence(cache.states, to_device(slots, cache.device))
 
 
 def _load_kernel(device: torch.device) -> Any:

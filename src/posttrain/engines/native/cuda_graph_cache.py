@@ -47,14 +47,20 @@ class CudaGraphCache:
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle() if like is None else like._pool
 
-    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        key: Hashable,
+        compute: Callable[[], Tensor],
+        changes: Tensor | None = None,
+        in_warm_up: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """The result of `compute`, valid until the next `run` with the same pool. `changes` is the state that `compute`
-        advances in place; it is restored after warm-up.
+        advances in place; it is restored after warm-up. `in_warm_up` may change it before.
         """
         captured = self._graphs.pop(key, None)
         if captured is None:
             self._evict()
-            captured = self._capture(compute, changes)
+            captured = self._capture(compute, changes, in_warm_up)
         self._graphs[key] = captured  # most recently used last
         captured.graph.replay()
         return captured.result
@@ -66,12 +72,15 @@ class CudaGraphCache:
             torch.cuda.synchronize(self.device)  # the evicted graph may be running
         del self._graphs[next(iter(self._graphs))]
 
-    def _capture(self, compute: Callable[[], Tensor], changes: Tensor | None) -> _CapturedGraph:
+    def _capture(
+        self, compute: Callable[[], Tensor], changes: Tensor | None, in_warm_up: Callable[[], None]
+    ) -> _CapturedGraph:
         before = None if changes is None else changes.clone()
         side = _capture_stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_NUM_WARM_UPS):
+                in_warm_up()
                 compute()
                 if changes is not None and before is not None:
                     changes.copy_(before)

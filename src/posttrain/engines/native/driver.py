@@ -272,6 +272,8 @@ class Driver:
             self._prefill(adapter, [admission.prompts[group] for group in groups if group in admission.prompts])
         self.scheduler.remember_prompts(admission)
         self.cache.copy_pages(admission.copies)
+        if self.cache.states is not None:
+            self.cache.states.copy(admission.state_copies)
         for adapter, samples in self._by_adapter(admission.samples):
             self._prefill(adapter, [admission.resumed[sample] for sample in samples if sample in admission.resumed])
             if self.graphs is not None and (known := [sample for sample in samples if sample.token_ids]):

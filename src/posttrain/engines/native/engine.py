@@ -7,6 +7,7 @@ their addresses, until `release` frees them for training.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,8 +23,9 @@ from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
-from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
+from posttrain.engines.native.kv_cache import GIB, PagedKvCache, num_pages_for_call
 from posttrain.engines.native.noise import sequence_key
+from posttrain.engines.native.recurrent_states import NUM_PROMPT_SLOTS, RecurrentStates
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
 from posttrain.engines.native.speculation import Speculation
@@ -272,7 +274,13 @@ class NativeEngine:
         self.forward.check_length(longest)
         workspace = self._workspace_for(groups, num_samples, longest)
         workspace.begin(groups, num_samples)
-        scheduler = Scheduler(workspace.num_pages, self.settings.page_size, self.settings.max_batch_size)
+        states = workspace.cache.states
+        scheduler = Scheduler(
+            workspace.num_pages,
+            self.settings.page_size,
+            self.settings.max_batch_size,
+            num_state_slots=None if states is None else states.num_slots,
+        )
         decoding = SingleBackend(self.forward, workspace.decode)
         driver = Driver(
             self.forward,
@@ -352,6 +360,14 @@ class NativeEngine:
         wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
         if wanted == 0 or self.forward.head.tensor_group is not None:
             return None  # ranks that share layers would have to agree
+        if cache.states is not None:
+            if wanted != "auto":
+                warnings.warn(
+                    f"num_speculative_tokens = {wanted} has no effect: {self.forward.config.model_type} has recurrent "
+                    "layers, whose state cannot be taken back when a draft is wrong",
+                    stacklevel=2,
+                )
+            return None
         if wanted == "auto" and (not on_gpu or graphs is None or self.settings.deterministic):
             return None
         return Speculation(
@@ -392,13 +408,35 @@ def num_pages_for(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device,
         wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows),
+        reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows) + _state_bytes(forward, settings),
     )  # fmt: skip
 
 
 def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) -> PagedKvCache:
     """A cache with `num_pages` for sequences and the scratch page for padding."""
-    return PagedKvCache(cache_layers(forward, settings), num_pages + 1, settings.page_size, forward.device)
+    shapes = forward.shapes().states
+    states = RecurrentStates(shapes, _num_state_slots(settings), forward.device) if shapes else None
+    return PagedKvCache(cache_layers(forward, settings), num_pages + 1, settings.page_size, forward.device, states)
+
+
+def _num_state_slots(settings: NativeSettings) -> int:
+    return settings.max_batch_size + NUM_PROMPT_SLOTS
+
+
+def _state_bytes(forward: ForwardPass, settings: NativeSettings) -> int:
+    """Memory of the states of recurrent layers, which does not depend on the length of sequences."""
+    per_slot = sum(shape.num_bytes for shape in forward.shapes().states.values())
+    needed = per_slot * (_num_state_slots(settings) + 1)
+    if per_slot and forward.device.type == "cuda":
+        total = torch.cuda.get_device_properties(forward.device).total_memory * settings.gpu_memory_utilization
+        if needed > total:
+            fits = max(1, int(total / 2 / per_slot) - NUM_PROMPT_SLOTS - 1)
+            raise InputError(
+                f"max_batch_size = {settings.max_batch_size}: the recurrent layers keep {per_slot / GIB:.3g} GiB of "
+                f"each sequence, {needed / GIB:.3g} GiB together, and {total / GIB:.3g} GiB may be used; at most "
+                f"{fits} leave half of that for the rest"
+            )
+    return needed
 
 
 def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:

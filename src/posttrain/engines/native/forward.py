@@ -22,7 +22,7 @@ from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample, pag
 from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
-from posttrain.policy.model_support import LayerShape, check_length, observe_layers
+from posttrain.policy.model_support import SequenceShapes, check_length, observe_layers
 from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ForwardPass:
                 f"the model's attention is {implementation!r}: load it with attn_implementation={ATTENTION!r}"
             )
         self.head = OutputHead(model)
-        self._layers: dict[tuple[torch.device, torch.dtype], dict[int, LayerShape]] = {}
+        self._shapes: dict[tuple[torch.device, torch.dtype], SequenceShapes] = {}
         self.fp8: Fp8Weights | None = None  # replacement weights for the matrix products
 
     @property
@@ -75,14 +75,12 @@ class ForwardPass:
         decode.prepare(samples, inputs[2])
         return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
-    def layers(self) -> dict[int, LayerShape]:
-        """Shapes of keys and values per layer, found by a forward pass over one token. Also compares our logits with
-        the model's.
-        """
+    def shapes(self) -> SequenceShapes:
+        """What the layers store, found by a forward pass over one token. Also compares our logits with the model's."""
         place = (self.device, self._embedding.dtype)
-        if place not in self._layers:
-            self._layers[place] = observe_layers(self.base, self.head)
-        return self._layers[place]
+        if place not in self._shapes:
+            self._shapes[place] = observe_layers(self.base, self.head)
+        return self._shapes[place]
 
     def working_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Estimated peak memory of a pass over `num_tokens` and of the logits of `num_rows`."""
@@ -108,7 +106,7 @@ def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], 
         pieces: list[PrefillPiece] = []
         ends: list[tuple[PromptGroup, int]] = []
         for job, begin, end in row:
-            pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
+            pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages, job.state_slot))
             tokens += job.token_ids[begin:end]
             positions += range(job.start + begin, job.start + end)
             if job.group is not None and end == len(job.token_ids):

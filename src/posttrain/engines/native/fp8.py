@@ -53,7 +53,7 @@ def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | No
 
 def cache_layers(forward: ForwardPass, settings: NativeConfig) -> dict[int, LayerShape]:
     """The KV cache format of each layer: FP8 if its matrix products are in FP8 and no other format is configured."""
-    layers = forward.layers()
+    layers = forward.shapes().layers
     if settings.precision != "fp8" or settings.kv_cache_dtype == "bfloat16":
         return layers
     begin, end = _range(settings, len(layers))

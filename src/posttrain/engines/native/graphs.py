@@ -26,6 +26,7 @@ from torch import Tensor
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, batch_sizes
 from posttrain.engines.native.forward import ForwardPass
+from posttrain.engines.native.recurrent_states import DecodeRecurrence
 from posttrain.engines.native.sampler import Drawn, DrawSettings, draw, draw_plain, top_logprobs
 from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
 from posttrain.policy.fused.adapters import capture_key
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
 
 # Rows of the device's state.
-_TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
+_TOKEN, _POSITION, _KEY, _INDEX, _LIVE, _STATE_SLOT = range(6)
 # In the order of rows: a row that computes a token of a prompt, in place of an admission. Not part of any later step.
 _OF_PROMPT = -1
 
@@ -148,7 +149,7 @@ class DecodeGraphs:
         max_rows, width = decode.host_table.shape
         self.sizes = batch_sizes(max_rows)
         most = self.sizes[-1]
-        self.state = torch.zeros(5, most, dtype=torch.long, device=device)
+        self.state = torch.zeros(6, most, dtype=torch.long, device=device)
         self.inverse_temperature = torch.zeros(most, dtype=torch.float32, device=device)
         self.table = torch.full((most, width), decode.cache.scratch_page, dtype=torch.int32, device=device)
         # The rows of the next step. The token's entry holds the index at which `_arrange` finds the token.
@@ -228,8 +229,9 @@ class DecodeGraphs:
             return self._compute(size, vocab_size)
 
         key = (size, vocab_size, self._prefixes.samples_per_tile, self._model_state)
-        # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots.
-        result = self.cache.run(key, compute, changes=self.state)
+        # Warm-up is safe for the KV cache: it writes the same keys and values to the same slots. States of recurrent
+        # layers would advance: it uses the slot for padding.
+        result = self.cache.run(key, compute, changes=self.state, in_warm_up=self._without_states)
         self._fresh.clear()
         self._prompt_rows = []
         if self._draws_inside:
@@ -258,6 +260,9 @@ class DecodeGraphs:
         rows[_KEY, :count] = [sample.noise_key for sample in samples]
         rows[_INDEX, :count] = [sample.noise_index for sample in samples]
         rows[_LIVE, :count] = 1
+        if (states := self.decode.cache.states) is not None:
+            rows[_STATE_SLOT, :count] = [sample.state_slot for sample in samples]
+            rows[_STATE_SLOT, count:] = states.scratch_slot
         self._staged_rows.send(self._new_rows)
         tokens = torch.cat([self.state[_TOKEN], self._fresh.tokens(self.state.device)])
         self.state.copy_(self._new_rows)
@@ -272,16 +277,22 @@ class DecodeGraphs:
 
     def _compute(self, size: int, vocab_size: int | None) -> Tensor:
         """Tokens and log-probabilities [2, size]; without `vocab_size` the logits."""
-        token, position, key, index, _ = self.state[:, :size]
+        token, position, key, index, _, state_slots = self.state[:, :size]
         self.decode.point_at(self.table[:size], position)
+        if (states := self.decode.cache.states) is not None:
+            self.decode.recurrence = DecodeRecurrence(states, state_slots)
         logits = self.forward.head.logits(self.forward.hidden(self.decode, token, position))
         if vocab_size is None:
             return logits
         return self._move_on(*draw_plain(logits, key, index, self.inverse_temperature[:size], vocab_size))
 
+    def _without_states(self) -> None:
+        if (states := self.decode.cache.states) is not None:
+            self.state[_STATE_SLOT] = states.scratch_slot
+
     def _move_on(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Advance the state of the first rows. Returns both as float64, [2, rows]."""
-        token, position, _, index, live = self.state[:, : len(tokens)]
+        token, position, _, index, live, _ = self.state[:, : len(tokens)]
         if (kernel := self.decode.kernel) is not None:
             drawn: Tensor = kernel.move_on(token, position, index, live, tokens, logprobs)
             return drawn

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.policy.model_support import LayerShape
 from posttrain.policy.runtime import to_device
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.recurrent_states import RecurrentStates
 
 
 class PageAllocator:
@@ -174,6 +178,7 @@ class PagedKvCache:
     num_pages: int
     page_size: int
     device: torch.device
+    states: RecurrentStates | None = None  # of recurrent layers
 
     def __post_init__(self) -> None:
         self.keys: dict[int, Tensor] = {}  # layer -> [pages, page size, heads, dim]
@@ -194,7 +199,8 @@ class PagedKvCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_pages * self.page_size * sum(shape.bytes_per_token for shape in self.layers.values())
+        pages = self.num_pages * self.page_size * sum(shape.bytes_per_token for shape in self.layers.values())
+        return pages if self.states is None else pages + self.states.num_bytes
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values of tokens to `slots` (page * page size + offset in the page)."""
@@ -264,6 +270,8 @@ def num_pages_for_call(
     On a GPU the cache may take memory until `gpu_memory_utilization` of it is in use, by any process; `reserve` bytes
     of it are left for forward passes.
     """
+    if not layers:
+        return wanted  # a model of recurrent layers only: pages hold nothing
     page_bytes = page_size * sum(shape.bytes_per_token for shape in layers.values())
     # On a CPU decoding keeps a dense copy of the active sequences, which takes about as much again.
     budget_per_page = page_bytes * (2 if device.type == "cpu" else 1)

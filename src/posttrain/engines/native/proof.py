@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from posttrain.engines.native.engine import NativeEngine, NativeSettings
 from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import TESTED_FAMILIES
+from posttrain.models.recurrence_interface import recurrence_of_transformers
 from posttrain.policy.checkpoint.files import base_config
 from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
@@ -129,7 +130,7 @@ class _Proof:
     def decoded(self) -> Pass:
         """Draws the responses."""
         engine = NativeEngine(self.forward.model, self.tokenizer, _SETTINGS, use_graphs=False)
-        engine.forward.layers()  # before the hooks: a pass of its own
+        engine.forward.shapes()  # before the hooks: a pass of its own
         tasks = [Task(draw, f"proof:{draw}", "", tuple(prompt)) for draw, prompt in enumerate(self.prompts)]
         with _tracing(self.layers, ()) as trace:
             groups = engine.generate(tasks, NUM_SAMPLES, Sampling(NUM_NEW_TOKENS, ignore_eos=True), NoiseKey(0, 0))
@@ -259,13 +260,14 @@ def _tracing(layers: dict[str, nn.Module], decoders: Sequence[nn.Module]) -> Ite
 
 @contextmanager
 def _own_attention(base: nn.Module) -> Iterator[None]:
-    """The attention that transformers spells out, of the same modules."""
+    """The attention and the recurrence that transformers spells out, of the same modules."""
     configs = {id(module.config): module.config for module in base.modules() if hasattr(module, "config")}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}  # type: ignore[union-attr]
     try:
         for config in configs.values():
             config._attn_implementation_internal = "eager"  # type: ignore[union-attr]
-        yield
+        with recurrence_of_transformers():
+            yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]  # type: ignore[union-attr]

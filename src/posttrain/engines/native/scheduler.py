@@ -39,6 +39,7 @@ class PromptGroup:
     max_new_tokens: int
     adapter: str = ""  # "": the model as set up by the caller
     pages: list[int] | None = None
+    state_slot: int = -1  # of a model with recurrent layers, where the state after the prompt is; kept as long as pages
     last_hidden: Tensor | None = None  # hidden state at the prompt's last position, for the first token of every sample
     num_waiting: int = 0
     num_active: int = 0
@@ -59,6 +60,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     pages: list[int] = field(default_factory=list)
+    state_slot: int = -1
     scanner: StopStringScanner | None = None  # state of the search for stop strings
     admission: int = -1  # admission number while active, else -1; increases with every admission
     in_flight: int = 0  # tokens drawn on the device that the host has not read yet; with drafts an upper bound
@@ -87,6 +89,7 @@ class Prefill:
     start: int
     pages: Sequence[int]
     group: PromptGroup | None = None  # set if this is a prompt
+    state_slot: int = -1  # of recurrent layers: written, and read if `start` is not 0
 
 
 @dataclass
@@ -95,16 +98,28 @@ class Admission:
 
     prompts: dict[PromptGroup, Prefill] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # slot -> slot
     resumed: dict[Sample, Prefill] = field(default_factory=dict)  # tokens drawn before a preemption
     samples: list[Sample] = field(default_factory=list)
 
 
 class Scheduler:
-    def __init__(self, num_pages: int, page_size: int, max_batch_size: int, *, keeps_prefixes: bool = False) -> None:
+    """`num_state_slots`: of a model with recurrent layers, the states that it has room for."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        *,
+        keeps_prefixes: bool = False,
+        num_state_slots: int | None = None,
+    ) -> None:
         self.page_size = page_size
         self.max_batch_size = max_batch_size
         self.prefixes = PrefixCache(num_pages, page_size) if keeps_prefixes else None
         self.pages = self.prefixes or PageAllocator(num_pages)
+        self.state_slots = None if num_state_slots is None else list(reversed(range(num_state_slots)))  # free ones
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
@@ -168,8 +183,11 @@ class Scheduler:
                 start = len(known) * self.page_size
                 self.num_reused_tokens += start
                 group.pages = known + self.pages.take(pages_for(group.prompt_length, self.page_size) - len(known))
+                group.state_slot = self._take_state_slot()
                 # A copy of the list: the last sample to start owns the list and appends to it.
-                admission.prompts[group] = Prefill(group.task.prompt_ids[start:], start, tuple(group.pages), group)
+                admission.prompts[group] = Prefill(
+                    group.task.prompt_ids[start:], start, tuple(group.pages), group, group.state_slot
+                )
             self._start(sample, admission)
             sample.admission = self._num_admissions
             self._num_admissions += 1
@@ -220,11 +238,25 @@ class Scheduler:
         active.
         """
         if not self.active:
-            while self._pages_to_start(sample) > self.pages.num_free:
+            while not self._has_state_slots(sample) or self._pages_to_start(sample) > self.pages.num_free:
                 dropped = self._drop_prompt(spare=sample.group)
                 assert dropped, "the cache was checked to hold any sequence alone"
             return True
-        return self._pages_to_start(sample) + len(self.active) + 1 <= self.pages.num_free
+        needed = self._pages_to_start(sample) + len(self.active) + 1
+        return needed <= self.pages.num_free and self._has_state_slots(sample)
+
+    def _has_state_slots(self, sample: Sample) -> bool:
+        """For the prompt unless it has one, and for the sample unless it is the last that starts from the prompt."""
+        needed = (sample.group.pages is None) + (sample.group.num_waiting > 1)
+        return self.state_slots is None or needed <= len(self.state_slots)
+
+    def _take_state_slot(self) -> int:
+        return -1 if self.state_slots is None else self.state_slots.pop()
+
+    def _release_state_slot(self, owner: Sample | PromptGroup) -> None:
+        if self.state_slots is not None:
+            self.state_slots.append(owner.state_slot)
+            owner.state_slot = -1
 
     def _pages_to_start(self, sample: Sample) -> int:
         group = sample.group
@@ -238,6 +270,7 @@ class Scheduler:
         assert group.pages is not None
         if group.num_waiting == 0:
             sample.pages, group.pages = group.pages, None
+            sample.state_slot, group.state_slot = group.state_slot, -1
         else:
             num_full = group.prompt_length // self.page_size
             shared, partial = group.pages[:num_full], group.pages[num_full:]
@@ -245,10 +278,15 @@ class Scheduler:
             own = self.pages.take(len(partial))
             admission.copies.extend(zip(partial, own, strict=True))
             sample.pages = shared + own
+            if self.state_slots is not None:
+                sample.state_slot = self._take_state_slot()
+                admission.state_copies.append((group.state_slot, sample.state_slot))
         if len(sample.token_ids) > 1:
             missing = pages_for(sample.num_cached, self.page_size) - len(sample.pages)
             sample.pages += self.pages.take(max(missing, 0))
-            admission.resumed[sample] = Prefill(sample.token_ids[:-1], group.prompt_length, tuple(sample.pages))
+            admission.resumed[sample] = Prefill(
+                sample.token_ids[:-1], group.prompt_length, tuple(sample.pages), state_slot=sample.state_slot
+            )
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -298,10 +336,15 @@ class Scheduler:
         """Free the pages of the newest prompt that is kept for waiting samples."""
         for group in reversed(self._groups):
             if group.pages is not None and group is not spare and not (idle and group.num_active):
-                self.pages.release(group.pages)
-                group.pages = None
+                self._release_prompt(group)
                 return True
         return False
+
+    def _release_prompt(self, group: PromptGroup) -> None:
+        assert group.pages is not None
+        self.pages.release(group.pages)
+        self._release_state_slot(group)
+        group.pages = None
 
     def _preempt(self, sample: Sample) -> None:
         self.leave(sample)
@@ -317,6 +360,7 @@ class Scheduler:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
             self.prefixes.insert(sample.group.adapter, written, sample.pages)
         self.pages.release(sample.pages)
+        self._release_state_slot(sample)
         sample.pages = []
         sample.admission = -1
         sample.group.num_active -= 1
@@ -338,8 +382,7 @@ class Scheduler:
         group = sample.group
         group.num_waiting -= 1
         if group.num_waiting == 0 and group.pages is not None:  # prompt pages were kept for this sample
-            self.pages.release(group.pages)
-            group.pages = None
+            self._release_prompt(group)
 
     def forget(self, group: PromptGroup) -> None:
         """Drop a group when all its samples are done, so a long-lived queue does not grow."""

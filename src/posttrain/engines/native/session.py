@@ -159,8 +159,13 @@ class GenerationSession:
 
     def _new_driver(self) -> Driver:
         settings = self.settings
+        states = self._cache.states
         scheduler = Scheduler(
-            self.num_pages, settings.page_size, settings.max_batch_size, keeps_prefixes=self._keeps_prefixes
+            self.num_pages,
+            settings.page_size,
+            settings.max_batch_size,
+            keeps_prefixes=self._keeps_prefixes and states is None,
+            num_state_slots=None if states is None else states.num_slots,
         )
         # Prefill about one row of prompts at a time, which bounds the wait of active samples.
         tokens = settings.max_prefill_tokens
@@ -174,7 +179,7 @@ class GenerationSession:
             activate=self._activate,
             max_admitted_tokens=tokens,
             steps_between_prefills=1 if self._graphs is None else _STEPS_BETWEEN_PREFILLS,
-            max_prompt_rows=_MAX_PROMPT_ROWS,
+            max_prompt_rows=_MAX_PROMPT_ROWS if states is None else 0,
         )
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -18,24 +18,24 @@ from posttrain.policy.runtime import evaluation_mode
 _TRIAL_TOKENS = 8
 
 
-class Observed:
+class Observed(PackedAttention):
     """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output."""
 
     @torch.no_grad()
     def __init__(self, layer: Any, rotary: nn.Module) -> None:
         norm = layer.input_layernorm.weight
+        super().__init__([Segment(0, _TRIAL_TOKENS)], norm.device)
         self.norm_weight = norm
         self.states = trial_states(norm)
         positions = torch.arange(_TRIAL_TOKENS, device=norm.device)[None]
         self.angles: tuple[Tensor, Tensor] = rotary(self.states, positions)
         self.options: dict[str, Any] = {}
-        self.segments = _one_sequence(norm.device)
         self.layer = layer
         self.output = self._run(layer.forward)  # not the layer: hooks may come later, sharding's among them
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.options = options
-        return self.segments.attend(layer, query, key, value, **options)
+        return super().attend(layer, query, key, value, **options)
 
     def _run(self, forward: Callable[..., Tensor]) -> Tensor:
         with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight):
@@ -76,13 +76,13 @@ def is_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | N
 def trial_pass(decoder: Any, weight: Tensor) -> Tensor:
     """Output for a few random states of a decoder whose last norm has `weight`."""
     states, positions = trial_states(weight), torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
-    with evaluation_mode(decoder), _autocast(weight), attention_context(_one_sequence(weight.device)):
+    with (
+        evaluation_mode(decoder),
+        _autocast(weight),
+        attention_context(PackedAttention([Segment(0, _TRIAL_TOKENS)], weight.device)),
+    ):
         output: Tensor = decoder(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
     return output
-
-
-def _one_sequence(device: torch.device) -> PackedAttention:
-    return PackedAttention([Segment(0, _TRIAL_TOKENS)], device)
 
 
 def _autocast(weight: Tensor) -> torch.autocast:

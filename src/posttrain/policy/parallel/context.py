@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import AttendOptions, AttentionContext
+from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
 from posttrain.policy.packed import PackedRow, RowShare
 
 FIELD = "policy.dtensor_cfg.context_parallel_size"
@@ -71,6 +71,14 @@ class SharedAttention:
         padding = out.new_zeros(len(query) * self.size - self.num_tokens, *out.shape[1:])
         all_tokens = torch.cat([out, padding]).unflatten(0, (self.size, -1))
         return _exchange(all_tokens, self.group).transpose(0, 1).flatten(1, 2)
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise InputError(f"{FIELD} = {self.size}: layer {place[0]} is recurrent, and its sequences cannot be split")
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        raise AssertionError("a convolution comes before")
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

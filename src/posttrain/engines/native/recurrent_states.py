@@ -1,0 +1,95 @@
+"""States of recurrent layers, one slot for each sequence and each prompt that samples still have to start from.
+
+`scheduler.py` gives the slots to sequences. The last slot is for the padding of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.native.kv_cache import zeros
+from posttrain.models.attention_interface import Place
+from posttrain.policy.model_support import StateShape
+from posttrain.policy.recurrence import PackedRecurrence, Piece, convolution_step, recurrence_step
+from posttrain.policy.runtime import to_device
+
+NUM_PROMPT_SLOTS = 8  # beside one for each sample of a batch: prompts whose samples have not all started
+
+
+class RecurrentStates:
+    def __init__(self, shapes: dict[Place, StateShape], num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.device = device
+        self.pools = {
+            place: zeros((num_slots + 1, *shape.shape), shape.dtype, device) for place, shape in shapes.items()
+        }
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            source, target = to_device(torch.tensor(copies, dtype=torch.long).T.contiguous(), self.device)
+            for pool in self.pools.values():
+                pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+class PrefillRecurrence:
+    """Packed pieces of sequences: each starts from zeros or from the state in its slot, where its end leaves one."""
+
+    def __init__(self, states: RecurrentStates, pieces: Sequence[tuple[Piece, int, bool]]) -> None:
+        """Each piece with its slot and whether it is the first of its sequence."""
+        self.states = states
+        device = states.device
+        self.packed = PackedRecurrence([piece for piece, _, _ in pieces], device)
+        self.slots = to_device(torch.tensor([slot for _, slot, _ in pieces]), device)
+        first = torch.tensor([is_first for _, _, is_first in pieces])
+        self.continues = None if bool(first.all()) else to_device(~first, device)
+
+    def _before(self, place: Place) -> Tensor | None:
+        if self.continues is None:
+            return None
+        held = self.states.pools[place].index_select(0, self.slots)
+        return held * self.continues.view(-1, *[1] * (held.dim() - 1))
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        before, pool = self._before(place), self.states.pools[place]
+        pool.index_copy_(0, self.slots, self.packed.last_tokens(x, weight.shape[1], before).to(pool.dtype))
+        return self.packed.convolve(x, weight, bias, before)
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        out, after = self.packed.recur(query, key, value, log_decay, beta, self._before(place))
+        self.states.pools[place].index_copy_(0, self.slots, after)
+        return out
+
+
+class DecodeRecurrence:
+    """One token each of the sequences in `slots`, whose states it advances."""
+
+    def __init__(self, states: RecurrentStates, slots: Tensor) -> None:
+        self.states = states
+        self.slots = slots
+
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        pool = self.states.pools[place]
+        out, after = convolution_step(pool.index_select(0, self.slots), x, weight, bias)
+        pool.index_copy_(0, self.slots, after)
+        return out
+
+    def recur(
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        pool = self.states.pools[place]
+        out, after = recurrence_step(pool.index_select(0, self.slots), query, key, value, log_decay, beta)
+        pool.index_copy_(0, self.slots, after)
+        return out
