@@ -49,6 +49,14 @@ FAMILIES = (
     Family("gemma3-vision", "Gemma 3 4B and larger", "gemma3", "a vision tower, which is neither used nor changed"),
     Family("phi3", "Phi-3, Phi-3.5, Phi-4", "phi3", "joined projections, partial rotation, sliding window"),
     Family("phi", "Phi-1.5, Phi-2", "phi", "layers in parallel, partial rotation, biases"),
+    Family("qwen3.5", "Qwen3.5 (text)", "qwen3_5_text", "gated delta nets beside attention with a gate"),
+    Family("qwen3.5-moe", "Qwen3.5-MoE (text)", "qwen3_5_moe_text", "the same with experts"),
+    Family("qwen3-next", "Qwen3-Next", "qwen3_next", "gated delta nets, experts"),
+    Family("lfm2", "LFM2", "lfm2", "short convolutions beside attention"),
+    Family("nemotron-h", "Nemotron-H", "nemotron_h", "Mamba-2, attention and MLP in blocks of their own"),
+    Family("granite-hybrid", "Granite 4", "granitemoehybrid", "Mamba-2 beside attention, experts, scales"),
+    Family("falcon-h1", "Falcon-H1", "falcon_h1", "Mamba-2 and attention in one layer, scales"),
+    Family("bamba", "Bamba", "bamba", "Mamba-2 beside attention"),
 )
 # What "yes" in the table means: the test that ran.
 CHECKS = {

@@ -86,7 +86,7 @@ def test_a_dpo_step_starts_at_the_reference_and_leaves_it(model: Path, data: Pat
     assert run([*dpo(model, data, tmp_path / "dpo", steps=2), *LENGTHS, *SAVE_EACH_STEP, "dpo.val_period=0"]) == 0
     first, second = (row["train/preference_loss"] for row in rows_of(tmp_path / "dpo") if "train/loss" in row)
     assert first == pytest.approx(math.log(2), abs=1e-4)
-    assert abs(second - math.log(2)) > 1e-3
+    assert abs(second - math.log(2)) > 3e-4
 
 
 def test_lora_trains_and_is_merged_or_kept(model: Path, data: Path, tmp_path: Path) -> None:

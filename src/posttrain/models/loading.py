@@ -49,9 +49,9 @@ REFUSED_FAMILIES = {
 # Families with tests of their own (docs/models.md). Others are proved before they are used: `engines/native/proof.py`.
 TESTED_FAMILIES = frozenset(
     {
-        "bamba", "cohere", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "granitemoehybrid", "lfm2",
-        "llama", "mistral", "mixtral", "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_moe", "qwen3_next", "smollm3",
+        "bamba", "cohere", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "granitemoehybrid",
+        "lfm2", "llama", "mistral", "mixtral", "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
     }
 )  # fmt: skip
 

@@ -35,7 +35,12 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=[*lora.exclude_modules, *_linear_layers_beside_text(model)] or None,
+        exclude_modules=[
+            *lora.exclude_modules,
+            *_linear_layers_beside_text(model),
+            *(_outputs_of_mamba(model) if targets == "all-linear" else ()),
+        ]
+        or None,
     )
     torch.manual_seed(seed)  # the initial values must not depend on what ran before
     try:
@@ -56,6 +61,14 @@ def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
     text = {id(module) for module in model.get_decoder().modules()}
     text.add(id(model.get_output_embeddings()))
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in text]
+
+
+def _outputs_of_mamba(model: nn.Module) -> list[str]:
+    """The kernels of `mamba_ssm`, which transformers uses where they are installed, read these weights without calling
+    the module: an adapter would be left out. peft refuses adapters there.
+    """
+    mixers = [name for name, module in model.named_modules() if {"A_log", "D"} <= module._parameters.keys()]
+    return [f"{name}.out_proj" for name in mixers]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Checks, with a forward pass over one token, that the packed forward pass computes a model correctly.
 
 Refused are layers that link tokens by something else than attention or a known recurrence, attention windows that the
-attention function is not given, changes of the logits that `head` does not support, and rotary embeddings that depend on the rest of the batch. Families that no test covers are
-also proved: see `engines/native/proof.py`. Dropout and jitter of a model's config are turned off here.
+attention function is not given, changes of the logits that `head` does not support, and rotary embeddings that depend
+on the rest of the batch. Families that no test covers are also proved: see `engines/native/proof.py`. Dropout and
+jitter of a model's config are turned off here.
 """
 
 from __future__ import annotations

@@ -99,20 +99,22 @@ def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter
         if module._parameters:
             prefix = f"{path}." if path else ""
             names = {own: shape.tied.get(full := f"{prefix}{own}", full) for own in module._parameters}
-            module.register_forward_pre_hook(_fill(weights, adapter, names))
+            # A convolution is not called: its parent passes the weights to a function.
+            caller = model.get_submodule(path.rpartition(".")[0]) if isinstance(module, nn.Conv1d) else module
+            caller.register_forward_pre_hook(_fill(module, weights, adapter, names))
         if adapter is not None and path in adapted:
             module.register_forward_hook(_add_adapter(adapter, path))
         if module._parameters:
-            module.register_forward_hook(_empty)
+            caller.register_forward_hook(_empty(module))
     return _logits(model, shape)
 
 
 def _fill(
-    weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]
+    module: nn.Module, weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]
 ) -> Callable[[nn.Module, object], None]:
     whole = adapter.whole.facts if adapter is not None else {}
 
-    def before(module: nn.Module, _: object) -> None:
+    def before(_module: nn.Module, _: object) -> None:
         for own, full in names.items():
             if module._parameters[own] is None:
                 continue
@@ -123,10 +125,13 @@ def _fill(
     return before
 
 
-def _empty(module: nn.Module, *_: object) -> None:
-    for own, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[own] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+def _empty(module: nn.Module) -> Callable[..., None]:
+    def after(*_: object) -> None:
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[own] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    return after
 
 
 def _add_adapter(adapter: Adapter, module_path: str) -> Any:

@@ -12,6 +12,8 @@ the queue; its keys and values are recomputed later. No token is lost and none i
 
 With `keeps_prefixes`, full pages stay cached by their tokens after their sequence has finished, until the memory is
 needed. A later prompt with the same prefix reuses them.
+
+A model with recurrent layers has a slot for the states of each active sample, and one for each prompt that is kept.
 """
 
 from __future__ import annotations
