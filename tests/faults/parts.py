@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals, spot, writers
+from faults import control, damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals, spot, writers
 
 PARTS = {
     part.name: part
@@ -16,6 +16,7 @@ PARTS = {
         secrets.PART,
         sandbox.PART,
         server.PART,
+        control.PART,
         spot.PART,
         inputs.PART,
     )

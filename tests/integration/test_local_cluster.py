@@ -199,7 +199,7 @@ def test_a_pod_finds_what_its_manifest_says(
 
 def test_a_pod_of_another_run_cannot_join_end_or_read_a_gang(tmp_path: Path, runs: list[ProgramRun]) -> None:
     """Two pods of a run wait for their third; a pod of another run, with a secret of its own, shares their network."""
-    run = ProgramRun(tmp_path, "jobset", [sys.executable, "-m", "posttrain", "node"], "nodes.grace_s=5", nodes=3)
+    run = ProgramRun(tmp_path, "jobset", [sys.executable, "-m", "posttrain", "node"], "nodes.grace_s=1", nodes=3)
     runs.append(run)
     jobs = run.objects[-1]["spec"]["replicatedJobs"]
     jobs[0]["template"]["spec"] |= {"completions": 2, "parallelism": 2}

@@ -311,6 +311,26 @@ def test_a_member_does_not_follow_a_head_without_the_secret(head: str) -> None:
     assert "has not proved the secret of this run" in said[-1]
 
 
+def test_a_member_with_another_secret_is_told_so(head: Head) -> None:
+    said: list[str] = []
+    port = head.listener.port
+    assert (
+        connect(
+            "127.0.0.1",
+            port,
+            OTHER,
+            "run",
+            1,
+            lambda link, message: None,
+            lambda link: None,
+            limit_s=0.0,
+            say=said.append,
+        )
+        is None
+    )
+    assert "has it another secret?" in said[-1]
+
+
 def test_a_session_refuses_what_another_one_sealed() -> None:
     nonces = ("n", "m")
     one = Session(SECRET, is_head=True, run="run", rank=1, attempt="a", nonces=nonces)

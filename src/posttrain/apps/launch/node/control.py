@@ -212,6 +212,8 @@ class Listener:
         self._say(f"refused {count} connection{'s' if count > 1 else ''} so far, the last from {address}: {why}")
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # otherwise `accept` would hold the port
         self._server.close()
 
 
@@ -273,8 +275,11 @@ def _join(
     join = {"type": "join", "run": run, "rank": rank, "nonce": nonce, "proof": session.proof}
     connection.sendall(json.dumps(join).encode() + b"\n")
     end = time.monotonic() + _WELCOME_S
-    while (message := session.unseal(lines.next(LONGEST_LINE, end - time.monotonic())))["type"] == "ping":
-        pass
+    try:
+        while (message := session.unseal(lines.next(LONGEST_LINE, end - time.monotonic())))["type"] == "ping":
+            pass
+    except ConnectionError as error:
+        raise ConnectionError("it closed the connection; has it another secret?") from error
     if message["type"] != "welcome":
         raise _Refused(str(message.get("why")))
     return Link(connection, lines, session, receive, closed), message
