@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
 
 from posttrain.config.base import (
     FreeMap,
@@ -125,6 +125,11 @@ class DatasetConfig(Section):
     @property
     def holds_recorded_groups(self) -> bool:
         return (self.dataset_name or "").lower() == TRACE_GROUPS.lower()
+
+    @model_serializer(mode="wrap")
+    def _written_keys(self, dump: SerializerFunctionWrapHandler) -> FreeMap:
+        """A key that is left out is filled from `data.default`, a null is not."""
+        return {key: value for key, value in dump(self).items() if key in self.model_fields_set}
 
     def filled_from(self, default: DatasetConfig | None) -> DatasetConfig:
         """This dataset with the keys that it does not set taken from `default`. A null that was written stays null."""

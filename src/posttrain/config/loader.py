@@ -31,7 +31,7 @@ from posttrain.config.foreign.nemo_rl import (
     vocabulary_of,
 )
 from posttrain.config.grpo_run import GrpoRunConfig
-from posttrain.config.render import plain_values, to_yaml_text, with_override_marks, without_credentials_of_config
+from posttrain.config.render import to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     Node,
@@ -105,7 +105,7 @@ class LoadedConfig(Generic[C]):
 
     def _values(self, replace: Replace = hide) -> Values:
         """The algorithm's own sections first. A credential is the `${oc.env:…}` that it was written as, or `***`."""
-        values = without_credentials_of_config(plain_values(self.config), self.expressions, replace)
+        values = without_credentials_of_config(self.config.model_dump(by_alias=True), self.expressions, replace)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
         return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
 
@@ -166,7 +166,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     return LoadedConfig(
         kind=known,
         config=config,
-        origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
+        origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(config.model_dump(by_alias=True))},
         warnings=[*warnings, *notices, *cautions_of(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
         unused_epochs=f"{dotted(epochs)} = {given} ({own.origin(epochs)})" if is_unused else "",

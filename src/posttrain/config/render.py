@@ -8,33 +8,11 @@ from typing import Any
 
 import yaml
 
-from posttrain.config.base import Section
-from posttrain.config.data import DatasetConfig
 from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path, Values, dotted
 from posttrain.config.yaml_files import parse_value
 from posttrain.files.redaction import REFERENCE, Replace, without_credentials
 
 REMARK_COLUMN = 60
-
-
-def plain_values(value: object) -> Any:
-    """A config as maps, lists and scalars with the keys of YAML files.
-
-    A dataset has only the keys that were written: a key that is left out is filled from `data.default`, a null is not.
-    """
-    if isinstance(value, Section):
-        written = value.model_fields_set if isinstance(value, DatasetConfig) else None
-        named = {
-            info.alias or name: plain_values(getattr(value, name))
-            for name, info in type(value).model_fields.items()
-            if written is None or name in written
-        }
-        return {**named, **{key: plain_values(extra) for key, extra in (value.model_extra or {}).items()}}
-    if isinstance(value, dict):
-        return {key: plain_values(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_values(inner) for inner in value]
-    return value
 
 
 def with_override_marks(values: object, defaults: object, path: Path = ()) -> Any:

@@ -32,7 +32,6 @@ from posttrain.apps.evaluate.runner import TaskQueue
 from posttrain.build import start_samplers
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.config import GrpoRunConfig
-from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset
 from posttrain.data.entries import Entry, read_entries
@@ -267,7 +266,7 @@ class Screening:
             "histogram": histogram(means),
             "posttrain_version": __version__,
             "identity": identity,
-            "config": without_credentials(plain_values(self.config)),
+            "config": without_credentials(self.config.model_dump(by_alias=True)),
         }
 
 

@@ -13,7 +13,6 @@ from posttrain.algorithms.pass_at_k import measured_mean
 from posttrain.apps.evaluate.metrics import LENGTH, TRUNCATION, UNSCORED, bootstrap_interval, per_problem
 from posttrain.apps.evaluate.results import Counts, EvaluationSummary, ProblemResult, hash_of
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.render import plain_values
 
 RULE = "=" * 60
 
@@ -60,7 +59,7 @@ def summarise(
         pass_threshold=wanted.pass_threshold,
         seed=wanted.seed,
         problem_set_hash=hash_of(ordered),
-        config=plain_values(config),
+        config=config.model_dump(by_alias=True),
         code_version=__version__,
         model_fingerprint=model_fingerprint,
         generated_tokens=sum(lengths) if are_known else None,

@@ -20,7 +20,6 @@ from posttrain.apps.launch.instances import Fabric, Instance, fabric_of, find_in
 from posttrain.config import LoadedConfig
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.named_files import Named, settings_with_files
-from posttrain.config.render import plain_values
 from posttrain.errors import InputError
 
 CONFIG_FOLDER = "/etc/posttrain"
@@ -91,7 +90,7 @@ def request_run(
             "gpus_per_node); set cluster.launcher=auto"
         )
     if profile.image.seccomp != "Unconfined" and profile.cluster.kind != "local":
-        _check_sandbox(plain_values(config).get("env"), "env")
+        _check_sandbox(config.model_dump(by_alias=True).get("env"), "env")
     text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
         name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),
@@ -180,7 +179,7 @@ def _config_and_files(
 def _local_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> list[Named]:
     """What the config names on this machine. A path below the mount is taken to be on the shared file system."""
     found = []
-    for named in settings_with_files(plain_values(loaded.config)):
+    for named in settings_with_files(loaded.config.model_dump(by_alias=True)):
         on_mount = PurePosixPath(named.text).is_relative_to(profile.storage.mount)
         if on_mount or named.key.startswith(("checkpointing.", "logger.")):
             continue
