@@ -242,7 +242,7 @@ def test_a_traceback_and_the_log_of_a_library_hold_no_secret(
         raise RuntimeError(f"http://user:{PASSWORD}@host said {HUB}")
 
     monkeypatch.setenv("THIRD_API_KEY", KEY)
-    monkeypatch.setattr(config_command, "load_config", crash)
+    monkeypatch.setattr(config_command, "load_words", crash)
     assert main(["config", "show", "grpo"]) == 1
     text = printed(capfd)
     assert "RuntimeError: http://user:***@host said ***" in text
