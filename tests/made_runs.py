@@ -110,7 +110,9 @@ def group(step: int, place: int, *, per_step: int = 6, num_prompts: int = 24, nu
 def write_groups(folder: Path, step: int, groups: Sequence[Row], *, kind: str = "step") -> None:
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in groups)
-    (folder / "rollouts" / f"{kind}_{step}.jsonl.gz").write_bytes(gzip.compress(text.encode(), 5, mtime=0))
+    (folder / "rollouts" / f"{kind}_{step}.jsonl.gz").write_bytes(
+        gzip.compress(text.encode("utf-8", "backslashreplace"), 5, mtime=0)
+    )
 
 
 def append(path: Path, *rows: Row) -> None:

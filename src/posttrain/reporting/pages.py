@@ -7,6 +7,8 @@ A page is a Jinja2 template that extends `assets/page.html` and takes parts (til
 
 from __future__ import annotations
 
+import hashlib
+from base64 import b64encode
 from functools import cache
 from pathlib import Path
 
@@ -37,10 +39,18 @@ def _environment(folder: Path) -> Environment:
         lstrip_blocks=True,
     )
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    found.globals["asset"] = lambda name: Markup((ASSETS / name).read_text("utf-8"))
+    found.globals["asset"] = asset
+    script = asset("chart.js") + asset("page.js")
+    # The only script that a browser runs in a page: not one in a text, should one escape being escaped.
+    found.globals["script"] = script
+    found.globals["script_digest"] = "sha256-" + b64encode(hashlib.sha256(script.encode()).digest()).decode()
     found.filters["label"] = lambda value: label(value) if isinstance(value, int | float) else "–"
     found.filters["cut"] = lambda value, where="": shortened(str(value), MAX_CHARACTERS, where)
     return found
+
+
+def asset(name: str) -> Markup:
+    return Markup((ASSETS / name).read_text("utf-8"))
 
 
 def when(timestamp: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import chain
 from pathlib import Path
+from urllib.parse import quote
 
 from markupsafe import Markup
 
@@ -95,7 +96,8 @@ def _stage(iteration: Iteration, name: str, home: Path) -> tuple[str, str, str, 
     mark, record = iteration.stages.get(name), iteration.record(name)
     if record is not None:
         time = "reused" if mark is not None and mark.reused else duration(record.seconds)
-        report = "" if record.report is None else relative(record.report, home)
+        # "./" in front: a file may be called javascript:…
+        report = "" if record.report is None else "./" + quote(relative(record.report, home))
         return name, time, record.outcome.headline, report
     if mark is not None and mark.skipped and not mark.outdated:
         return name, "", f"skipped: {mark.skipped}", ""
