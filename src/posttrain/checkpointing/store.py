@@ -88,7 +88,9 @@ class CheckpointStore:
             what = f"while saving checkpoint {self.folder / f'step_{step}'}{full}; earlier checkpoints are untouched"
             if full and not isinstance(error, KeyboardInterrupt | Superseded | OSError):
                 raise StorageError(what) from error
-            cause = _storage_cause(error)
+            # torch.distributed.checkpoint raises one error for all ranks, with their tracebacks as its text.
+            failures: Mapping[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
+            cause = next((failed for failed, _ in failures.values() if isinstance(failed, OSError)), error)
             cause.add_note(what)
             if cause is not error:
                 raise cause from error
@@ -284,12 +286,6 @@ class CheckpointStore:
         except CheckpointError:
             return None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _storage_cause(error: BaseException) -> BaseException:
-    """torch.distributed.checkpoint raises one error for all ranks, with their tracebacks as its text."""
-    failures: Mapping[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
-    return next((failed for failed, _ in failures.values() if isinstance(failed, OSError)), error)
 
 
 def _full_disk(folder: Path) -> str:

@@ -152,7 +152,7 @@ class _Loading(Generic[Item]):
         self,
         entry: Entry,
         known: NamedDataset | None,
-        read: Callable[[Sequence[Numbered]], list[Outcome[Item]]],
+        read: Callable[[Sequence[Numbered]], Iterable[Outcome[Item]]],
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:

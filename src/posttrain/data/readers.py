@@ -6,7 +6,7 @@ counted (too long, empty), or an error (a key is missing). Rows are never trunca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +49,7 @@ class TaskReader:
         # Other columns are passed to reward functions; the answer too, under its own name.
         self._spoken_for = {*spec.question, *spec.solution, entry.input_key}
 
-    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
+    def read(self, rows: Sequence[Numbered]) -> Iterator[Outcome[Task]]:
         conversations = [
             self._prompts.messages(question(row, self._entry, self._spec), system_text(row, self._entry, self._spec))
             for _, row in rows
@@ -58,15 +58,14 @@ class TaskReader:
             located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
         ]
         encoded = self._chat.encode_prompts(texts)
-        outcomes: list[Outcome[Task]] = []
         for (name, row), messages, text, ids in zip(rows, conversations, texts, encoded, strict=True):
             expected = reference(row, self._entry, self._spec)
             if not ids:
-                outcomes.append(EMPTY_PROMPT)
+                yield EMPTY_PROMPT
             elif self._limit is not None and len(ids) > self._limit:
-                outcomes.append(f"prompt longer than {self._limit} tokens")
+                yield f"prompt longer than {self._limit} tokens"
             elif expected == "":
-                outcomes.append(NO_REFERENCE)
+                yield NO_REFERENCE
             else:
                 task = Task(
                     draw=-1,
@@ -78,8 +77,7 @@ class TaskReader:
                     messages=tuple(messages),
                     metadata={name: value for name, value in row.values.items() if name not in self._spoken_for},
                 )
-                outcomes.append(Read(task, {"prompt_ids": ids}))
-        return outcomes
+                yield Read(task, {"prompt_ids": ids})
 
 
 class ExampleReader:
@@ -89,7 +87,7 @@ class ExampleReader:
         self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_total_tokens
         self._only_final, self._prompts = only_unmask_final, entry.prompts
 
-    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Example]]:
+    def read(self, rows: Sequence[Numbered]) -> Iterator[Outcome[Example]]:
         conversations = [self._conversation(row) for _, row in rows]
         # Nearly all rows train a single turn: those go through the tokenizer together.
         spoken = [sum(map(is_answer, messages)) for messages in conversations]
@@ -101,12 +99,11 @@ class ExampleReader:
         ]
         encoded = dict(zip(single, self._chat.split_turns(turns), strict=True))
 
-        outcomes: list[Outcome[Example]] = []
         for index, ((name, row), messages) in enumerate(zip(rows, conversations, strict=True)):
             mask: list[bool] = []
             crossed = False
             if not messages:
-                outcomes.append("no assistant turn to learn from")
+                yield "no assistant turn to learn from"
                 continue
             if index in encoded:
                 prompt, response, crossed = encoded[index]
@@ -114,13 +111,12 @@ class ExampleReader:
                 text, spans = located(row, self._chat.render_conversation, messages)
                 prompt, response, mask = self._chat.encode_conversation(text, spans)
             if not prompt:
-                outcomes.append(EMPTY_PROMPT)
+                yield EMPTY_PROMPT
             elif len(prompt) + len(response) > self._limit:
-                outcomes.append(f"longer than {self._limit} tokens")
+                yield f"longer than {self._limit} tokens"
             else:
                 tokens: dict[str, Sequence[int]] = {"prompt_ids": prompt, "response_ids": response, "mask": mask}
-                outcomes.append(Read(Example(-1, name, (), ()), tokens, (MERGED,) if crossed else ()))
-        return outcomes
+                yield Read(Example(-1, name, (), ()), tokens, (MERGED,) if crossed else ())
 
     def _conversation(self, row: Row) -> list[Message]:
         """The turns up to the last answer; none if the assistant has no turn."""

@@ -54,7 +54,10 @@ class ScoringPool:
         assert not self._closed, "this environment has been closed"
         with self._lock:
             batch = _Batch(items, progress)
-            self._forget_the_dead()
+            for worker in list(self._workers):
+                worker.exchange()
+                if worker.gone:
+                    self._discard(worker)
             # The cause of failed starts may be gone: try once more.
             self._failed_starts = min(self._failed_starts, _MAX_FAILED_STARTS - 1)
             try:
@@ -77,12 +80,6 @@ class ScoringPool:
         with self._lock:
             self._closed = True
             self._finalizer()
-
-    def _forget_the_dead(self) -> None:
-        for worker in list(self._workers):
-            worker.exchange()
-            if worker.gone:
-                self._discard(worker)
 
     def _start_workers(self, batch: _Batch) -> None:
         wanted = min(self.num_workers, len(batch.waiting) + len(batch.running))

@@ -43,7 +43,10 @@ def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
     config = settings.config
     assert isinstance(config, RewardModelRewardConfig)
     field = f"{settings.path}.model_name"
-    name = _model_folder(config.model_name, settings.base_folder)
+    # A folder relative to the config's, a checkpoint's folder for the model in it, or a name of the hub.
+    folder = settings.base_folder / Path(config.model_name).expanduser()
+    folder = folder / IN_A_CHECKPOINT if (folder / IN_A_CHECKPOINT).is_dir() else folder
+    name = str(folder) if folder.is_dir() else config.model_name
     device = _device(config.device, settings.path)
     try:
         tokenizer = load_tokenizer(name, field)
@@ -172,14 +175,6 @@ def _one_line(text: str) -> str:
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def _model_folder(name: str, base_folder: Path) -> str:
-    """A folder relative to `base_folder`, a checkpoint's folder for the model in it, or a name of the hub."""
-    folder = base_folder / Path(name).expanduser()
-    if (folder / IN_A_CHECKPOINT).is_dir():
-        return str(folder / IN_A_CHECKPOINT)
-    return str(folder) if folder.is_dir() else name
 
 
 def _device(setting: str, path: str) -> torch.device:

@@ -21,7 +21,7 @@ from posttrain.roles import RoundEngine, Stateful
 from posttrain.rollouts.dynamic_sampling import from_plain, to_plain
 from posttrain.rollouts.fresh import DrawnTasks, FreshRollouts
 from posttrain.rollouts.multi_turn import Dialogue
-from posttrain.types import Completion, OpenAnswer, OpenGroup, Quota, TakenGroups, Task, Unfinished
+from posttrain.types import Completion, OpenAnswer, OpenGroup, Quota, TakenGroups, Unfinished
 
 ROUNDS = "rounds"  # key in the checkpoint's state
 
@@ -49,16 +49,11 @@ class StreamAndOpenGroups:
         self.open = []
         for row in rows:
             task = self.tasks.item(row["draw"])
-            answers = tuple(_answer(answer, task) for answer in row["answers"])
-            self.open.append(OpenGroup(task, row["born"], answers))
-
-
-def _answer(row: object, task: Task) -> OpenAnswer:
-    answer = from_plain(row)
-    if isinstance(answer, Dialogue):
-        return replace(answer, task=task)
-    assert isinstance(answer, Completion | Unfinished)
-    return answer
+            answers: list[OpenAnswer] = []
+            for answer in map(from_plain, row["answers"]):
+                assert isinstance(answer, Completion | Unfinished | Dialogue)
+                answers.append(replace(answer, task=task) if isinstance(answer, Dialogue) else answer)
+            self.open.append(OpenGroup(task, row["born"], tuple(answers)))
 
 
 @dataclass

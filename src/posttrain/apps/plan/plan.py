@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -140,56 +141,46 @@ def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0
     return simulated_step_s(found, config, rewards_s)
 
 
-def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
+def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
     """The assumptions of the estimate, one line each."""
     gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
     speeds = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s"
     limits = f"{speeds}, {gpu.memory_bytes / GIB:.1f} GiB"
     how = f"measured ({MEASURED_ON})" if gpu.is_measured else "not measured: data sheet, scaled by what an H200 reaches"
     lengths = workload.lengths
-    lines = [
-        f"{gpu.name}: {limits}; {how}",
-        f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})",
-    ]
+    yield f"{gpu.name}: {limits}; {how}"
+    yield f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})"
     if workload.num_sampled:
-        spread = (
-            "all answers are equally long"
-            if workload.fixed_length
-            else "answers end with the same probability at every token"
-        )
-        lines.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+        spread = "are equally long" if workload.fixed_length else "end with the same probability at every token"
+        which = "all answers" if workload.fixed_length else "answers"
+        yield f"{which} {spread}, {workload.max_new_tokens} tokens at most"
         engine = found.settings.engine
         if engine is not None and engine.num_drafts != 0 and not workload.fixed_length:
             tokens = CALIBRATION.drafted_tokens_per_step
-            lines.append(f"where tokens are drafted for the last answers, a step draws {tokens:g} of each")
+            yield f"where tokens are drafted for the last answers, a step draws {tokens:g} of each"
     if not shape.fused:
-        lines.append(
-            f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
-        )
+        yield f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
     if found.settings.fp8:
-        lines.append(
+        yield (
             f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured "
             "for products alone; the run is refused on GPUs before Ada and Hopper"
         )
     if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
-        lines.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
+        yield "adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes"
     if step.may_sample_again:
-        lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
+        yield "dynamic sampling is counted as one batch; how many it takes depends on the data"
     if isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0:
-        lines.append("every answer is counted in training; a run leaves out those without gradient")
+        yield "every answer is counted in training; a run leaves out those without gradient"
     if found.settings.ranks > 1:
-        lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
+        yield f"{found.settings.ranks} ranks share weights and state; communication between them is not counted"
     if found.settings.layer_shares * found.settings.row_shares > 1:
-        lines.append("time is counted as of ranks that share no layers and rows")
+        yield "time is counted as of ranks that share no layers and rows"
     if config.num_engines:
-        lines.append(
-            "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
-        )
+        yield "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
     if workload.num_scorings and step.caches_reference:
-        lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
+        yield "the reference is scored in every step; from the second epoch on it is looked up instead"
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
-    lines.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
-    return lines
+    yield f"not counted: {beside}rewards, reading data, validation, checkpoints"
 
 
 def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
@@ -242,7 +233,7 @@ def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
         },
         "tokens_per_s_per_gpu": found.tokens_per_s,
         "fits": not found.too_large,
-        "assumptions": assumptions(found, config),
+        "assumptions": list(assumptions(found, config)),
     }
 
 

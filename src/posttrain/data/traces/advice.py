@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -72,7 +73,7 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         mixed = " grpo.num_recorded_per_prompt=1" if method != "GRPO" else ""
         data = settings or f" data.train.dataset_name=TraceGroups data.train.data_path={path}"
         commands = [f"posttrain grpo{data}{mixed}"]
-    cautions = [] if found.read.holds_pairs_only else _cautions(found, method)
+    cautions = [] if found.read.holds_pairs_only else list(_cautions(found, method))
     return Advice(method, reason, [diverse, clear, noisy, goal], cautions, commands)
 
 
@@ -142,32 +143,27 @@ def _noisy(found: TraceStatistics) -> Criterion:
     return Criterion("labels are noisy", "GRPO", contradicted or between >= NOISY_BETWEEN, numbers)
 
 
-def _cautions(found: TraceStatistics, method: Method) -> list[str]:
-    cautions = []
+def _cautions(found: TraceStatistics, method: Method) -> Iterator[str]:
     usable = found.pairs.prompts_with_pairs if method == "DPO" else found.prompts_with_signal
     if method != "GRPO with fresh answers" and usable < FEW_PROMPTS:
-        cautions.append(f"only {usable} of {found.pairs.prompts} prompts can be learnt from")
+        yield f"only {usable} of {found.pairs.prompts} prompts can be learnt from"
     if method == "GRPO with fresh answers":
-        cautions.append(
-            "fresh answers need a reward: set `env`, and `trace_columns.reference` if it compares with an answer"
-        )
+        yield "fresh answers need a reward: set `env`, and `trace_columns.reference` if it compares with an answer"
     if found.prompts_with_signal and not found.pairs.pairs and not (found.preferred and found.rejected):
-        cautions.append(
+        yield (
             f"rewards go from {found.reward_min:.4g} to {found.reward_max:.4g}, the thresholds are "
             f"{found.rules.rejected_below:g} and {found.rules.preferred:g}: set --preferred and --rejected-below to "
             "fit, or take --strategy by_margin"
         )
     if found.read.ids_with_several_prompts:
-        cautions.append(
+        yield (
             f"{found.read.ids_with_several_prompts} group ids cover several different prompts; "
             "answers are only compared within one prompt"
         )
     if found.read.problems or found.read.broken_files:
         rows = sum(tally.count for tally in found.read.problems.values())
-        cautions.append(
-            f"{rows} rows and {len(found.read.broken_files)} files cannot be used; `posttrain data inspect` names them"
-        )
-    return cautions
+        files = len(found.read.broken_files)
+        yield f"{rows} rows and {files} files cannot be used; `posttrain data inspect` names them"
 
 
 def _share(part: float, whole: float) -> float:

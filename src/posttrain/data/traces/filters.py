@@ -77,25 +77,19 @@ def _has_value(block: Block, column: str, wanted: object) -> NDArray[np.bool_]:
 
 
 def _matches(value: object, accepted: Sequence[object]) -> bool:
-    """Whether a value is one of those. Typed at a command line, "1" is also 1 and "true" is True."""
-    for one in accepted:
-        if value == one and isinstance(value, bool) == isinstance(one, bool):
-            return True
-        if isinstance(one, str) and value is not None and not isinstance(value, str):
-            if isinstance(value, bool):
-                if one.lower() == str(value).lower():
-                    return True
-            elif isinstance(value, int | float):
-                try:
-                    if float(one) == value:
-                        return True
-                except ValueError:
-                    continue
-            elif one == str(value):
-                return True
-        if one is None and value is None:
-            return True
-    return False
+    return any(_is(value, one) for one in accepted)
+
+
+def _is(value: object, wanted: object) -> bool:
+    """Typed at a command line everything is text, so "1" is also 1 and "true" is True."""
+    if value is None or isinstance(value, str) or not isinstance(wanted, str):
+        return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value).lower() == wanted.lower() if isinstance(value, bool) else str(value) == wanted
+    try:
+        return float(wanted) == value
+    except ValueError:
+        return False
 
 
 # -- duplicates --------------------------------------------------------------------------------------------------------

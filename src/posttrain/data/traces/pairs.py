@@ -142,16 +142,15 @@ def _candidates(
     preferred: Sequence[int], rejected: Sequence[int], identities: Sequence[int], rules: PairRules
 ) -> Iterator[tuple[int, int]]:
     if rules.strategy == "one_per_preferred":
-        return ((good, _next_rejected(place, good, rejected, identities)) for place, good in enumerate(preferred))
-    if rules.strategy == "best_worst" and identities[preferred[0]] != identities[rejected[0]]:
-        return iter([(preferred[0], rejected[0])])
-    return product(preferred, rejected)
-
-
-def _next_rejected(place: int, good: int, rejected: Sequence[int], identities: Sequence[int]) -> int:
-    """Rejected answers are used round-robin; one with the same text as the preferred answer is skipped."""
-    turns = (rejected[(place + step) % len(rejected)] for step in range(len(rejected)))
-    return next((bad for bad in turns if identities[bad] != identities[good]), rejected[place % len(rejected)])
+        for place, good in enumerate(preferred):
+            # Rejected answers take turns; one with the same text as the preferred answer is skipped.
+            turns = (rejected[(place + step) % len(rejected)] for step in range(len(rejected)))
+            others = (bad for bad in turns if identities[bad] != identities[good])
+            yield good, next(others, rejected[place % len(rejected)])
+    elif rules.strategy == "best_worst" and identities[preferred[0]] != identities[rejected[0]]:
+        yield preferred[0], rejected[0]
+    else:
+        yield from product(preferred, rejected)
 
 
 def _why_no_side(has_preferred: bool, has_rejected: bool, rules: PairRules) -> str:
