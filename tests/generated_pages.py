@@ -19,7 +19,6 @@ from posttrain.data.named_datasets import (
     PreferenceSpec,
     ResponseSpec,
 )
-from posttrain.models.loading import REFUSED_FAMILIES
 from posttrain.reporting.doctor.doctor import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -49,6 +48,11 @@ FAMILIES = (
     Family("gemma3-vision", "Gemma 3 4B and larger", "gemma3", "a vision tower, which is neither used nor changed"),
     Family("phi3", "Phi-3, Phi-3.5, Phi-4", "phi3", "joined projections, partial rotation, sliding window"),
     Family("phi", "Phi-1.5, Phi-2", "phi", "layers in parallel, partial rotation, biases"),
+    Family("gpt-oss", "gpt-oss", "gpt_oss", "sinks, sliding window in every other layer, experts with biases"),
+    Family("glm4", "GLM-4", "glm4", "norms after attention and MLP, partial rotation"),
+    Family("glm4-moe", "GLM-4.5, GLM-4.6", "glm4_moe", "experts with a bias of the router, partial rotation"),
+    Family("deepseek-v3", "DeepSeek-V3, Kimi-K2", "deepseek_v3", "latent attention, groups of experts"),
+    Family("gemma4", "Gemma 4 (text)", "gemma4_text", "embeddings of each layer, two kinds of heads, keys as values"),
     Family("qwen3.5", "Qwen3.5 (text)", "qwen3_5_text", "gated delta nets beside attention with a gate"),
     Family("qwen3.5-moe", "Qwen3.5-MoE (text)", "qwen3_5_moe_text", "the same with experts"),
     Family("qwen3-next", "Qwen3-Next", "qwen3_next", "gated delta nets, experts"),
@@ -78,13 +82,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def models_table() -> str:
     tested = [(each.published, f"`{each.model_type}`", each.what, *("yes" for _ in CHECKS)) for each in FAMILIES]
-    refused = [(f"`{kind}`", reason) for kind, reason in sorted(REFUSED_FAMILIES.items())]
     return (
         table(("models", "`model_type`", "has", *CHECKS), tested)
         + "\n"
         + table(("column", "test"), [(name, f"`tests/{test}`") for name, test in CHECKS.items()])
-        + "\nRefused by name, before any weights are read:\n\n"
-        + table(("`model_type`", "reason"), refused)
     )
 
 

@@ -121,6 +121,30 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {"logits_scaling": 1.7, "attention_multiplier": 0.4, "residual_multiplier": 0.8}),
     "cohere": ("cohere", {"logit_scale": 0.35}),
+    # A logit of each head in the denominator of the softmax, experts with biases.
+    "gpt-oss": (
+        "gpt_oss",
+        {"sliding_window": SLIDING_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "glm4": ("glm4", {"partial_rotary_factor": 0.5}),
+    "glm4-moe": (
+        "glm4_moe",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 4}
+        | {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"sliding_window": SLIDING_WINDOW, "global_head_dim": 16, "vocab_size_per_layer_input": 400}
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    ),
     "qwen3.5": ("qwen3_5_text", _DELTA_NET),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**_DELTA_NET, **_EXPERTS}),
     "qwen3-next": ("qwen3_next", {**_DELTA_NET, **_EXPERTS}),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypedDict, Unpack
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -23,7 +23,6 @@ ATTENTION = "posttrain"
 Place = tuple[int, int]  # (layer, which of its recurrent operations): where the state of a sequence is kept
 # Arguments that some families pass beside queries, keys and values. Ignoring them would compute another model.
 _NOT_COMPUTED = {
-    "s_aux": "sinks",
     "position_bias": "a bias by position",
     "indices": "a choice of tokens to look at",
     "block_indices": "a choice of tokens to look at",
@@ -36,6 +35,7 @@ class AttendOptions(TypedDict):
     scale: float
     window: int | None  # a token sees itself and the window-1 tokens before it; None: all of them
     softcap: float | None
+    sinks: NotRequired[Tensor]  # a learnt logit of each head, in the denominator of the softmax
 
 
 class AttentionContext(Protocol):
@@ -93,6 +93,7 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     for option, what in _NOT_COMPUTED.items():
@@ -114,7 +115,10 @@ def _attend(
     q, k, v = (x.reshape(batch * length, x.shape[2], x.shape[3]) for x in rows)
     layer: int = module.layer_idx  # type: ignore[assignment]
     # Some configs write a window of 0 where there is none.
-    out = context.attend(layer, q, k, v, scale=scale, window=sliding_window or None, softcap=softcap)
+    how: AttendOptions = {"scale": scale, "window": sliding_window or None, "softcap": softcap}
+    if s_aux is not None:
+        how["sinks"] = s_aux
+    out = context.attend(layer, q, k, v, **how)
     # Contiguous: some families take a view of it.
     return out.reshape(batch, length, heads, out.shape[-1]).contiguous(), None
 

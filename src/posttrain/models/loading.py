@@ -42,16 +42,13 @@ CONFIG_ERRORS = (
     RecursionError,
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Families that are refused by name, before their weights are read. Others are tried out: see `policy/model_support.py`.
-REFUSED_FAMILIES = {
-    "gpt_oss": "its attention has sinks, one learnt logit per head, which posttrain's attention does not compute",
-}
 # Families with tests of their own (docs/models.md). Others are proved before they are used: `engines/native/proof.py`.
 TESTED_FAMILIES = frozenset(
     {
-        "bamba", "cohere", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "granitemoehybrid",
-        "lfm2", "llama", "mistral", "mixtral", "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+        "bamba", "cohere", "deepseek_v3", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text",
+        "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoehybrid", "lfm2", "llama", "mistral", "mixtral",
+        "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "smollm3",
     }
 )  # fmt: skip
 
@@ -104,8 +101,6 @@ def checked_config(name: str, field: str) -> PretrainedConfig:
 
 
 def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
-    if (reason := REFUSED_FAMILIES.get(config.model_type)) is not None:
-        raise SettingsError(f"{field}: {name!r} is of the family {config.model_type}, which is not supported: {reason}")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise SettingsError(
             f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal "
@@ -143,13 +138,14 @@ def load_model(
     if overrides and (problem := problem_in(overrides)) is not None:
         raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
-        _refuse_family(checked_config(name, "policy.model_name"), name, "policy.model_name")
+        config = checked_config(name, "policy.model_name")
+        _refuse_family(config, name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
-            **{**(overrides or {}), "trust_remote_code": False},
+            **{**_dequantised(config), **(overrides or {}), "trust_remote_code": False},
         )
     except SettingsError:
         raise
@@ -191,7 +187,23 @@ def load_model(
             file=sys.stderr,
         )
     model.config.use_cache = False
+    if _dequantised(config):  # what is saved from now on is not quantised
+        for owner, attribute in (
+            (model.config, "quantization_config"),
+            (model, "hf_quantizer"),
+            (model, "_weight_conversions"),
+        ):
+            vars(owner).pop(attribute, None)
     return model.to(device)
+
+
+def _dequantised(config: PretrainedConfig) -> dict[str, object]:
+    """Weights in MXFP4 (gpt-oss as published) are trained in the precision of the run."""
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") != "mxfp4":
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def unsafe_pickle(folder: Path) -> str:

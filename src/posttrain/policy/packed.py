@@ -186,7 +186,8 @@ class PackedKeys:
 
 def _varlen_runs(query: Tensor, options: AttendOptions) -> bool:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cuda" and options["softcap"] is None and is_half
+    is_plain = options["softcap"] is None and "sinks" not in options
+    return query.device.type == "cuda" and is_plain and is_half
 
 
 def _varlen_lengths(*lengths: Sequence[int], device: torch.device) -> VarlenLengths:
@@ -210,7 +211,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) ->
     """Attention of the last `q.shape[2]` positions over all `k.shape[2]` of them; [batch, heads, length, head_dim]."""
     num_q, num_k, window = q.shape[2], k.shape[2], options["window"]
     windowed = window is not None and num_k > window
-    if options["softcap"] is None and not windowed and num_q == num_k:
+    is_plain = options["softcap"] is None and "sinks" not in options
+    if is_plain and not windowed and num_q == num_k:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
     at_q = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
     at_k = torch.arange(num_k, device=q.device)[None, :]
@@ -223,14 +225,26 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) ->
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttendOptions) -> Tensor:
-    """Attention with an additive mask, and with the soft cap on scores that some families have."""
-    scale, softcap = options["scale"], options["softcap"]
-    if softcap is None:
+    """Attention with an additive mask, and with the soft cap on scores or the sinks that some families have."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
-    return (scores + mask).softmax(-1).to(v.dtype) @ v
+    scores = scaled(q.float() @ k.float().transpose(2, 3), scale, softcap)
+    return softmax_with_sinks(scores + mask, None if sinks is None else sinks[:, None]).to(v.dtype) @ v
+
+
+def scaled(products: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """[…, queries, keys]; `sinks` [heads, queries or 1] are logits of a key whose value is 0."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores.dtype)[..., None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.recurrent_states import DecodeRecurrence, PrefillRecurrence
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.models.attention_interface import AttendOptions, Place
-from posttrain.policy.packed import PackedAttention, PackedKeys, Segment
+from posttrain.policy.packed import PackedAttention, PackedKeys, Segment, scaled, softmax_with_sinks
 from posttrain.policy.recurrence import Piece
 from posttrain.policy.runtime import to_device, triton_kernels
 
@@ -149,7 +149,7 @@ class DenseDecode(_WithRecurrence):
             self.masks[window] = visible_positions(self.lengths, self.longest, window)
         rows = len(query)
         k, v = keys[:rows, : self.longest], values[:rows, : self.longest]
-        return attend_to_rows(query, k, v, self.masks[window], options["scale"], options["softcap"])
+        return attend_to_rows(query, k, v, self.masks[window], options)
 
     def _grow(self, num_rows: int, length: int) -> None:
         if num_rows <= self.num_rows and length <= self.row_length:
@@ -283,7 +283,7 @@ class PagedDecode(_WithRecurrence):
     def _attend(self, layer: int, query: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         keys, values, factors = self.cache.keys[layer], self.cache.values[layer], self.cache.factors.get(layer)
         paged = (keys, values, self.table, self.lengths)
-        if self.kernel is None or not self.kernel.supports(query, keys, values):
+        if self.kernel is None or "sinks" in options or not self.kernel.supports(query, keys, values):
             return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()
         if self.shared is not None:
@@ -313,7 +313,7 @@ def gathered_attention(
             for pool, factor in zip((keys, values), factors, strict=True)
         )
     visible = visible_positions(lengths.long()[:, None], k.shape[1], options["window"])
-    return attend_to_rows(query, k, v, visible, options["scale"], options["softcap"])
+    return attend_to_rows(query, k, v, visible, options)
 
 
 def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tensor:
@@ -325,20 +325,20 @@ def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tens
     return visible[:, None, None, :]
 
 
-def attend_to_rows(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
-) -> Tensor:
+def attend_to_rows(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, options: AttendOptions) -> Tensor:
     """One token per row over a dense row of keys; query [rows, heads, dim], keys [rows, length, kv heads, dim]."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
     # Query heads that share keys become several queries of one head, so keys are not repeated in memory.
     q = query.reshape(rows, kv_heads, heads // kv_heads, dim)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    if softcap is None:
+    scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     else:
-        scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
-        out = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
+        scores = scaled(q.float() @ k.float().transpose(2, 3), scale, softcap).masked_fill(~visible, float("-inf"))
+        of_heads = None if sinks is None else sinks.view(kv_heads, -1)
+        out = softmax_with_sinks(scores, of_heads).to(v.dtype) @ v
     return out.reshape(rows, heads, v.shape[-1])
 
 

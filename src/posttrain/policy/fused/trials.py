@@ -49,9 +49,13 @@ class Observed(PackedAttention):
 
     @torch.no_grad()
     def agrees(self, forward: Callable[..., Tensor]) -> bool:
-        """Whether `forward` gives the same output as the layer's own forward, which used our attention."""
-        return bool(self.options) and is_near(
-            self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
+        """Whether `forward` gives the same output as the layer's own forward, which used our attention. Not with sinks:
+        the options of a fused layer are constants, and sinks are trained.
+        """
+        return (
+            bool(self.options)
+            and "sinks" not in self.options
+            and is_near(self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states)
         )
 
 

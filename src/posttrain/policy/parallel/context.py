@@ -67,6 +67,8 @@ class SharedAttention:
         # [own tokens, heads, dim] -> [all tokens, own heads, dim], and back
         parts = (x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in (query, key, value))
         rows = [_exchange(part, self.group).flatten(0, 1)[: self.num_tokens] for part in parts]
+        if "sinks" in options:  # of this rank's heads
+            options["sinks"] = options["sinks"].unflatten(0, (self.size, -1))[dist.get_rank(self.group)]
         out = self.whole.attend(layer, *rows, **options)
         padding = out.new_zeros(len(query) * self.size - self.num_tokens, *out.shape[1:])
         all_tokens = torch.cat([out, padding]).unflatten(0, (self.size, -1))
