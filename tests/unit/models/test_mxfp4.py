@@ -47,7 +47,8 @@ def test_experts_in_mxfp4_are_dequantised_and_saved_as_they_are_trained(
     folder, expected = quantised
     model = load_model(str(folder), torch.float32, torch.device("cpu"))
     found = dict(model.named_parameters())
-    assert expected and all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert expected
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     saved = load_file(tmp_path / "saved" / "model.safetensors")
