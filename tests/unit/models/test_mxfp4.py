@@ -1,4 +1,4 @@
-"""gpt-oss is published with its experts in MXFP4: two numbers of 4 bits a byte, one power of two for each 32 of them."""
+"""gpt-oss is published with experts in MXFP4: two numbers of 4 bits a byte, a power of two for each 32 of them."""
 
 from __future__ import annotations
 
