@@ -22,7 +22,7 @@ from posttrain.apps.launch.pod_template import (
     CONTAINER_SECURITY,
     RUN_LABEL,
     Object,
-    control_secret_name,
+    control_name,
     with_new_value,
 )
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
@@ -252,7 +252,7 @@ class KubernetesCluster:
                 with suppress(_NotFound):
                     self._found("DELETE", f"{place}/{body['metadata']['name']}")
         with suppress(_NotFound):  # by name: listing Secrets would show the values of all
-            self._found("DELETE", f"{self._in_namespace(workload, 'secrets')}/{control_secret_name(name_of(workload))}")
+            self._found("DELETE", f"{self._in_namespace(workload, 'secrets')}/{control_name(name_of(workload))}")
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
         """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""

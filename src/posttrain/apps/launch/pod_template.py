@@ -73,7 +73,7 @@ def network_policy(request: LaunchRequest) -> Object:
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {
-            "name": request.name,
+            "name": control_name(request.name),
             "namespace": request.profile.cluster.namespace,
             "labels": labels_of(request),
         },
@@ -81,7 +81,8 @@ def network_policy(request: LaunchRequest) -> Object:
     }
 
 
-def control_secret_name(run: str) -> str:
+def control_name(run: str) -> str:
+    """Of the Secret and of the NetworkPolicy. Volcano makes a policy with the name of the job, and removes it."""
     return f"{run}-control"
 
 
@@ -91,7 +92,7 @@ def control_secret(request: LaunchRequest) -> Object:
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
-            "name": control_secret_name(request.name),
+            "name": control_name(request.name),
             "namespace": request.profile.cluster.namespace,
             "labels": labels_of(request),
         },
@@ -109,7 +110,7 @@ def new_secret() -> str:
 
 def control_secret_command(request: LaunchRequest) -> str:
     """For a person who creates the rendered manifests."""
-    name, namespace = control_secret_name(request.name), request.profile.cluster.namespace
+    name, namespace = control_name(request.name), request.profile.cluster.namespace
     return (
         f"# The pods of {request.name} prove this secret to each other. No manifest has it: create it first.\n"
         f"openssl rand -hex 32 | kubectl create secret generic {name} --namespace {namespace} "
@@ -250,7 +251,7 @@ def environment(request: LaunchRequest, *, head_host: str | None, role: str | No
 def _volumes(request: LaunchRequest) -> list[Object]:
     items = [{"key": "config.yaml", "path": "config.yaml"}]
     items += [{"key": key, "path": path} for path, key in _file_keys(request).items()]
-    secret = {"secretName": control_secret_name(request.name), "defaultMode": 0o440}
+    secret = {"secretName": control_name(request.name), "defaultMode": 0o440}
     volumes: list[Object] = [
         {"name": "config", "configMap": {"name": f"{request.name}-config", "items": items}},
         {"name": "storage", "persistentVolumeClaim": {"claimName": request.profile.storage.claim}},

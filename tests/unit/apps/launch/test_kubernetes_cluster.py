@@ -90,7 +90,7 @@ def test_the_secret_of_a_run_is_drawn_at_its_creation_and_shown_nowhere(
     assert value not in printed.out + printed.err
     assert main(["launch", "stop", "grpo-math"]) == 0
     assert sorted(server.named("secrets")) == ["hf", "other-control"]
-    assert server.named("networkpolicies") == ["other"]
+    assert server.named("networkpolicies") == ["other-control"]
     assert ("GET", f"{SPACE}/secrets", {}) not in server.requests, "a list would contain all values"
 
 
