@@ -12,10 +12,6 @@ from posttrain.engines.native.sampler import TokenSampler
 from posttrain.types import Sampling
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,10 +16,6 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
 from posttrain.types import Completion
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BF16 = torch.bfloat16
 # Without drafts: when they are tried depends on measured times, and rounding on how many rows a step has.
 SETTINGS = NativeSettings(

@@ -20,10 +20,6 @@ from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import TokenBatch
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BF16 = torch.bfloat16
 # Norm of an error in parts of the norm: bf16 results, sums in the accumulators of the matrix units, and numbers that
 # the kernels round to the neighbour because their scale differs in the last bit.

@@ -37,10 +37,6 @@ from posttrain.policy.fused.products import Product
 from posttrain.policy.packed import PackedAttention, Segment
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = "cuda"
 BF16 = torch.bfloat16
 # Largest error of a tensor, in parts of its largest number.

@@ -21,10 +21,6 @@ from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.fsdp import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TOKENIZER = byte_tokenizer()
 KEY = NoiseKey(2, 3)
 SAMPLING = Sampling(20, temperature=0.9, stop_token_ids=(11, 12, 13))

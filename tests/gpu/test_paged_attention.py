@@ -11,10 +11,6 @@ from torch import Tensor
 
 from posttrain.engines.native.attention import gathered_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 from tiny_runs import command, grpo, results_of, same_up_to_rounding, save_data, save_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 ON_TWO = ["cluster.launcher=ray", "cluster.gpus_per_node=2"]
 
 

@@ -18,10 +18,6 @@ from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SIZES = {
     "vocab_size": 32000,
     "hidden_size": 1024,

@@ -11,13 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_runs import LORA, command, dpo, grpo, questions, results_of, save_data, save_model, weights_of, write_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 STEPS, RESUMED_FROM = 6, 2
 # Sequences of several blocks of attention whose prompts are shared: both add up with atomics unless told not to.
 ON_GPU = ["policy.device=cuda", "policy.precision=bfloat16", "policy.deterministic=true"]

@@ -16,11 +16,6 @@ from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores
 from posttrain.types import Completion, Task
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def test_packed_scores_in_bf16_are_close_to_those_of_a_cpu_in_fp32() -> None:
     pairs = random_pairs([50, 90, 1, 70, 40, 6], [70, 30, 120])

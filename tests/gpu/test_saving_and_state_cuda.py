@@ -19,10 +19,6 @@ from posttrain.policy.optimizer.compact_adam import StateFormat, new_state, upda
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.runtime import enable_expandable_segments
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CUDA = torch.device("cuda", 0)
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 

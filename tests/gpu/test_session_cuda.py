@@ -18,10 +18,6 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.types import NoiseKey, Sampling, Task
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TOKENIZER = byte_tokenizer()
 SETTINGS = NativeSettings(page_size=4, max_batch_size=6, max_prefill_tokens=32, max_total_tokens=64, kv_cache_gib=0.01)
 NAMES = ("", "one", "two")

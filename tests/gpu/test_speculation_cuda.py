@@ -15,10 +15,6 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.speculation import DrawnWithDrafts, Speculation
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TOKENIZER = byte_tokenizer()
 KEY = NoiseKey(2, 3)
 # At a low temperature a random model repeats itself: many drafts are right.

@@ -11,7 +11,6 @@ import vllm_pythons
 from tiny_runs import LORA, command, grpo, results_of, save_data, save_model
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices"),
     pytest.mark.skipif(not vllm_pythons.REAL, reason=vllm_pythons.NO_REAL),
 ]
