@@ -47,22 +47,24 @@ def run(
     return policy, dict(grpo.step(step).metrics)
 
 
-def test_one_update_needs_no_second_forward_pass() -> None:
-    policy, _ = run([make_group(0, [1.0, 0.0])])
-    assert policy.calls == ["update", "end_step"]
-    assert "prev_logprobs" not in policy.batches[0].columns
-
-
-def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_moves_once() -> None:
-    policy, _ = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=2)
-    assert policy.calls == ["logprobs", "logprobs", "update", "update", "end_step"]
-    assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
-
-
-def test_reference_is_scored_only_with_a_kl_penalty() -> None:
-    policy, _ = run([make_group(0, [1.0, 0.0])], kl=0.1)
-    assert policy.calls == ["reference_logprobs", "update", "end_step"]
-    assert (policy.batches[0].columns["reference_logprobs"] == -2).all()
+@pytest.mark.parametrize(
+    ("updates", "kl", "calls", "scored"),
+    [
+        (1, 0.0, ["update"], {}),
+        (2, 0.0, ["logprobs", "logprobs", "update", "update"], {"prev_logprobs": -1}),
+        (1, 0.1, ["reference_logprobs", "update"], {"reference_logprobs": -2}),
+    ],
+    ids=["one update", "several updates", "KL penalty"],
+)
+def test_only_what_the_loss_needs_is_scored_and_the_schedule_moves_once(
+    updates: int, kl: float, calls: list[str], scored: dict[str, int]
+) -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=updates, kl=kl)
+    assert policy.calls == [*calls, "end_step"]
+    for batch in policy.batches:
+        for name in ("prev_logprobs", "reference_logprobs"):
+            assert (name in batch.columns) is (name in scored)
+        assert all((batch.columns[name] == value).all() for name, value in scored.items())
 
 
 def test_a_kl_without_price_is_estimated_every_few_steps_and_is_not_trained_on() -> None:

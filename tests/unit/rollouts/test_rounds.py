@@ -91,9 +91,13 @@ def draws(taken: TakenGroups) -> list[int]:
 def test_every_draw_is_trained_once_and_none_becomes_too_old(max_age: int, num_in_flight: int) -> None:
     num_groups, max_steps = PROMPTS, 30
     source = rounds(max_age=max_age, max_steps=max_steps, num_in_flight=num_in_flight)
+    engine = source.engine
+    assert isinstance(engine, TokenByToken)
     trained: list[int] = []
     for step in range(1, max_steps + 1):
+        before = engine.num_tokens
         taken = source.take(num_groups, step)
+        assert taken.metrics["num_generated_tokens"] == engine.num_tokens - before
         assert len(taken.groups) == num_groups
         assert taken.metrics["trajectory_age_max"] <= max_age
         for group in taken.groups:
@@ -101,6 +105,10 @@ def test_every_draw_is_trained_once_and_none_becomes_too_old(max_age: int, num_i
                 answer = rollout.completion
                 assert len(answer.token_ids) == length_of(group.task.draw, sample), "no token is lost or drawn twice"
                 assert all(step - 1 - max_age <= version <= step - 1 for _, version in answer.versions)
+                starts, numbers = zip(*answer.versions, strict=True)
+                assert starts[0] == 0
+                assert list(starts) == sorted(set(starts))
+                assert list(numbers) == sorted(set(numbers))
         trained += draws(taken)
     assert sorted(trained) == list(range(num_groups * max_steps))
     assert source.position.open == []
@@ -115,30 +123,6 @@ def test_a_step_does_not_wait_for_long_answers() -> None:
     assert [g.born for g in carried.position.open] == sorted(g.born for g in carried.position.open)
     ages = [carried.take(4, step).metrics["trajectory_age_max"] for step in range(10, 20)]
     assert 0 < max(ages) <= 2
-
-
-def test_tokens_have_the_version_of_the_weights_that_sampled_them() -> None:
-    source = rounds(max_age=3)
-    for step in range(1, 12):
-        for group in source.take(4, step).groups:
-            for rollout in group.rollouts:
-                versions = rollout.completion.versions
-                assert versions[0][0] == 0
-                starts, numbers = [first for first, _ in versions], [version for _, version in versions]
-                assert starts == sorted(set(starts))
-                assert numbers == sorted(set(numbers))
-                assert numbers[-1] <= step - 1
-
-
-def test_generated_tokens_are_those_of_the_round() -> None:
-    source = rounds(max_age=2)
-    engine = source.engine
-    assert isinstance(engine, TokenByToken)
-    before = 0
-    for step in range(1, 8):
-        taken = source.take(4, step)
-        assert taken.metrics["num_generated_tokens"] == engine.num_tokens - before
-        before = engine.num_tokens
 
 
 def test_a_resumed_source_continues_with_the_same_groups() -> None:
