@@ -126,6 +126,38 @@ def _files(parts: list[StoredPart]) -> str:
     return f"{parts[0].file.parent}/{names[0]}" + (f" … {names[-1]}" if len(names) > 1 else "")
 
 
+def in_batches(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """The names in order, in batches of at most `max_bytes`; a larger tensor gets its own batch."""
+    batches: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if batches[-1] and total + size > max_bytes:
+            batches.append([])
+            total = 0
+        batches[-1].append(name)
+        total += size
+    return batches
+
+
+def plan_shards(plan: Mapping[str, TensorFacts], max_bytes: int) -> dict[str, dict[str, TensorFacts]]:
+    """The files of a model and the tensors in each, in order: `model.safetensors`, or several that are numbered. A
+    tensor is never cut, so one that is larger has a file of its own."""
+    groups = in_batches({name: facts.num_bytes for name, facts in plan.items()}, max_bytes)
+    ends = [""] if len(groups) == 1 else [f"-{n:05d}-of-{len(groups):05d}" for n in range(1, len(groups) + 1)]
+    shards = zip(ends, groups, strict=True)
+    return {f"model{end}.safetensors": {name: plan[name] for name in group} for end, group in shards}
+
+
+def write_index(folder: Path, shards: Mapping[str, Mapping[str, TensorFacts]], **metadata: int) -> None:
+    """`model.safetensors.index.json`, unless the model is one file."""
+    if len(shards) == 1:
+        return
+    total = sum(facts.num_bytes for shard in shards.values() for facts in shard.values())
+    weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
 def write_safetensors(
     file: Path, plan: Mapping[str, TensorFacts], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -98,20 +98,6 @@ def place(tensors: Sequence[Tensor], alignment: int = 64) -> tuple[list[int], in
         starts.append(end)
         end += -(-tensor.numel() * tensor.element_size() // alignment) * alignment
     return starts, end
-
-
-def in_batches(tensors: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
-    """The names in order, in batches of at most `max_bytes`; a larger tensor gets its own batch."""
-    batches: list[list[str]] = [[]]
-    total = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if batches[-1] and total + size > max_bytes:
-            batches.append([])
-            total = 0
-        batches[-1].append(name)
-        total += size
-    return batches
 
 
 def view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

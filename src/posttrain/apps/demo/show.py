@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 import time
@@ -14,9 +13,9 @@ from posttrain.apps.demo.arithmetic import SHARE_RIGHT, build_model, run_setting
 from posttrain.build import TrainingRun
 from posttrain.config import load_config
 from posttrain.errors import InputError
-from posttrain.files.json_files import JsonObject
 from posttrain.files.locks import locked
 from posttrain.reporting.examination import errors_of_model
+from posttrain.reporting.rows import read_rollouts
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -132,7 +131,7 @@ def grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
 def _summarise(run: Path, seconds: float) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
-    first, last = (_groups(run / f"rollouts/step_{row['step']}.jsonl.gz") for row in (rows[1], rows[-1]))
+    first, last = (read_rollouts(run / f"rollouts/step_{row['step']}.jsonl.gz") for row in (rows[1], rows[-1]))
     print("\nThree groups of answers to the same kind of question, before and after:")
     for when, groups in (("first step", first), ("last step", last)):
         for group in groups[:3]:
@@ -151,11 +150,6 @@ def _summarise(run: Path, seconds: float) -> None:
     ):
         print(f"  {command:<{len(str(run)) + 34}}{what}")
     print(f"The curves and the samples: {run / 'report.html'}")
-
-
-def _groups(path: Path) -> list[JsonObject]:
-    with gzip.open(path, "rt") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def _shown(text: str) -> str:

@@ -29,7 +29,7 @@ from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.files.redaction import redact
 from posttrain.models.hub import why_unavailable
 from posttrain.models.lora import add_adapter
-from posttrain.models.tensor_files import TensorFacts, write_safetensors
+from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
@@ -120,31 +120,13 @@ def _write_model(folder: Path, source: ConversionInput, settings: ConversionSett
     for name, shard in shards.items():
         for count in write_safetensors(folder / name, shard, _finite(weights, shard)):
             advance(count, total)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_index(folder, shards)
     _write_configs(folder, source, plan)
     return len(shards)
 
 
 def _converted(facts: TensorFacts, dtype: str | None) -> TensorFacts:
     return replace(facts, dtype=DTYPES[dtype]) if dtype and facts.dtype.is_floating_point else facts
-
-
-def plan_shards(plan: Mapping[str, TensorFacts], max_bytes: int) -> dict[str, dict[str, TensorFacts]]:
-    """File name -> the tensors in it, in order. A tensor is never cut, so one that is larger has a file of its own."""
-    groups: list[dict[str, TensorFacts]] = [{}]
-    for name, facts in plan.items():
-        size = sum(other.num_bytes for other in groups[-1].values())
-        if groups[-1] and size + facts.num_bytes > max_bytes:
-            groups.append({})
-        groups[-1][name] = facts
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
 
 
 def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from posttrain.apps.export.weight_sources import WeightSource
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonObject
 from posttrain.models.loading import explain_config_error
+from posttrain.policy.host_memory import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ _NUM_TOKENS = 24
 _ROOM = 1.3  # memory of a loaded model over that of its weights
 _EXACT = 1e-3  # of the logits' standard deviation: the order of sums may differ, nothing else
 _ROUNDED = 0.1  # where weights were rounded to 16 bits on the way
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -196,15 +195,4 @@ def _logits(model: nn.Module, shape: WeightShapes) -> Tensor:
 def fits_into_memory(shape: WeightShapes) -> bool:
     """Whether the model can be loaded whole in float32 now."""
     needed = 4 * _ROOM * sum(math.prod(size) for size in shape.shapes.values())
-    return needed < _available_bytes()
-
-
-def _available_bytes() -> int:
-    """Of the machine, or of the container if that has less."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+    return needed < available_bytes()

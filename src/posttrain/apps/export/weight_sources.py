@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import files_of_index
-from posttrain.models.tensor_files import StoredPart, TensorFacts, assemble, stored_parts, whole_facts
+from posttrain.models.tensor_files import StoredPart, TensorFacts, assemble, in_batches, stored_parts, whole_facts
 
 _READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together
 _SHARD_NUMBER = re.compile(r"shard-(\d+)-")
@@ -105,13 +105,8 @@ class DcpSource:
                 raise InputError(f"{file} was cut short: {file.stat().st_size} bytes instead of at least {end}")
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        group: list[str] = []
-        for name in names:
-            if group and sum(self.facts[n].num_bytes for n in (*group, name)) > _READ_TOGETHER_BYTES:
-                yield from self._load(group)
-                group = []
-            group.append(name)
-        yield from self._load(group)
+        for group in in_batches({name: self.facts[name].num_bytes for name in names}, _READ_TOGETHER_BYTES):
+            yield from self._load(group)
 
     def _load(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors

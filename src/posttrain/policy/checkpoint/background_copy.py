@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from posttrain.models.tensor_files import in_batches
 from posttrain.policy import host_memory
 
 _SEGMENT_BYTES = 4 * 2**30  # each segment is allocated as one block
@@ -88,7 +89,7 @@ class StagingArea:
 
     def _allocate(self, shapes: Mapping[str, Tensor]) -> None:
         try:
-            for keys in host_memory.in_batches(shapes, _SEGMENT_BYTES):
+            for keys in in_batches({key: shape.nbytes for key, shape in shapes.items()}, _SEGMENT_BYTES):
                 group = [shapes[key] for key in keys]
                 starts, total = host_memory.place(group)
                 buffer = host_memory.allocate(total)

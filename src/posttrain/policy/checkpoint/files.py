@@ -41,8 +41,7 @@ from posttrain.checkpointing.dcp_reading import (
 from posttrain.errors import reason_of
 from posttrain.files.json_files import read_json
 from posttrain.models.lora import is_adapted
-from posttrain.models.tensor_files import TensorFacts, write_safetensors
-from posttrain.policy.host_memory import in_batches
+from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.parallel.fsdp import copy_into, is_first_rank
 
@@ -264,22 +263,11 @@ def _adapted_name(saved: str) -> str:
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], *, is_first_rank: bool) -> None:
     """`model.safetensors`, or several numbered files and their index where one would be larger than 5 GB."""
-    groups = in_batches(weights, _MAX_FILE_BYTES)
-    names = [
-        "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number in range(1, len(groups) + 1)
-    ]
-    for name, keys in zip(names, groups, strict=True):
-        write_file(folder / name, {key: weights[key] for key in keys}, is_first_rank=is_first_rank)
-    if len(groups) > 1 and is_first_rank:
-        index = {
-            "metadata": {
-                "total_parameters": sum(tensor.numel() for tensor in weights.values()),
-                "total_size": sum(_facts(tensor).num_bytes for tensor in weights.values()),
-            },
-            "weight_map": {key: name for name, keys in zip(names, groups, strict=True) for key in keys},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    shards = plan_shards({key: _facts(tensor) for key, tensor in weights.items()}, _MAX_FILE_BYTES)
+    for name, shard in shards.items():
+        write_file(folder / name, {key: weights[key] for key in shard}, is_first_rank=is_first_rank)
+    if is_first_rank:
+        write_index(folder, shards, total_parameters=sum(tensor.numel() for tensor in weights.values()))
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], *, is_first_rank: bool) -> None:

@@ -221,7 +221,7 @@ def test_models_with_one_file_tensor_per_expert_are_converted(tmp_path: Path) ->
 
 
 def test_large_model_is_compared_streamed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(verification, "available_bytes", lambda: 1000)
     done = convert(str(model), tmp_path / "hf", say=quiet)
     assert done.verification is not None
     assert (done.verification.how, done.verification.max_difference) == ("streamed", 0.0)
@@ -400,7 +400,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     byte_tokenizer().save_pretrained(tmp_path / "model")
     size = (tmp_path / "model/model.safetensors").stat().st_size
     assert size > 60e6
-    monkeypatch.setattr(verification, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(verification, "available_bytes", lambda: 1000)
     settings = ConversionSettings(max_shard_bytes=8_000_000)
     convert(str(tmp_path / "model"), tmp_path / "first", settings, say=quiet)  # caches of the libraries fill once
     grown = growth_of_memory(lambda: convert(str(tmp_path / "model"), tmp_path / "second", settings, say=quiet))
