@@ -30,8 +30,14 @@ TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "ext
 
 # Placeholder for a turn's content, to find where a template prints it. Letters and digits: none trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
-# Errors raised by expressions in a template: they call methods of strings and lists, and compute.
-_ERRORS_IN_TEMPLATES = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
+# Errors raised by expressions in a template: they call methods of strings and lists, and compute. The last four come
+# from nesting that is too deep for Python, and from a lack of memory.
+_ERRORS_IN_TEMPLATES = (
+    *(TypeError, LookupError, ValueError, AttributeError, ArithmeticError),
+    *(RuntimeError, SyntaxError, NameError, MemoryError),
+)
+_SHOWN_ROLES = 20
+_SHOWN_CHARACTERS = 1000
 
 # Texts that distinguish two tokenizers with one vocabulary: words, numbers, spaces, line breaks, accents, code.
 _PROBES = (
@@ -264,7 +270,7 @@ class ChatFormat:
         from posttrain.data.template_limits import limited_templates
 
         try:
-            with limited_templates():
+            with limited_templates(str(self.template), messages):
                 text = self.tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     chat_template=self.template,
@@ -275,8 +281,9 @@ class ChatFormat:
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, *_ERRORS_IN_TEMPLATES) as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise DataError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
+            roles = ", ".join(str(message.get("role")) for message in messages[:_SHOWN_ROLES])
+            reason = (str(error) or type(error).__name__)[:_SHOWN_CHARACTERS]
+            raise DataError(f"the chat template refuses a conversation with the roles [{roles}]: {reason}") from error
         return str(text)
 
     def _close(self, answer: str) -> str:

@@ -166,6 +166,16 @@ def test_input_that_is_not_text_is_refused(
     assert "standard input is no utf-8 text: invalid continuation byte at byte 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("template", ["{{ '{:>2000000000}'.format(1) }}", "{{ [1] | tojson(indent=9999999999) }}"])
+def test_a_template_that_would_take_all_memory_is_refused(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(template + "{{ messages[0]['content'] }}")
+    assert main(["chat", str(folder), "--device", "cpu"]) == 64
+    assert "the chat template refuses a conversation" in capsys.readouterr().err
+
+
 def test_nan_logits_end_the_chat(tmp_path: Path) -> None:
     engine, _ = load_for_sampling(str(save_model(tmp_path / "m")), device="cpu", max_total_tokens=200)
     with torch.no_grad():
