@@ -12,14 +12,12 @@ import pytest
 from browsers import chromium, visiting, watching
 from gate_folders import write_evaluation
 from made_runs import FINDING, HEADLINE, append, make_run, write_groups
-from posttrain.apps.evaluate.comparison_html import render
-from posttrain.apps.ship.pipeline.kpi_plot import kpi_svg
 
-from posttrain.apps.evaluate.comparison import compare
+from posttrain.apps.evaluate.comparison import compare, comparison_page
 from posttrain.apps.ship.gate.report import as_html, as_json
 from posttrain.apps.ship.gate.verdict import judge
 from posttrain.apps.ship.pipeline.kpi import KpiRow
-from posttrain.apps.ship.pipeline.page import pipeline_page
+from posttrain.apps.ship.pipeline.page import kpi_svg, pipeline_page
 from posttrain.apps.ship.pipeline.records import Iteration, ModelChoice, StageMark, StageOutcome, StageRecord
 from posttrain.config.gate import GateConfig
 from posttrain.config.pipeline import PipelineConfig
@@ -204,7 +202,7 @@ def test_pages_of_evaluations_and_gates_run_nothing(browser: Browser, tmp_path: 
         return replace(found, problems=problems, folder=tmp_path / SHORT)
 
     first, second = made("a", [[0.0]] * 30 + [[1.0]] * 3), made("b", [[1.0]] * 30 + [[0.0]] * 2 + [[None]])
-    assert_harmless(browser, written(tmp_path / "comparison.html", render(compare(first, second))))
+    assert_harmless(browser, written(tmp_path / "comparison.html", comparison_page(compare(first, second))))
     check = {"metric": "pass@1", "at_least": 0.1, "evaluation": SHORT}
     config = GateConfig.model_validate({"gate": {"min_problems": 2}, "checks": {ATTACK: check}})
     result = judge(config, {SHORT: second}, {SHORT: first})
