@@ -6,11 +6,13 @@ python tests/generated_pages.py      writes them; a test fails while a page diff
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from config_reference import config_reference
+from every_family import recorded
 
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
@@ -31,12 +33,25 @@ class Family:
     published: str  # models that have this architecture
     model_type: str
     what: str  # it has beyond a plain Llama
+    beyond_tiny: str = ""  # what was shown beside a tiny random model on a CPU; figures in docs/performance.md
 
 
 # Each goes through every test of `integration/test_model_families.py`.
 FAMILIES = (
-    Family("llama", "Llama 2 and 3", "llama", "output head of its own"),
-    Family("llama-tied", "SmolLM, SmolLM2, Llama 3.2", "llama", "tied head"),
+    Family(
+        "llama",
+        "Llama 2 and 3",
+        "llama",
+        "output head of its own",
+        "shapes of 1.5B and 8B, random weights, one H200, 2026-11-15",
+    ),
+    Family(
+        "llama-tied",
+        "SmolLM, SmolLM2, Llama 3.2",
+        "llama",
+        "tied head",
+        "SmolLM2-135M with its weights, one H200 and a CPU, 2026-11-15",
+    ),
     Family("smollm3", "SmolLM3", "smollm3", "layers without positions, tied head"),
     Family("mistral", "Mistral 7B, Ministral 8B", "mistral", "sliding window"),
     Family("mixtral", "Mixtral", "mixtral", "experts"),
@@ -75,17 +90,65 @@ CHECKS = {
 }
 
 
+# What is in the reason of a refusal, and how docs/models.md says it. Others are quoted.
+REFUSALS = {
+    "decay every number of their state": "a recurrence of another kind than gated delta rules, Mamba-2 and short "
+    "convolutions",
+    "in another way than attention": "layers that reach other tokens neither through the attention interface of "
+    "`transformers` nor by a recurrence that is known",
+    "an encoder and a decoder": "an encoder and a decoder",
+    "proof at load": "the proof at load: sampler or trainer would compute another model",
+    "builds no mask": "its forward pass needs the mask of `transformers`, as sparse attention and ALiBi do, or another "
+    "argument",
+    "makes a mask of its own": "a mask of its own",
+    "changes its logits": "a change of the logits that is not known; most of these are encoders",
+    "config.log": "a factor or a cap of the logits that is not known",
+    "a choice of tokens to look at": "sparse attention over tokens that the model chooses",
+    "a bias by position": "a bias by position",
+    "a list of implementations": "attention that cannot be replaced",
+    "does not pass it to its attention": "a window that its attention function is not given",
+}  # fmt: skip
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def models_table() -> str:
-    tested = [(each.published, f"`{each.model_type}`", each.what, *("yes" for _ in CHECKS)) for each in FAMILIES]
+    tested = [
+        (each.published, f"`{each.model_type}`", each.what, *("yes" for _ in CHECKS), each.beyond_tiny or "-")
+        for each in FAMILIES
+    ]
     return (
-        table(("models", "`model_type`", "has", *CHECKS), tested)
+        table(("models", "`model_type`", "has", *CHECKS, "beyond tiny models on a CPU"), tested)
         + "\n"
         + table(("column", "test"), [(name, f"`tests/{test}`") for name, test in CHECKS.items()])
+        + walk_table()
+    )
+
+
+def walk_table() -> str:
+    """Outcomes of `integration/test_every_family.py`."""
+    record = recorded()
+    families: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
+    for family, outcome in sorted(record["families"].items()):
+        kind, reason = outcome["kind"], outcome["reason"]
+        counts[kind] += 1
+        said = next((words for part, words in REFUSALS.items() if part in reason), reason)
+        families.setdefault({"agrees": "works and agrees", "refused": f"refused: {said}"}.get(kind, kind), []).append(
+            f"`{family}`"
+        )
+    rows = sorted(families.items(), key=lambda item: (item[0] != "works and agrees", -len(item[1])))
+    return (
+        f"\nAll {sum(counts.values())} causal language models of transformers {record['transformers']}, each a tiny "
+        "random model with a config made from the names of its fields, on a CPU in float32 "
+        "(`tests/integration/test_every_family.py`: load, proof, samples, one optimizer step). "
+        f"{counts['agrees']} work, and sampler and trainer agree; {counts['refused']} are refused with exit code 64 "
+        f"and a reason; of {counts['not made']} no tiny model could be made this way. None ends in a traceback, none "
+        "is accepted with other numbers.\n\n"
+        + table(("outcome", "number", "`model_type`"), [(k, str(len(names)), ", ".join(names)) for k, names in rows])
     )
 
 

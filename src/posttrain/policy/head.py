@@ -134,8 +134,9 @@ class OutputHead(Head):
         spread = float(theirs.abs().max())
         if float((ours - theirs).abs().max()) > tolerance * max(spread, 1e-6):
             raise UnsupportedModelError(
-                "this model changes its logits after the output head in a way that posttrain does not support "
-                f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
+                f"{self.decoder.config.model_type}: this model changes its logits after the output head in a way that "
+                f"posttrain does not support (largest logit {spread:.4g} in the model's own forward pass, "
+                f"{float(ours.abs().max()):.4g} in ours)"
             )
 
 
