@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from faults import control, damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals, spot, writers
+from faults import (
+    control,
+    damage,
+    disks,
+    inputs,
+    kills,
+    rewards,
+    sandbox,
+    secrets,
+    server,
+    signals,
+    spot,
+    watch,
+    writers,
+)
 
 PARTS = {
     part.name: part
@@ -16,6 +30,7 @@ PARTS = {
         secrets.PART,
         sandbox.PART,
         server.PART,
+        watch.PART,
         control.PART,
         spot.PART,
         inputs.PART,

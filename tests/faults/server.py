@@ -26,6 +26,7 @@ import tiny_server
 from faults.campaign import Case, Part
 from faults.lab import Lab
 from faults.mutations import mutated
+from posttrain.errors import InputError
 
 KEY = "faults-server-key"
 REQUEST = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True}
@@ -104,12 +105,15 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
         if not short or name in SHORT_BODIES:
             yield Case(f"body-{name}", partial(on_shared, lab, bad_body, content))
     yield Case("disconnects", partial(on_shared, lab, disconnects), tries=40)
+    yield Case("hosts-that-are-none", partial(on_shared, lab, odd_hosts), tries=len(HOSTS) * len(HOST_PATHS))
+    yield Case("adapters-by-hostile-names", partial(hostile_adapters, lab), tries=len(ADAPTER_NAMES))
     yield Case("open-to-the-world-without-a-key", partial(open_to_the_world, lab))
     if not short:
         yield Case("slow-clients", partial(slow_clients, lab), tries=SLOW_CLIENTS)
         yield Case("stop-under-load", partial(stop_under_load, lab))
         yield Case("stop-twice", partial(stop_under_load, lab, twice=True))
         yield Case("1000-at-once", partial(on_shared, lab, many_at_once), tries=CONNECTIONS)
+        yield Case("1000-streams", partial(on_shared, lab, many_streams), tries=CONNECTIONS)
         yield Case("memory-over-10000-requests", partial(on_shared, lab, memory), tries=REQUESTS)
 
 
@@ -304,6 +308,41 @@ def many_at_once(server: Server, chance: random.Random) -> None:
     assert counts.get(200, 0) >= 8, counts
 
 
+def many_streams(server: Server, chance: random.Random) -> None:
+    """Each of a thousand streams ends with [DONE], or is refused before its first event."""
+
+    async def one(client: httpx.AsyncClient) -> int:
+        body = {**REQUEST, "stream": True}
+        async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+            content = await answer.aread()
+        assert answer.status_code != 200 or content.rstrip().endswith(b"data: [DONE]"), content[-300:]
+        return answer.status_code
+
+    async def all_of_them() -> list[int]:
+        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
+        async with httpx.AsyncClient(limits=limits, timeout=300, headers=AUTHORISED) as client:
+            return await asyncio.gather(*(one(client) for _ in range(CONNECTIONS)))
+
+    codes = asyncio.run(all_of_them())
+    counts = {code: codes.count(code) for code in sorted(set(codes))}
+    assert set(codes) <= {200, 429, 503}, counts
+    assert counts.get(200, 0) >= 8, counts
+
+
+HOSTS = ("[", "]", "[::1", "a:b:c", "\x7f", "[" * 5000, "..", "%00", "localhost:99999999999")
+HOST_PATHS = ("/health", "/metrics", "/v1/models", "/health/", "/nothing", "//", "/v1/models/%2e%2e%2f%00")
+
+
+def odd_hosts(server: Server, chance: random.Random) -> None:
+    for host in HOSTS:
+        for path in HOST_PATHS:
+            with connect(server) as client:
+                client.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                status = received(client, 10.0).split(b"\r\n")[0]
+            assert status, f"no answer for {host!r} {path}"
+            assert b" 500 " not in status, f"{status!r} for {host!r} {path}"
+
+
 def memory(server: Server, chance: random.Random) -> None:
     """Ten thousand requests: answers, streams, refusals, clients that leave."""
 
@@ -344,6 +383,44 @@ def memory(server: Server, chance: random.Random) -> None:
     asyncio.run(many(REQUESTS // 10, REQUESTS - REQUESTS // 10))
     grown = server.memory_mb() - before
     assert grown < MAX_GROWTH_MB, f"{grown:.1f} MB more after {REQUESTS} requests ({before:.0f} MB before)"
+
+
+ADAPTER_NAMES = (
+    "../../etc/passwd",
+    "<img src=x onerror=alert(1)>",
+    "\x1b[2J\x1b]0;owned\x07",
+    'a"b\\c\n# HELP fake\nfake_total 1',
+    "__proto__",
+    "base_model.model.layers",
+    "default",
+    "a" * 5000,
+    "\u202egpj.exe",
+    "{0.__class__}%s%n",
+    "\ud800",
+    "日本語",
+)
+
+
+def hostile_adapters(lab: Lab, folder: Path, chance: random.Random) -> None:
+    """An adapter by a hostile name is served under it, or the name is refused. It is text everywhere."""
+    model = tiny_server.save_model(folder / "model")
+    adapter = tiny_server.save_adapter(folder / "adapter", model, 1)
+    served = 0
+    for name in ADAPTER_NAMES:
+        try:
+            options = tiny_server.options_for(model, adapters={name: str(adapter)})
+            with tiny_server.running(options) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+                listed = [one["id"] for one in client.get("/v1/models").json()["data"]]
+                assert len(listed) == 2, listed
+                answer = client.post("/v1/chat/completions", json={**REQUEST, "model": listed[1]})
+                assert answer.status_code == 200, f"{name!r}: {answer.status_code} {answer.text[:300]}"
+                lines = client.get("/metrics").text.splitlines()
+                assert not [line for line in lines if line.startswith(("fake_total", "# HELP fake"))], name
+                assert "\x1b" not in "\n".join(lines) + answer.text
+                served += 1
+        except InputError:
+            continue
+    assert served, "no adapter was served at all"
 
 
 # -- servers of their own ----------------------------------------------------------------------------------------------

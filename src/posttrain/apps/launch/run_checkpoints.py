@@ -24,17 +24,24 @@ def checkpoint_rows(checkpoints: Path, logs: Path) -> list[JsonObject]:
     metrics: dict[int, JsonObject] = {}
     if (logs / METRICS_FILE).is_file():
         for row in read_rows(logs / METRICS_FILE):
-            values = {key: row[key] for key in _SHOWN if row.get(key) is not None}
+            values = {key: row[key] for key in _SHOWN if _is_shown(row.get(key))}
             metrics.setdefault(int(row["step"]), {}).update(values)
     found: list[JsonObject] = []
     for folder in checkpoints.glob("step_*") if checkpoints.is_dir() else ():
         if (match := _STEP.fullmatch(folder.name)) is None:
             continue
-        saved = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="seconds")
-        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        try:
+            saved = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="seconds")
+            num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        except (OSError, OverflowError, ValueError):  # removed since, a link to nothing, a time beyond all calendars
+            continue
         step = int(match[1])
         found.append({"step": step, "saved": saved, "bytes": num_bytes, "metrics": metrics.get(step, {})})
     return sorted(found, key=lambda row: int(row["step"]))
+
+
+def _is_shown(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def run_folders(config_text: str) -> tuple[PurePosixPath, PurePosixPath]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("posttrain.serve")
 
 
+MAX_NAME_CHARACTERS = 200  # of an adapter
+
+
 def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     processes = options.processes or (2 if resolve_device(options.engine.device).type == "cuda" else 1)
     host = EngineThread() if processes == 1 else EngineProcess()  # its imports run in parallel
@@ -41,6 +44,13 @@ def _service(host: EngineHost, options: ServeOptions, say: Say) -> Service:
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
         raise InputError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
+    for name in options.adapters:
+        if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isascii() and name.isprintable()):
+            # Names are in the header of each answer and in the metrics.
+            raise InputError(
+                f"--adapter {name[:MAX_NAME_CHARACTERS]!r}: a name has 1 to {MAX_NAME_CHARACTERS} printable ASCII "
+                "characters"
+            )
     for name in {PRODUCTION, CANARY} & set(options.adapters):
         raise InputError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"

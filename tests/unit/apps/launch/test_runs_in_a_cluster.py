@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain.apps.launch.run_checkpoints import checkpoint_rows
 from posttrain.apps.launch.runs import RunState, pods_by_rank, state_of
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -80,3 +82,14 @@ def test_phases(status: dict[str, Any], expected: RunState) -> None:
 
 def test_what_kueue_holds_back_is_queued() -> None:
     assert state_of({"spec": {"suspend": True}}).phase == "Queued"
+
+
+def test_odd_checkpoints_and_metrics_are_left_out(tmp_path: Path) -> None:
+    for name in ("step_1", "step_x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_3").symlink_to("nowhere")
+    rows = ['"high"', "[1]", "1" + "0" * 400, '{"a": 1}', "null"]
+    lines = [f'{{"step": 1, "train/loss": 0.5, "train/reward": {value}}}\n' for value in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (row,) = checkpoint_rows(tmp_path, tmp_path)
+    assert (row["step"], row["metrics"]) == (1, {"train/loss": 0.5})

@@ -273,3 +273,9 @@ def test_command_line_leaves_the_number_of_processes_open() -> None:
         return options_of(build_parser().parse_args(["serve", "model", *words])).processes
 
     assert (processes(), processes("--processes", "2")) == (None, 2)
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "a\nb", "", "日本語", "\ud800", "a" * 201])
+def test_adapter_names_that_no_header_can_hold_are_refused(model: Path, adapter: Path, name: str) -> None:
+    with pytest.raises(InputError, match="a name has 1 to 200 printable ASCII characters"):
+        loading.build_service(options_for(model, adapters={name: str(adapter)}))

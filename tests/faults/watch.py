@@ -1,0 +1,149 @@
+"""Odd and damaged files in one run folder: `posttrain watch` shows the others, and its answers are no errors of the
+server; `launch checkpoints` prints no control characters of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from made_runs import append, make_run
+
+from faults import processes
+from faults.campaign import Case, Part
+from faults.lab import Lab, assert_no_traceback
+from faults.mutations import mutated
+
+FILES = (
+    "metrics.jsonl",
+    "run.json",
+    "findings.jsonl",
+    "workers.jsonl",
+    "config.yaml",
+    "attempts/0001.json",
+    "rollouts/step_1.jsonl.gz",
+    "rollouts/step_10.tokens.npz",
+)
+PAGES = (
+    "",
+    "/curves?key=train/reward",
+    "/doctor?again=true",
+    "/cluster",
+    "/config",
+    "/rollouts/train",
+    "/rollouts/train/1?sort=reward&q=the",
+    "/rollouts/train/1/0",
+    "/rollouts/train/search?q=the",
+    "/tokens/10/54/0",
+)
+LIMIT_S = 60.0  # for all pages of two runs
+MUTATIONS = 25  # of each file
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m"
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "pipe": _pipe,
+    "folder": Path.mkdir,
+    "link": _link,
+    "loop": lambda path: path.symlink_to(path),
+    "nuls": lambda path: path.write_bytes(b"\0" * 100_000),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "long-line": lambda path: path.write_bytes(b'{"step": 1, "a": "' + b"a" * 10_000_000),
+    "no-text": lambda path: path.write_bytes(bytes(range(256)) * 100),
+    "empty": lambda path: path.write_bytes(b""),
+    "sparse": lambda path: (path.write_bytes(b"{"), os.truncate(path, 2**40)),
+}
+
+
+def cases(lab: Lab, short: bool) -> Iterable[Case]:
+    for file in FILES:
+        for kind in KINDS:
+            if not short or kind in ("pipe", "link"):
+                yield Case(f"{kind}:{file}", partial(odd_file, file, KINDS[kind]))
+        yield Case(f"mutated:{file}", partial(mutated_file, file, 1 if short else MUTATIONS), tries=MUTATIONS)
+    yield Case("launch-checkpoints", checkpoints)
+
+
+PART = Part("watch", "one odd file harms the pages of its own run only, and steers no terminal", cases, 4)
+
+
+def assert_shown(home: Path) -> None:
+    """In a thread: a page that hangs fails the case."""
+    from fastapi.testclient import TestClient
+
+    from posttrain.apps.watch.access import Access
+    from posttrain.apps.watch.app import create_app
+    from posttrain.apps.watch.catalogue import Catalogue
+    from posttrain.apps.watch.places import LocalPlace
+
+    problems: list[str] = ["no answer"]
+
+    def visit() -> None:
+        app = create_app(Catalogue([LocalPlace(home)]), Access(None))
+        client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+        runs = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+        found = [] if runs["good"]["status"] == "finished" else [str(runs["good"])]
+        for name, accepted in (("good", (200,)), ("odd", (200, 404, 422))):
+            for page in PAGES if name in runs else ():
+                answer = client.get(f"/api/runs/{runs[name]['id']}{page}")
+                if answer.status_code not in accepted or "root:" in answer.text:
+                    found.append(f"{name}{page}: {answer.status_code} {answer.text[:300]}")
+        problems[:] = found
+
+    visiting = threading.Thread(target=visit, daemon=True)
+    visiting.start()
+    visiting.join(LIMIT_S)
+    assert not visiting.is_alive(), f"no answer within {LIMIT_S:g} s"
+    assert problems == [], problems
+
+
+def made(folder: Path) -> Path:
+    for name in ("good", "odd"):
+        make_run(folder / name, steps=10, sick=name == "odd")
+    return folder
+
+
+def odd_file(file: str, make: Callable[[Path], Any], folder: Path, chance: random.Random) -> None:
+    path = made(folder) / "odd" / file
+    path.unlink()
+    make(path)
+    assert_shown(folder)
+
+
+def mutated_file(file: str, times: int, folder: Path, chance: random.Random) -> None:
+    path = made(folder) / "odd" / file
+    content = path.read_bytes()
+    for _ in range(times):
+        path.write_bytes(mutated(content, chance))
+        assert_shown(folder)
+
+
+def checkpoints(folder: Path, chance: random.Random) -> None:
+    run = folder / f"run {HOSTILE}"
+    run.mkdir()
+    for name in ("step_1", "step_2", f"step_3{HOSTILE}", "step_" + "9" * 200):
+        (run / name).mkdir()
+        (run / name / f"weights{HOSTILE}").write_bytes(b"1")
+    (run / "step_4").symlink_to("nowhere")
+    os.utime(run / "step_2", (1e13, 1e13))
+    for value in (HOSTILE, [1], 10**400, True, {"a": 1}):
+        append(run / "metrics.jsonl", {"step": 1, "train/reward": value, f"train/{HOSTILE}": 1, "train/loss": 0.5})
+    for words in ([], ["--json"]):
+        finished = processes.run(["launch", "checkpoints", "--folder", str(run), *words], folder / "log")
+        assert finished.code == 0, finished
+        assert_no_traceback(finished)
+        assert not [mark for mark in ("\x1b", "\x07", "\x9b") if mark in finished.output], repr(finished.output)
+        assert "0.5" in finished.output, finished
