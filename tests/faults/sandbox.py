@@ -190,6 +190,21 @@ def sockets():
 """
 MEMORY = {
     "memfd": "kept = [os.memfd_create('x') for _ in range(8)]; escaped(all(os.write(fd, bytes(2**26)) for fd in kept))",
+    "files-of-a-thread": "escaped(libc.syscall(436, 900, 900, 2) == 0)",
+    "thread-with-files-of-its-own": "escaped(libc.syscall(56, 0x10900, 0, 0, 0, 0) >= 0 or ctypes.get_errno() != 1)",
+    "thread-that-outlives-the-first": """
+import threading
+def take():
+    kept = []
+    for _ in range(20):
+        kept.append(bytearray(b'x') * (10 << 20))
+    time.sleep(3)
+    escaped()
+for _ in range(3):
+    if os.fork() == 0:
+        threading.Thread(target=take).start()
+        libc.syscall(60, 0)
+time.sleep(6)""",
     "memfd-secret": "escaped(libc.syscall(447, 0) >= 0)",
     "sockets": _FILES_OF_15_PROCESSES + "fill(sockets)",
     "epolls": _FILES_OF_15_PROCESSES + "fill(select.epoll)",

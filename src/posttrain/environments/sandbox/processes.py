@@ -48,12 +48,12 @@ def memory_bytes(process_ids: list[int], enough: int) -> int:
     """Memory that the processes hold together: their pages, in memory and in swap, the tables of these, and what their
     sockets, pipes and sets of watched files can hold. Shared pages count once, which is slow to find out: only beyond
     `enough`."""
-    statuses = {process_id: _status(process_id) for process_id in process_ids}
+    statuses = {place: status for process_id in process_ids for place, status in [_place_and_status(process_id)]}
     tables = sum(status.get("VmPTE", 0) for status in statuses.values()) * 1024
     files = _bytes_in_files(statuses)
     pages = sum(status.get("VmRSS", 0) + status.get("VmSwap", 0) for status in statuses.values()) * 1024
     if pages + tables + files > enough:
-        pages = sum(_proportional_bytes(process_id, status) for process_id, status in statuses.items())
+        pages = sum(_proportional_bytes(place, status) for place, status in statuses.items())
     return pages + tables + files
 
 
@@ -62,11 +62,11 @@ def memory_bytes(process_ids: list[int], enough: int) -> int:
 _BYTES_BY_KIND = {"socket": 512 << 10, "pipe": 64 << 10, "anon_inode:[eventpoll]": 3 << 20}
 
 
-def _bytes_in_files(statuses: dict[int, dict[str, int]]) -> int:
+def _bytes_in_files(statuses: dict[str, dict[str, int]]) -> int:
     counted: set[str] = set()
     total = num_unknown = 0
-    for process_id, status in statuses.items():
-        folder = f"/proc/{process_id}/fd"
+    for place, status in statuses.items():
+        folder = f"{place}/fd"
         try:
             names = os.listdir(folder)
         except PermissionError:
@@ -97,10 +97,23 @@ def _num_descriptors(folder: str, status: dict[str, int]) -> int:
     return 0
 
 
-def _status(process_id: int) -> dict[str, int]:
-    """The numbers in /proc/PID/status, sizes in KiB."""
+def _place_and_status(process_id: int) -> tuple[str, dict[str, int]]:
+    """Where /proc describes a process: at a thread if its first thread has ended, which then shows no memory."""
+    place = f"/proc/{process_id}"
+    status = _status(place)
+    with contextlib.suppress(OSError):
+        if "VmRSS" not in status:
+            for thread in os.listdir(f"{place}/task"):
+                of_thread = _status(f"{place}/task/{thread}")
+                if "VmRSS" in of_thread:
+                    return f"{place}/task/{thread}", of_thread
+    return place, status
+
+
+def _status(place: str) -> dict[str, int]:
+    """The numbers in its file `status`, sizes in KiB."""
     found: dict[str, int] = {}
-    with contextlib.suppress(OSError), open(f"/proc/{process_id}/status") as file:
+    with contextlib.suppress(OSError), open(f"{place}/status") as file:
         for line in file:
             name, _, value = line.partition(":")
             if name in ("VmRSS", "VmSwap", "VmPTE", "FDSize"):
@@ -108,9 +121,9 @@ def _status(process_id: int) -> dict[str, int]:
     return found
 
 
-def _proportional_bytes(process_id: int, status: dict[str, int]) -> int:
+def _proportional_bytes(place: str, status: dict[str, int]) -> int:
     total = 0
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{process_id}/smaps_rollup") as file:
+    with contextlib.suppress(OSError, ValueError), open(f"{place}/smaps_rollup") as file:
         for line in file:
             if line.startswith(("Pss:", "SwapPss:")):
                 total += int(line.split()[1]) * 1024

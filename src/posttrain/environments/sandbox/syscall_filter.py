@@ -109,7 +109,11 @@ _MMAP = (9, 222)
 _SOCKETPAIR = (53, 199)
 _PRCTL = (157, 167)
 _FCNTL = (72, 25)
+_CLOSE_RANGE = (436, 436)
+_CLOSE_RANGE_CLOEXEC = 4
 _CLONE = (56, 220)
+_CLONE_FILES = 0x400
+_CLONE_THREAD = 0x10000
 _CLONE3 = (435, 435)
 _IOCTL = (16, 29)
 _PRLIMIT64 = (302, 261)
@@ -160,7 +164,10 @@ def syscall_filter(machine: str | None = None) -> bytes:
             program += [_instruction(_JUMP_EQUAL, 0, 1, number), _EPERM]
     # The arguments of `clone3` are in memory, which a filter cannot read: libraries fall back to `clone`.
     program += [_instruction(_JUMP_EQUAL, 0, 1, _CLONE3[column]), missing]
-    program += _only(_CLONE[column], 0, (0,), mask=_NAMESPACE_FLAGS)
+    # Threads share their open files: those of the first one are counted.
+    shared = (0, _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES)
+    program += _only(_CLONE[column], 0, shared, mask=_NAMESPACE_FLAGS | _CLONE_THREAD | _CLONE_FILES)
+    program += _only(_CLOSE_RANGE[column], 2, (0, _CLOSE_RANGE_CLOEXEC))
     program += _not(_MMAP[column], 3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)
     program += _only(_SOCKETPAIR[column], 0, (_AF_UNIX,))
     program += _only(_PRCTL[column], 0, _PRCTL_ALLOWED)
