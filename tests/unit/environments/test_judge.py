@@ -438,7 +438,7 @@ def test_usage_is_summed_over_everybody_who_adds_to_it(folder: Path) -> None:
     ("keys", "reason"),
     [
         ({"base_url": "localhost:8000"}, "http://host:port/v1"),
-        ({"base_url": "http://localhost:eight/v1"}, "with a number as the port"),
+        ({"base_url": "http://localhost:eight/v1"}, "the port must be a number"),
         ({"prompt": "{respons}"}, "did you mean {response}"),
         ({"prompt": "{question}"}, "{response} is missing"),
         ({"prompt": "{response}", "prompt_file": "x"}, "both given"),
