@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
-from posttrain.policy.recurrence import PackedRecurrence, Piece
+from posttrain.policy.recurrence import PackedRecurrence, RowPiece
 from posttrain.policy.runtime import to_device
 from posttrain.types import TokenBatch
 
@@ -68,7 +68,7 @@ class PackedAttention:
     @cached_property
     def _recurrence(self) -> PackedRecurrence:
         at = {segment.start: index for index, segment in enumerate(self.segments)}
-        pieces = [Piece(s.start, s.end, at[s.prefix_start] if s.prefix_length else None) for s in self.segments]
+        pieces = [RowPiece(s.start, s.end, at[s.prefix_start] if s.prefix_length else None) for s in self.segments]
         return PackedRecurrence(pieces, self.device)
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ _CHUNK = 64  # tokens whose products are computed together
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Tokens [start, end) of a packed row, in the order of the row."""
 
     start: int
@@ -36,7 +36,7 @@ class Piece:
 class PackedRecurrence:
     """The pieces of a packed row, each starting from zeros or where the piece that it `follows` ends."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[RowPiece], device: torch.device) -> None:
         self.pieces = list(pieces)
         self.device = device
         self._taps: dict[int, Tensor] = {}

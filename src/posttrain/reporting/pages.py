@@ -7,7 +7,6 @@ A page is a Jinja2 template that extends `assets/page.html` and takes parts (til
 
 from __future__ import annotations
 
-import hashlib
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from posttrain.files.digests import running_sha256
 from posttrain.reporting.charts import label
 
 ASSETS = Path(__file__).with_name("assets")
@@ -43,7 +43,7 @@ def _environment(folder: Path) -> Environment:
     script = asset("chart.js") + asset("page.js")
     # The only script that a browser runs in a page: not one in a text, should one escape being escaped.
     found.globals["script"] = script
-    found.globals["script_digest"] = "sha256-" + b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    found.globals["script_digest"] = "sha256-" + b64encode(running_sha256(script.encode()).digest()).decode()
     found.filters["label"] = lambda value: label(value) if isinstance(value, int | float) else "–"
     found.filters["cut"] = lambda value, where="": shortened(str(value), MAX_CHARACTERS, where)
     return found

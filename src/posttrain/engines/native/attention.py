@@ -23,7 +23,7 @@ from posttrain.engines.native.recurrent_states import DecodeRecurrence, PrefillR
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.models.attention_interface import AttendOptions, Place
 from posttrain.policy.packed import PackedAttention, PackedKeys, Segment, scaled, softmax_with_sinks
-from posttrain.policy.recurrence import Piece
+from posttrain.policy.recurrence import RowPiece
 from posttrain.policy.runtime import to_device, triton_kernels
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class PrefillAttention(_WithRecurrence):
             self.packed_keys = PackedKeys([(piece.length, piece.end) for piece in pieces], cache.device)
         self.recurrence = None
         if cache.states is not None:
-            own = [(Piece(p.offset, p.offset + p.length), p.state_slot, p.start == 0) for p in pieces]
+            own = [(RowPiece(p.offset, p.offset + p.length), p.state_slot, p.start == 0) for p in pieces]
             self.recurrence = PrefillRecurrence(cache.states, own)
 
     def _slots(self, ranges: Sequence[tuple[int, int]]) -> Tensor:

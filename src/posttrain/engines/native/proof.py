@@ -49,7 +49,7 @@ Place = tuple[int, int]  # sequence, position
 
 
 @dataclass(frozen=True)
-class Pass:
+class TracedPass:
     """Numbers of one way to compute the sequences."""
 
     name: str
@@ -127,7 +127,7 @@ class _Proof:
         for prompt, response in zip(self.prompt_of, self.responses, strict=True):
             yield self.prompts[prompt] + response[:-1]
 
-    def decoded(self) -> Pass:
+    def decoded(self) -> TracedPass:
         """Draws the responses."""
         engine = NativeEngine(self.forward.model, self.tokenizer, _SETTINGS, use_graphs=False)
         engine.forward.shapes()  # before the hooks: a pass of its own
@@ -140,9 +140,9 @@ class _Proof:
         for step in range(NUM_NEW_TOKENS - 1):
             places += [(row, PROMPT_LENGTHS[prompt] + step) for row, prompt in enumerate(self.prompt_of)]
         scores = torch.tensor([completion.logprobs for completion in completions]).flatten()
-        return Pass("decoded token by token, after a prompt that it shares,", scores, places, trace)
+        return TracedPass("decoded token by token, after a prompt that it shares,", scores, places, trace)
 
-    def alone(self) -> Pass:
+    def alone(self) -> TracedPass:
         """transformers' own pass, with its attention, its positions and its way from tokens to embeddings."""
         pieces: list[Tensor] = []
         places: list[Place] = []
@@ -156,7 +156,7 @@ class _Proof:
                 states = trace.last_states[-NUM_NEW_TOKENS:]
                 pieces.append(self._scores(states, self.responses[row]))
                 places += [(row, at) for at in range(len(sequence))]
-        return Pass("alone", torch.cat(pieces), places, trace)
+        return TracedPass("alone", torch.cat(pieces), places, trace)
 
     def _scores(self, states: Tensor, response: Sequence[int]) -> Tensor:
         if isinstance(self.forward, SequenceScores):
@@ -164,7 +164,7 @@ class _Proof:
         logprobs = self.forward.head.logits(states).double().log_softmax(-1).cpu()
         return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
-    def packed(self, name: str) -> Pass:
+    def packed(self, name: str) -> TracedPass:
         """All sequences in one row, in which the samples of a prompt share it."""
         mask = torch.ones(len(self.responses) * NUM_NEW_TOKENS)
         batch = TokenBatch.build(self.prompts, self.responses, self.prompt_of, {"mask": mask})
@@ -180,9 +180,9 @@ class _Proof:
             places += [(first, at) for at in range(length)]
             for sample in range(first, first + NUM_SAMPLES):
                 places += [(sample, length + at) for at in range(NUM_NEW_TOKENS - 1)]
-        return Pass(name, scores.double().cpu().flatten(), places, trace)
+        return TracedPass(name, scores.double().cpu().flatten(), places, trace)
 
-    def compare(self, alone: Pass, other: Pass) -> None:
+    def compare(self, alone: TracedPass, other: TracedPass) -> None:
         difference = (other.scores - alone.scores).abs()
         largest = float(difference.max())
         if isinstance(self.forward, SequenceScores):
@@ -204,7 +204,7 @@ class _Proof:
     def _state_tolerance(self) -> float:
         return _STATE_TOLERANCE.get(self.dtype, _STATE_TOLERANCE_16_BIT)
 
-    def _first_difference(self, alone: Pass, other: Pass) -> str:
+    def _first_difference(self, alone: TracedPass, other: TracedPass) -> str:
         row_of = {place: row for row, place in enumerate(alone.places)}
         rows = torch.tensor([row_of[place] for place in other.places])
         references = alone.trace.states()

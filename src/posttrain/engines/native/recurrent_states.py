@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.engines.native.kv_cache import zeros
 from posttrain.models.attention_interface import Place
 from posttrain.policy.model_support import StateShape
-from posttrain.policy.recurrence import PackedRecurrence, Piece, convolution_step, recurrence_step
+from posttrain.policy.recurrence import PackedRecurrence, RowPiece, convolution_step, recurrence_step
 from posttrain.policy.runtime import to_device
 
 NUM_PROMPT_SLOTS = 8  # beside one for each sample of a batch: prompts whose samples have not all started
@@ -45,7 +45,7 @@ class RecurrentStates:
 class PrefillRecurrence:
     """Packed pieces of sequences: each starts from zeros or from the state in its slot, where its end leaves one."""
 
-    def __init__(self, states: RecurrentStates, pieces: Sequence[tuple[Piece, int, bool]]) -> None:
+    def __init__(self, states: RecurrentStates, pieces: Sequence[tuple[RowPiece, int, bool]]) -> None:
         """Each piece with its slot and whether it is the first of its sequence."""
         self.states = states
         device = states.device

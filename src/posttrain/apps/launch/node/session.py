@@ -12,7 +12,6 @@ Ray cluster, which both ends derive from it, are never sent.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
@@ -105,4 +104,4 @@ class Session:
 def _mac(key: bytes, purpose: str, *parts: object) -> bytes:
     """JSON keeps the parts apart: ("a", "b") and ("ab", "") differ, and so do 1 and "1"."""
     text = json.dumps(["posttrain control 1", purpose, *parts])
-    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+    return hmac.digest(key, text.encode(), "sha256")

@@ -3,7 +3,7 @@
 from posttrain.apps.ship.pipeline.stage import Stage
 from posttrain.apps.ship.pipeline.stages.data import Dataset, Traces
 from posttrain.apps.ship.pipeline.stages.evaluate import Evaluate, Gate
-from posttrain.apps.ship.pipeline.stages.registry import Canary, Register
+from posttrain.apps.ship.pipeline.stages.registry import CanaryStage, Register
 from posttrain.apps.ship.pipeline.stages.train import Convert, Train
 
 ALL_STAGES: tuple[Stage, ...] = (
@@ -14,5 +14,5 @@ ALL_STAGES: tuple[Stage, ...] = (
     Evaluate(),
     Gate(),
     Register(),
-    Canary(),
+    CanaryStage(),
 )

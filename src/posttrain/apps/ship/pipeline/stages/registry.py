@@ -94,7 +94,7 @@ def _add(context: StageContext, mark: str) -> ModelVersion:
     )
 
 
-class Canary(Stage):
+class CanaryStage(Stage):
     name = "canary"
     reads = ("gate", "registry")
     outputs = ("file",)
