@@ -184,7 +184,7 @@ def test_a_cpu_is_refused_with_the_reason(tmp_path: Path) -> None:
     [
         (["policy.precision=float32"], "policy.precision = float32"),
         (["policy.device=cpu"], "policy.device = cpu"),
-        (["cluster.gpus_per_node=2"], "sharded over GPUs cannot be quantised yet, and this run trains on 2"),
+        (["cluster.gpus_per_node=2"], "trains on one GPU, and this run on 2"),
         ([*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.1"], r"lora_cfg\.dropout = 0\.1: layers with dropout"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_row_holds_each_prompt_once_and_no_last_token() -> None:
     assert two.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 5], "positions continue those of the prompt"
 
 
-@pytest.mark.parametrize("option", ["s_aux", "position_bias", "indices", "block_indices"])
+@pytest.mark.parametrize("option", ["position_bias", "indices", "block_indices"])
 def test_attention_that_would_be_left_out_is_refused(option: str) -> None:
     module = nn.Module()
     module.layer_idx = 0
