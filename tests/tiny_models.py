@@ -155,7 +155,10 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"shared_intermediate_size": 16},
     ),
-    "falcon-h1": ("falcon_h1", {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 64}),
+    "falcon-h1": (
+        "falcon_h1",
+        {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 64, "embedding_multiplier": 1.7, "lm_head_multiplier": 0.4},
+    ),
     # One block each: a mixer, attention, a mixer, an MLP.
     "nemotron-h": (
         "nemotron_h",

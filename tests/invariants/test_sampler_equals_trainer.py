@@ -178,8 +178,9 @@ def test_sampled_logprobs_after_preemption_equal_the_trainers() -> None:
     assert largest_difference(sampled_logprobs(completions), trainer_logprobs(model, completions)) <= TOLERANCE
 
 
-def test_sampler_and_trainer_in_bf16_agree_to_the_rounding_of_bf16() -> None:
-    model = tiny_model("qwen3", dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "falcon-h1", "gpt-oss"])
+def test_sampler_and_trainer_in_bf16_agree_to_the_rounding_of_bf16(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
     completions = sample(model)
     difference = (sampled_logprobs(completions) - trainer_logprobs(model, completions)).abs()
     assert difference.exp().mean() <= 1.02

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
+from posttrain.models.recurrence_interface import watch_recurrent_layers
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, group_of
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 # Families whose `logits_scaling` is a divisor. HyperCLOVA X has a field of that name and multiplies.
 _DIVIDED_BY_LOGITS_SCALING = ("granite",)
 # Factors of families that we have not tried; 1 leaves the logits alone.
-_UNSUPPORTED_FACTORS = ("lm_head_multiplier", "output_multiplier", "logits_soft_cap")
+_UNSUPPORTED_FACTORS = ("output_multiplier", "logits_soft_cap")
+# Families that multiply embeddings by `embedding_multiplier` on the way from tokens, and leave given embeddings alone.
+_SCALES_OWN_EMBEDDINGS = ("falcon_h1",)
 
 
 class UnsupportedModelError(InputError):
@@ -45,6 +48,9 @@ class Head(ABC):
         residual stream would accumulate over the layers, differently in the sampler and in the trainer.
         """
         embedded = self.embedding(input_ids)
+        config = self.decoder.config
+        if config.model_type in _SCALES_OWN_EMBEDDINGS:
+            embedded = embedded * config.embedding_multiplier
         reduced = embedded.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(
             embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
@@ -82,6 +88,7 @@ class OutputHead(Head):
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
+        watch_recurrent_layers(base)
         config: PretrainedConfig = base.config.get_text_config()
         self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
         self.module = base.get_output_embeddings()
@@ -178,8 +185,9 @@ def _factor(config: PretrainedConfig) -> float:
                 "implement"
             )
     factor = 1.0
-    if (scale := getattr(config, "logit_scale", None)) is not None:
-        factor *= float(scale)
+    for field in ("logit_scale", "lm_head_multiplier"):
+        if (scale := getattr(config, field, None)) is not None:
+            factor *= float(scale)
     divisor = getattr(config, "logits_scaling", None)
     if divisor is not None and float(divisor) != 1.0:
         if not str(config.model_type).startswith(_DIVIDED_BY_LOGITS_SCALING):

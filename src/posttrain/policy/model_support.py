@@ -25,7 +25,6 @@ from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import AttendOptions, Place, attention_context
 from posttrain.models.loading import TESTED_FAMILIES
-from posttrain.models.recurrence_interface import watch_recurrent_layers
 from posttrain.policy.head import Head, UnsupportedModelError
 from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.policy.recurrence import recurrence_step
@@ -82,7 +81,6 @@ class SequenceShapes:
 
 def observe_layers(base: Any, head: Head) -> SequenceShapes:
     """What the layers store, found by a pass over one token. Rejects unsupported models."""
-    watch_recurrent_layers(base)
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
@@ -94,6 +92,13 @@ def observe_layers(base: Any, head: Head) -> SequenceShapes:
         hook.remove()
     _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
+    with attention_context(observer), torch.no_grad():
+        ours, theirs = head.hidden(one, one).float(), seen[-1][0].float()
+    if float((ours - theirs).abs().max()) > 0.1 * float(theirs.abs().max()):
+        raise UnsupportedModelError(
+            f"{config.model_type}: its hidden states of embeddings are not those of the tokens: it changes embeddings "
+            "in a way that posttrain does not implement"
+        )
     _check_no_other_link(config, head, one.device)
     return SequenceShapes(observer.layers, observer.states)
 

@@ -231,11 +231,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Att
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = scaled(q.float() @ k.float().transpose(2, 3), scale, softcap)
+    scores = scaled(q, k, scale, softcap)
     return softmax_with_sinks(scores + mask, None if sinks is None else sinks[:, None]).to(v.dtype) @ v
 
 
-def scaled(products: Tensor, scale: float, softcap: float | None) -> Tensor:
+def scaled(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scores [..., queries, keys] in fp32, also where products are 16 bits wide otherwise."""
+    with torch.autocast(q.device.type, enabled=False):
+        products = q.float() @ k.float().transpose(-1, -2)
     return products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
 
 

@@ -13,11 +13,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.policy.runtime import to_device
 
-_CHUNK = 64  # tokens whose products are computed together
+CHUNK_TOKENS = 64  # tokens whose products are computed together
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,14 @@ class PackedRecurrence:
         """[pieces, width - 1, channels]: the tokens before the one that continues each piece."""
         before = x.new_zeros(len(self.pieces), width - 1, x.shape[1]) if windows is None else windows
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
-        ends = torch.tensor([piece.end - 1 for piece in self.pieces], device=x.device)
+        ends = self._ends
         # The tokens before the last one of a piece, then that one itself.
         earlier = [at[ends] for at in self._taps_of(width)[1:]] if width > 2 else []
         return rows[torch.stack([*earlier, ends], dim=1)] if width > 1 else before
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return to_device(torch.tensor([piece.end - 1 for piece in self.pieces]), self.device)
 
     def _taps_of(self, width: int) -> Tensor:
         """[width - 1, tokens]: the row's index of the token `width - 1`, …, 1 places before each; behind the row are
@@ -76,12 +79,15 @@ class PackedRecurrence:
         return self._taps[width]
 
     @cached_property
-    def _waves(self) -> list[list[int]]:
+    def _waves(self) -> list[_Wave]:
         """The pieces in an order in which each comes after the one that it follows."""
         depth: list[int] = []
         for piece in self.pieces:
             depth.append(0 if piece.follows is None else depth[piece.follows] + 1)
-        return [[at for at, own in enumerate(depth) if own == wave] for wave in range(max(depth) + 1)]
+        return [
+            _Wave(self.pieces, [at for at, own in enumerate(depth) if own == wave], self.device)
+            for wave in range(max(depth) + 1)
+        ]
 
     def recur(
         self,
@@ -94,32 +100,56 @@ class PackedRecurrence:
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
-        lengths = [piece.length for piece in self.pieces]
         query, key = _for_each_head(query, key, value)
-        parts = [x.split(lengths) for x in (query, key, value, log_decay)]
-        betas = None if beta is None else beta.split(lengths)
-        outputs: list[Tensor | None] = [None] * len(lengths)
-        ends: list[Tensor | None] = [None] * len(lengths)
-        for wave in self._waves:
-            padded = [pad_sequence([part[at] for at in wave], batch_first=True) for part in parts]
-            padded_beta = None if betas is None else pad_sequence([betas[at] for at in wave], batch_first=True)
-            before = [
-                ends[follows] if (follows := self.pieces[at].follows) is not None else _at(states, at) for at in wave
-            ]
-            initial = (
-                None if all(one is None for one in before) else torch.stack([one for one in before if one is not None])
-            )
-            q, k, v, decay = padded
-            out, after = chunked_recurrence(q, k, v, decay, padded_beta, initial)
-            for row, at in enumerate(wave):
-                outputs[at], ends[at] = out[row, : lengths[at]], after[row]
-        return torch.cat([one for one in outputs if one is not None]), torch.stack(
-            [one for one in ends if one is not None]
-        )
+        inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
+        # A row of zeros for padding: its keys, values and decays change nothing.
+        padded = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs]
+        outputs: list[Tensor] = []
+        ends: dict[int, Tensor] = {}
+        with torch.autocast(query.device.type, enabled=False):  # which would round the products to 16 bits
+            for wave in self._waves:
+                before = [
+                    ends[follows] if (follows := self.pieces[at].follows) is not None else None for at in wave.order
+                ]
+                initial = states[wave.rows] if states is not None else None
+                if before[0] is not None:
+                    initial = torch.stack([one for one in before if one is not None])
+                q, k, v, decay, *rate = (x[wave.tokens] for x in padded)
+                out, after = chunked_recurrence(q, k, v, decay, rate[0] if rate else None, initial, wave.num_running)
+                outputs.append(out.flatten(0, 1))
+                ends |= dict(zip(wave.order, after.unbind(0), strict=True))
+        return torch.cat(outputs)[self._places], torch.stack([ends[at] for at in range(len(self.pieces))])
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where the output of each token of the row is, among those of all waves."""
+        total = self.pieces[-1].end
+        places = torch.empty(total + 1, dtype=torch.long)
+        tokens = torch.cat([wave.on_host.flatten() for wave in self._waves])
+        places[tokens] = torch.arange(len(tokens))
+        return to_device(places[:total], self.device)
 
 
-def _at(states: Tensor | None, index: int) -> Tensor | None:
-    return None if states is None else states[index]
+class _Wave:
+    """Pieces that are computed together: their tokens in chunks, padded with the index behind the row."""
+
+    def __init__(self, pieces: Sequence[RowPiece], members: Sequence[int], device: torch.device) -> None:
+        size = min(CHUNK_TOKENS, max(pieces[at].length for at in members))
+        num_chunks = {at: -(-pieces[at].length // size) for at in members}
+        self.order = sorted(members, key=lambda at: -num_chunks[at])  # the longest first
+        self.rows = to_device(torch.tensor(self.order), device)
+        # By place of the chunk in its piece: how many pieces have one there.
+        self.num_running = [sum(num_chunks[at] > place for at in members) for place in range(num_chunks[self.order[0]])]
+        padding = pieces[-1].end
+        tokens = torch.full((sum(self.num_running), size), padding, dtype=torch.long)
+        row = 0
+        for place, running in enumerate(self.num_running):
+            for at in self.order[:running]:
+                start = pieces[at].start + place * size
+                count = min(size, pieces[at].end - start)
+                tokens[row, :count] = torch.arange(start, start + count)
+                row += 1
+        self.on_host, self.tokens = tokens, to_device(tokens, device)  # [chunks, tokens of a chunk]
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,51 +169,48 @@ def _weighted(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Te
 
 
 def chunked_recurrence(
-    query: Tensor,  # [rows, tokens, heads, key width]; rows are padded with zeros at the end
+    query: Tensor,  # [chunks, tokens of a chunk, heads, key width]: the first chunk of each piece, then the second ones
     key: Tensor,
-    value: Tensor,  # [rows, tokens, heads, value width]
-    log_decay: Tensor,  # [rows, tokens, heads]
+    value: Tensor,  # [chunks, tokens of a chunk, heads, value width]
+    log_decay: Tensor,  # [chunks, tokens of a chunk, heads]
     beta: Tensor | None,
-    state: Tensor | None,  # [rows, heads, key width, value width]
+    state: Tensor | None,  # before each piece: [pieces, heads, key width, value width]
+    num_running: Sequence[int],  # pieces that have a first chunk, a second one, ...; the longest pieces come first
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, by products over chunks of tokens: the output of every token and the last state.
+    """The recurrence, by products over chunks of tokens: the output of every token, and the state after each piece.
 
     Within a chunk the corrections u of the delta rule solve (I + A) u = beta (v - k S), where A is the part below the
-    diagonal of beta (k k^T) times the decay between the two tokens; padding changes nothing, as its keys, values and
-    decays are zero.
+    diagonal of beta (k k^T) times the decay between the two tokens.
     """
-    rows, length, heads, key_width = key.shape
-    size = min(_CHUNK, length)
-    padding = -length % size
-    query, key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value))
-    log_decay = torch.nn.functional.pad(log_decay, (0, 0, 0, padding))
-    beta = None if beta is None else torch.nn.functional.pad(beta, (0, 0, 0, padding))
-    # [rows, heads, chunks, tokens of the chunk, width]
-    query, key, value = (x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4) for x in (query, key, value))
-    total = log_decay.unflatten(1, (-1, size)).permute(0, 3, 1, 2).cumsum(-1)  # since the chunk began
+    size, key_width = key.shape[1], key.shape[3]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [chunks, heads, tokens, width]
+    total = log_decay.transpose(1, 2).cumsum(-1)  # since the chunk began
     later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
     scores = (query @ key.transpose(-1, -2)) * between
     since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     correction = None
     if beta is not None:
-        rate = beta.unflatten(1, (-1, size)).permute(0, 3, 1, 2)[..., None]
+        rate = beta.transpose(1, 2)[..., None]
         system = (key * rate @ key.transpose(-1, -2)) * between
         wanted = torch.cat([value * rate, key * rate * since_start], dim=-1)
         solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         value, correction = solved.split([value.shape[-1], key_width], dim=-1)
     if state is None:
-        state = value.new_zeros(rows, heads, key_width, value.shape[-1])
-    query, key, last = query * since_start, (key * until_end).transpose(-1, -2), since_start[..., -1:, :]
-    outputs = []
-    for chunk in range(key.shape[2]):
-        added = value[:, :, chunk]
+        state = value.new_zeros(num_running[0], value.shape[1], key_width, value.shape[-1])
+    columns = [query * since_start, (key * until_end).transpose(-1, -2), value, scores, since_start[..., -1:, :]]
+    columns += [] if correction is None else [correction]
+    outputs: list[Tensor] = []
+    ended: list[Tensor] = []
+    for step in zip(*(column.split(list(num_running)) for column in columns), strict=True):
+        q, k, added, own_scores, decay = step[:5]
+        state, past = state.split([len(q), len(state) - len(q)])
+        ended.append(past)
         if correction is not None:
-            added = added - correction[:, :, chunk] @ state
-        outputs.append(query[:, :, chunk] @ state + scores[:, :, chunk] @ added)
-        state = state * last[:, :, chunk] + key[:, :, chunk] @ added
-    out = torch.stack(outputs, dim=2).permute(0, 2, 3, 1, 4).flatten(1, 2)
-    return out[:, :length], state
+            added = added - step[5] @ state
+        outputs.append(q @ state + own_scores @ added)
+        state = state * decay + k @ added
+    return torch.cat(outputs).transpose(1, 2), torch.cat([state, *reversed(ended)])
 
 
 def recurrence_step(

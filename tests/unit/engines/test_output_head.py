@@ -61,7 +61,7 @@ def test_unknown_logit_factor_is_detected() -> None:
         OutputHead(model).check_logits(hidden, logits * 1.5)
 
 
-@pytest.mark.parametrize("field", ["lm_head_multiplier", "output_multiplier", "logits_scaling"])
+@pytest.mark.parametrize("field", ["output_multiplier", "logits_scaling"])
 def test_unsupported_logit_factors_are_refused(field: str) -> None:
     model = tiny_model(attention="eager")
     setattr(model.config, field, 2.0)

@@ -20,6 +20,7 @@ from posttrain.models.attention_interface import attention_context
 from posttrain.policy import packed as packed_rows
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedAttention, PackedRow, Segment
+from posttrain.policy.recurrence import PackedRecurrence, RowPiece, recurrence_step
 from posttrain.types import TokenBatch
 
 CPU = torch.device("cpu")
@@ -206,3 +207,40 @@ def test_attention_equals_a_masked_matrix_over_the_whole_row(window: int | None,
             scores = softcap * torch.tanh(scores / softcap)
         expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v[:, head // 2].double()
         torch.testing.assert_close(actual[:, head].double(), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_chunks_of_a_recurrence_are_its_steps() -> None:
+    """Pieces of several chunks, of one, and of a single token; two that follow a prompt; with and without a state
+    before; gradients too."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, follows = [130, 1, 70, 64, 3], [None, None, None, 2, 2]
+    starts = [sum(lengths[:at]) for at in range(len(lengths))]
+    pieces = [RowPiece(s, s + n, f) for s, n, f in zip(starts, lengths, follows, strict=True)]
+    packed, total = PackedRecurrence(pieces, CPU), sum(lengths)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(total, *shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = random(2, 5), torch.nn.functional.normalize(random(2, 5), dim=-1), random(4, 3)
+    decay, beta = -random(4).abs(), random(4).sigmoid()
+    before = torch.randn(len(pieces), 4, 5, 3, generator=generator, dtype=torch.float64)
+    for rate in (beta, None):
+        inputs = [x.clone().requires_grad_() for x in (query, key, value, decay)]
+        out, ends = packed.recur(*inputs, rate, before)
+        state: dict[int, Tensor] = {}
+        again = [x.clone().requires_grad_() for x in (query, key, value, decay)]
+        rows = []
+        for at, piece in enumerate(pieces):
+            state[at] = before[at] if piece.follows is None else state[piece.follows]
+            for token in range(piece.start, piece.end):
+                one = [x[token][None] for x in again]
+                row, after = recurrence_step(state[at][None], *one, None if rate is None else rate[token][None])
+                rows.append(row[0])
+                state[at] = after[0]
+        expected, expected_ends = torch.stack(rows), torch.stack([state[at] for at in range(len(pieces))])
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(ends, expected_ends, rtol=0, atol=1e-12)
+        (out.square().sum() + ends.sum()).backward()
+        (expected.square().sum() + expected_ends.sum()).backward()
+        for ours, theirs in zip(inputs, again, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)

@@ -336,7 +336,7 @@ def attend_to_rows(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor,
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     else:
-        scores = scaled(q.float() @ k.float().transpose(2, 3), scale, softcap).masked_fill(~visible, float("-inf"))
+        scores = scaled(q, k, scale, softcap).masked_fill(~visible, float("-inf"))
         of_heads = None if sinks is None else sinks.view(kv_heads, -1)
         out = softmax_with_sinks(scores, of_heads).to(v.dtype) @ v
     return out.reshape(rows, heads, v.shape[-1])

@@ -23,7 +23,7 @@ from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
-from posttrain.engines.native.kv_cache import GIB, PagedKvCache, num_pages_for_call
+from posttrain.engines.native.kv_cache import GIB, PagedKvCache, num_pages_for_call, usable_bytes
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.recurrent_states import NUM_PROMPT_SLOTS, RecurrentStates
 from posttrain.engines.native.sampler import TokenSampler
@@ -404,39 +404,44 @@ def num_pages_for(
     """
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     num_rows = max(settings.max_batch_size + num_prompt_rows, num_drafted)
+    num_slots = _num_state_slots(forward, settings) + 1 if forward.shapes().states else 0
+    reserved_for_states = num_slots * _state_bytes(forward)
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device,
         wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows) + _state_bytes(forward, settings),
+        reserve=forward.working_bytes(settings.max_prefill_tokens, num_rows) + reserved_for_states,
     )  # fmt: skip
 
 
 def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) -> PagedKvCache:
     """A cache with `num_pages` for sequences and the scratch page for padding."""
     shapes = forward.shapes().states
-    states = RecurrentStates(shapes, _num_state_slots(settings), forward.device) if shapes else None
+    states = RecurrentStates(shapes, _num_state_slots(forward, settings), forward.device) if shapes else None
     return PagedKvCache(cache_layers(forward, settings), num_pages + 1, settings.page_size, forward.device, states)
 
 
-def _num_state_slots(settings: NativeSettings) -> int:
-    return settings.max_batch_size + NUM_PROMPT_SLOTS
+def _num_state_slots(forward: ForwardPass, settings: NativeSettings) -> int:
+    """Sequences and prompts whose states fit into half of the usable memory; others wait."""
+    wanted = settings.max_batch_size + NUM_PROMPT_SLOTS
+    if forward.device.type != "cuda":
+        return wanted
+    usable = usable_bytes(forward.device, settings.gpu_memory_utilization)
+    fitting = int(usable / 2 / _state_bytes(forward))
+    if fitting >= wanted:
+        return wanted
+    if fitting < 2 or settings.deterministic:
+        raise InputError(
+            f"max_batch_size = {settings.max_batch_size}: the recurrent layers keep {_state_bytes(forward) / GIB:.3g} "
+            f"GiB of each sequence, and {max(usable, 0) / GIB:.3g} GiB may be used, half of them for that: it fits "
+            f"max_batch_size = {max(fitting - NUM_PROMPT_SLOTS, 0)}"
+        )
+    return fitting
 
 
-def _state_bytes(forward: ForwardPass, settings: NativeSettings) -> int:
-    """Memory of the states of recurrent layers, which does not depend on the length of sequences."""
-    per_slot = sum(shape.num_bytes for shape in forward.shapes().states.values())
-    needed = per_slot * (_num_state_slots(settings) + 1)
-    if per_slot and forward.device.type == "cuda":
-        total = torch.cuda.get_device_properties(forward.device).total_memory * settings.gpu_memory_utilization
-        if needed > total:
-            fits = max(1, int(total / 2 / per_slot) - NUM_PROMPT_SLOTS - 1)
-            raise InputError(
-                f"max_batch_size = {settings.max_batch_size}: the recurrent layers keep {per_slot / GIB:.3g} GiB of "
-                f"each sequence, {needed / GIB:.3g} GiB together, and {total / GIB:.3g} GiB may be used; at most "
-                f"{fits} leave half of that for the rest"
-            )
-    return needed
+def _state_bytes(forward: ForwardPass) -> int:
+    """Of one sequence, whatever its length."""
+    return sum(shape.num_bytes for shape in forward.shapes().states.values())
 
 
 def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:

@@ -7,6 +7,7 @@ time, and must be dropped after steps that did not update it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from posttrain.models.attention_interface import ATTENTION, AttentionContext, at
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import SequenceShapes, check_length, observe_layers
+from posttrain.policy.recurrence import CHUNK_TOKENS
 from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class ForwardPass:
     def num_heads(self) -> int:
         """Query heads on this rank."""
         group = self.head.tensor_group
-        return int(self.config.num_attention_heads) // (1 if group is None else group.size)
+        heads = getattr(self.config, "num_attention_heads", 0)  # none in a model of recurrent layers only
+        return int(heads) // (1 if group is None else group.size)
 
     @property
     def _embedding(self) -> Tensor:
@@ -88,7 +91,13 @@ class ForwardPass:
         inner = getattr(config, "intermediate_size", None) or 0
         widest = max(*(inner if isinstance(inner, list) else [inner]), config.hidden_size)  # a list: one for each layer
         per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()
-        return num_tokens * per_token + 3 * num_rows * self.head.vocab_size * 4
+        per_row = 3 * self.head.vocab_size * 4
+        if states := [each for each in self.shapes().states.values() if len(each.shape) == 3]:
+            heads, key_width, value_width = max((each.shape for each in states), key=math.prod)
+            # Queries, keys, values and what is solved for, three matrices of a chunk; a few copies of a state.
+            per_token += 4 * heads * (5 * key_width + 4 * value_width + 3 * CHUNK_TOKENS)
+            per_row += 4 * max(each.num_bytes for each in states)
+        return num_tokens * per_token + num_rows * per_row
 
     def check_length(self, longest: int) -> None:
         """Reject lengths at which the model's positions would depend on the other sequences in the batch."""

@@ -254,6 +254,13 @@ def dequantised(pool: Tensor, factors: Tensor, at: Tensor, dtype: torch.dtype) -
     return (values.float() * factors[at][..., None]).to(dtype)
 
 
+def usable_bytes(device: torch.device, gpu_memory_utilization: float) -> float:
+    """Until `gpu_memory_utilization` of the GPU's memory is in use, by any process."""
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch has cached
+    return free - (1 - gpu_memory_utilization) * total
+
+
 def num_pages_for_call(
     layers: dict[int, LayerShape],
     page_size: int,
@@ -280,9 +287,7 @@ def num_pages_for_call(
     elif device.type == "cpu":
         budget = float(max(_CPU_DEFAULT_BYTES, least * budget_per_page))
     else:
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch has cached
-        budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
+        budget = usable_bytes(device, gpu_memory_utilization) - reserve
     affordable = int(budget // budget_per_page)
     if affordable < least:
         raise InputError(

@@ -58,7 +58,7 @@ class PrefillRecurrence:
         if self.continues is None:
             return None
         held = self.states.pools[place].index_select(0, self.slots)
-        return held * self.continues.view(-1, *[1] * (held.dim() - 1))
+        return torch.where(self.continues.view(-1, *[1] * (held.dim() - 1)), held, 0)
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         before, pool = self._before(place), self.states.pools[place]

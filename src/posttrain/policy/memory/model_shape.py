@@ -183,7 +183,9 @@ def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
         (text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0
     ):
         raise UnknownModelError(f"{name}: a mixture of {experts} experts; the planner counts dense models only")
-    if "linear_attention" in (text.get("layer_types") or ()):
+    kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())}
+    is_recurrent = any(key.startswith(("mamba_", "ssm_", "linear_conv", "conv_L_cache")) for key in text)
+    if is_recurrent or kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
         raise UnknownModelError(f"{name}: has layers without attention, which the planner does not count")
     heads = text["num_attention_heads"]
     biased = bool(text.get("attention_bias", False))
