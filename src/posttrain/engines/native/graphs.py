@@ -229,8 +229,8 @@ class DecodeGraphs:
             return self._compute(size, vocab_size)
 
         key = (size, vocab_size, self._prefixes.samples_per_tile, self._model_state)
-        # Warm-up is safe for the KV cache: the step writes the slots of its tokens again before they are read. The states
-        # of recurrent layers would advance: it uses the slot for padding.
+        # Warm-up is safe for the KV cache: the step writes the slots of its tokens again before they are read.
+        # States of recurrent layers would advance: it uses the slot for padding.
         result = self.cache.run(key, compute, changes=self.state, in_warm_up=self._without_states)
         self._fresh.clear()
         self._prompt_rows = []
