@@ -69,6 +69,22 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def test_a_member_that_made_room_while_it_proved_does_not_join(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is closed: it would join and be gone at once, which ends the attempt."""
+    prove = head.listener._prove
+
+    def cut(connection: socket.socket) -> Link:
+        link = prove(connection)
+        del head.listener._unproved[connection]  # as `_accept` does with the oldest
+        return link
+
+    monkeypatch.setattr(head.listener, "_prove", cut)
+    with suppress(OSError, ValueError, Unproved):
+        head.peer().join(SECRET)
+    until(lambda: head.listener.num_refused == 1)
+    assert head.is_untouched()
+
+
 # -- before the proof
 # ----------------------------------------------------------------------------------------------------
 

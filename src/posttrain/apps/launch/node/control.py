@@ -175,7 +175,11 @@ class Listener:
             self._refuse(connection, address, "it has not proved the secret of this run")
         else:
             with self._lock:
+                was_cut = connection not in self._unproved  # it made room for others while it proved
                 self._unproved.pop(connection, None)
+            if was_cut:
+                self._refuse(connection, address, "too many connections at once")
+                return
             self._joined(link)
             link.read()
 
