@@ -96,6 +96,13 @@ def sizes(*values: Any, **named: Any) -> int:
     return sum(map(size, (*values, *named.values())))
 
 
+def number_only(value: Any, *rest: Any) -> int:
+    """Of tests that compute `value % number`: a text would be formatted."""
+    if not isinstance(value, int | float):
+        raise SecurityError(f"it asks whether {type(value).__name__} is odd, even or divisible")
+    return 1
+
+
 def check_number(value: Any) -> None:
     if isinstance(value, int) and abs(value) > MAX_NUMBER:
         raise SecurityError(f"it uses the number {value}; numbers up to {MAX_NUMBER} are accepted")
@@ -132,21 +139,23 @@ def cost_of_percent(text: Any, values: Any) -> int:
 
 
 def cost_of_format(text: str, *values: Any, **named: Any) -> int:
+    if re.search(r"\{[^{}]*:[^{}]*\{", text):
+        raise SecurityError("it formats with a width that is a value (`{:{}}`)")
     widths = [abs(value) for value in (*values, *named.values()) if isinstance(value, int)]
     largest = max([_largest_number(text), *widths])
     return len(text) + text.count("{") * (10 * sizes(*values, **named) + largest)
 
 
 def _largest_number(text: str) -> int:
-    digits = re.findall(r"\d+", text)
-    return int(max(digits, key=len)[:12]) * 10 if digits else 0
+    numbers = [int(digits.lstrip("0")[:12] or 0) for digits in re.findall(r"\d+", text)]
+    return max(numbers, default=0) * 10
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
 def _linear(text: Any, *values: Any, **named: Any) -> int:
-    return 4 * length(text) + sizes(*values, **named)
+    return 4 * size(text) + sizes(*values, **named)
 
 
 def _one(*values: Any, **named: Any) -> int:
@@ -158,7 +167,7 @@ def _deep(value: Any, *values: Any, **named: Any) -> int:
 
 
 def _widened(text: Any, width: int = 80, *rest: Any, **named: Any) -> int:
-    return length(text) + max(int(width), 0)
+    return size(text) + max(int(width), 0)
 
 
 def _replaced(text: Any, old: Any = "", new: Any = "", *rest: Any, **named: Any) -> int:

@@ -42,6 +42,8 @@ class _LimitedSandbox(ImmutableSandboxedEnvironment):
             self.filters = {name: _paid(name, run, costs.FILTERS.get(name)) for name, run in self.filters.items()}
             self.filters |= {_COUNTED: _Counted, _JOINED: _joined, _READ: _read, _PAID: _pay}
             self.tests |= {name: _paid(name, self.tests[name], sizes) for name in costs.TESTS}
+            modulo = ("odd", "even", "divisibleby")
+            self.tests |= {name: _paid(name, self.tests[name], costs.number_only) for name in modulo}
         return super()._generate(_Transformer().visit(source), *args, **kwargs)
 
     @staticmethod

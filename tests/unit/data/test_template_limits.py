@@ -47,6 +47,12 @@ HOSTILE = [
     ("{{ (((9 ** 64) ** 64) ** 64) ** 64 }}", NUMBER),
     ("{% set n = namespace(s=9) %}{% for i in range(99) %}{% set n.s = n.s ** 9 %}{% endfor %}", NUMBER),
     ("{{ (1).to_bytes(9999999, 'big') }}", REFUSED),
+    ("{{ '000000000000{:>2000000000}'.format(1) }}", TEXT),
+    ("{{ '000000000000%2000000000d' % 1 }}", TEXT),
+    ("{{ '{:>{}}'.format(1, '2000000000') }}", "width that is a value"),
+    ("{{ '%2000000000d' is odd }}", "odd, even or divisible"),
+    ("{{ ['%2000000000d'] | select('divisibleby', 2) | list }}", "odd, even or divisible"),
+    (DOUBLED + "{{ n.s | upper }}", f"{TEXT}|{STEPS}"),
     # operators
     ("{{ ('a' * 999999) * 999 }}", TEXT),
     ("{{ 999 * ([1] * 999999) }}", TEXT),
@@ -63,7 +69,7 @@ HOSTILE = [
     ("{% set n = namespace(s='aaaa') %}{% for i in range(99) %}{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}", TEXT),
     # methods
     ("{{ '{:>2000000000}'.format(1) }}", TEXT),
-    ("{{ '{:{}}'.format(1, 9999999) }}", TEXT),
+    ("{{ '{:{}}'.format(1, 9999999) }}", "width that is a value"),
     ("{{ '{a:>2000000000}'.format_map({'a': 1}) }}", TEXT),
     ("{{ ('{:>2000000000}' | attr('format'))(1) }}", TEXT),
     ("{{ ('{:>2000000000}' | safe).format(1) }}", TEXT),
