@@ -2,7 +2,7 @@
 
 A gated delta net, a Mamba-2 mixer and a short convolution link the tokens of a sequence by two operations: a causal
 convolution over the last few tokens, and a linear recurrence over a matrix. `transformers` computes them with functions
-of the model's own module, under the same names in every family. `watch_recurrent_layers` replaces these by functions
+of the model's own module, under the same names in every family. `route_recurrent_layers` replaces these by functions
 that pass the projected values to the active `AttentionContext`, which knows what the tokens of a row are: packed
 sequences while training, one token each of many sequences while decoding. Without an active context they compute what
 they did before.
@@ -33,21 +33,18 @@ _uses_originals = False
 _current: list[int] = [-1, 0]  # the layer that is running, and the number of its operations so far
 
 
-def watch_recurrent_layers(model: nn.Module) -> int:
-    """Let the active context compute the recurrent layers of `model`. Returns their number."""
-    watched = 0
+def route_recurrent_layers(model: nn.Module) -> None:
+    """Let the active context compute the recurrent layers of `model`."""
     for module in model.modules():
         names = vars(sys.modules[type(module).__module__])
         convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-        if convolves and hasattr(module, "layer_idx") and "causal_conv1d_fn" in names:
-            watched += 1
-            if _note_layer in module._forward_pre_hooks.values():
-                continue
-            for name, replacement in _REPLACEMENTS.items():
-                if name in names and not hasattr(names[name], "replaced_by_posttrain"):
-                    names[name] = _unless_active(names[name], replacement)
+        if not (convolves and hasattr(module, "layer_idx") and "causal_conv1d_fn" in names):
+            continue
+        if _note_layer not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_note_layer)
-    return watched
+        for name, replacement in _REPLACEMENTS.items():
+            if name in names and not hasattr(names[name], "replaced_by_posttrain"):
+                names[name] = _unless_active(names[name], replacement)
 
 
 @contextmanager

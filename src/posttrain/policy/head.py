@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
-from posttrain.models.recurrence_interface import watch_recurrent_layers
+from posttrain.models.recurrence_interface import route_recurrent_layers
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, group_of
 
@@ -88,7 +88,7 @@ class OutputHead(Head):
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
-        watch_recurrent_layers(base)
+        route_recurrent_layers(base)
         config: PretrainedConfig = base.config.get_text_config()
         self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
         self.module = base.get_output_embeddings()

@@ -8,7 +8,6 @@ jitter of a model's config are turned off here.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import traceback
@@ -25,6 +24,7 @@ from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import AttendOptions, Place, attention_context
 from posttrain.models.loading import TESTED_FAMILIES
+from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
 from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.policy.recurrence import recurrence_step
@@ -60,23 +60,12 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class StateShape:
-    """What a recurrent operation stores of a sequence: the last tokens of a convolution, or a matrix for each head."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class SequenceShapes:
-    """What the layers of a model store: keys and values of each token, states of each sequence."""
+    """What the layers of a model store: keys and values of each token, states of each sequence (the last tokens of a
+    convolution, or a matrix for each head)."""
 
     layers: dict[int, LayerShape]
-    states: dict[Place, StateShape]
+    states: dict[Place, TensorFacts]
 
 
 def observe_layers(base: Any, head: Head) -> SequenceShapes:
@@ -212,16 +201,16 @@ class _LayerObserver:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
-        self.states: dict[Place, StateShape] = {}
+        self.states: dict[Place, TensorFacts] = {}
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self.states[place] = StateShape((weight.shape[1] - 1, x.shape[1]), x.dtype)
+        self.states[place] = TensorFacts((weight.shape[1] - 1, x.shape[1]), x.dtype)
         return x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
 
     def recur(
         self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        self.states[place] = shape = StateShape((value.shape[1], key.shape[2], value.shape[2]), value.dtype)
+        self.states[place] = shape = TensorFacts((value.shape[1], key.shape[2], value.shape[2]), value.dtype)
         zero = value.new_zeros(len(value), *shape.shape)
         return recurrence_step(zero, query, key, value, log_decay, beta)[0]
 

@@ -30,7 +30,7 @@ from posttrain.models.loading import (
     explain_missing,
     unsafe_pickle,
 )
-from posttrain.models.recurrence_interface import watch_recurrent_layers
+from posttrain.models.recurrence_interface import route_recurrent_layers
 from posttrain.policy.head import Head, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.fsdp import local_part
@@ -45,7 +45,7 @@ class RewardHead(Head):
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
-        watch_recurrent_layers(base)
+        route_recurrent_layers(base)
         self.decoder, self.embedding = base.base_model, base.get_input_embeddings()
         self.module = getattr(base, HEAD, None)
         if self.module is None or not hasattr(self.decoder, "layers"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.engines.native.kv_cache import zeros
 from posttrain.models.attention_interface import Place
-from posttrain.policy.model_support import StateShape
+from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.recurrence import PackedRecurrence, RowPiece, convolution_step, recurrence_step
 from posttrain.policy.runtime import to_device
 
@@ -20,7 +20,7 @@ NUM_PROMPT_SLOTS = 8  # beside one for each sample of a batch: prompts whose sam
 
 
 class RecurrentStates:
-    def __init__(self, shapes: dict[Place, StateShape], num_slots: int, device: torch.device) -> None:
+    def __init__(self, shapes: dict[Place, TensorFacts], num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.device = device
         self.pools = {

@@ -174,6 +174,10 @@ def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     if (problem := problem_in(config)) is not None:
         raise UnknownModelError(f"{name}: config.json: {problem}")
     text = {**config, **(config.get("text_config") or {})}
+    kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())}
+    is_recurrent = any(key.startswith(("mamba_", "ssm_", "linear_conv", "conv_L_cache")) for key in text)
+    if is_recurrent or kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
+        raise UnknownModelError(f"{name}: has layers without attention, which the planner does not count")
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:
         raise UnknownModelError(
             f"{name}: config.json has no {', '.join(lacking)}; the planner counts decoder models such as Llama and Qwen"
@@ -183,10 +187,6 @@ def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
         (text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0
     ):
         raise UnknownModelError(f"{name}: a mixture of {experts} experts; the planner counts dense models only")
-    kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())}
-    is_recurrent = any(key.startswith(("mamba_", "ssm_", "linear_conv", "conv_L_cache")) for key in text)
-    if is_recurrent or kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
-        raise UnknownModelError(f"{name}: has layers without attention, which the planner does not count")
     heads = text["num_attention_heads"]
     biased = bool(text.get("attention_bias", False))
     uses_window = text.get("use_sliding_window", family != "qwen2") and text.get("sliding_window")
