@@ -93,10 +93,11 @@ def test_advantages_compare_with_the_scored_others_only(treacherous: Path) -> No
         for group in read_rollouts(treacherous / "rollouts" / f"step_{step}.jsonl.gz"):
             scored = [c for c in group["completions"] if c["reward"] is not None]
             for completion in scored:
-                others = [c["reward"] for c in scored if c is not completion]
-                if len(set(others)) < 2:
+                rewards = [c["reward"] for c in scored]
+                if len(set(rewards)) < 2:
                     continue
-                expected = (completion["reward"] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
+                others = [c["reward"] for c in scored if c is not completion]
+                expected = (completion["reward"] - statistics.fmean(others)) / (statistics.stdev(rewards) + 1e-6)
                 assert completion["advantage"] == pytest.approx(expected, rel=1e-6)
                 compared += len(scored) < len(group["completions"])
     assert compared > 5, "groups with and without a reward were met"

@@ -5,12 +5,13 @@
 (arXiv:2601.05242), which computes advantages per reward component. `Whitening` normalises the advantages of a step to
 mean 0 and variance 1, over rollouts or over tokens.
 
-    A_i = r_i - b_i,   divided by (std_i + epsilon) if rewards are normalised and std_i > 0
+    A_i = r_i - b_i,   divided by (std + epsilon) if rewards are normalised and std > 0
 
-With a leave-one-out baseline, b_i and std_i are the mean and the standard deviation of the *other* rewards of the
-group; otherwise of all of them. Rewards that are all equal give A = 0. If only the others are equal, std_i is exactly 0
-and A_i stays undivided. The code detects this case by comparing rewards. A computed variance could be tiny but non-zero
-due to rounding, and dividing by it would make A_i explode.
+With a leave-one-out baseline, b_i is the mean of the *other* rewards of the group; otherwise of all of them. std is the
+standard deviation of all rewards of the group, or of the step (`std_over: batch`). `std_over: others` is NeMo RL's:
+with a leave-one-out baseline, std_i is the deviation of the other rewards. It can be small where r_i is far from them,
+so A_i has no bound; if the others are all equal, A_i stays undivided. Equality is decided by comparing rewards: a
+computed variance could be tiny but non-zero due to rounding.
 
 Unscored rollouts are excluded from baselines and have advantage 0.
 """
@@ -90,7 +91,7 @@ class Spread:
 class GroupAdvantages:
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
-    std_over: Literal["group", "batch"] = "group"
+    std_over: Literal["group", "others", "batch"] = "group"
     spread: Spread = field(default_factory=Spread)
     group_of_one: Literal["zero", "reward"] = "zero"  # the only scored rollout of its group
 
@@ -110,10 +111,11 @@ class GroupAdvantages:
             advantages[index] = reward / self.spread.divisor(1.0) if self.normalize_rewards else reward
         if len({reward for _, reward in scored}) < 2:
             return advantages
+        group = whole if self.std_over == "batch" else self.spread.of([reward for _, reward in scored])
         for i, reward in scored:
             peers = [other for j, other in scored if j != i or not self.use_leave_one_out_baseline]
             advantage = reward - total(peers) / len(peers)
-            divisor = whole if self.std_over == "batch" else self.spread.of(peers)
+            divisor = self.spread.of(peers) if self.std_over == "others" else group
             advantages[i] = advantage / divisor if self.normalize_rewards and divisor is not None else advantage
         return advantages
 

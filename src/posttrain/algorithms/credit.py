@@ -139,6 +139,8 @@ class Credit:
         seen = self._with_sequence_kl(judged, batch, kl, places)
         of_rollouts = self.estimator([[rollout.score for rollout in group.rollouts] for group in seen])
         tokens = self._of_tokens(of_rollouts, batch, kl, places)
+        if len(tokens):
+            metrics["advantage_max"] = float(tokens.abs().max())
         if self.reward_steps:
             rewards = [reward for group in judged for reward in group.rewards if reward is not None]
             metrics |= {"shaped_reward": total(rewards) / len(rewards)} if rewards else {}

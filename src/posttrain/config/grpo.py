@@ -96,8 +96,10 @@ class AdvEstimatorConfig(Section):
     reward_weights: Annotated[list[float] | None, UsedIf("name", ("gdpo",))] = setting(
         None, "gdpo: weight of each reward part, in alphabetical order."
     )
-    std_over: Annotated[Literal["group", "batch"], _IF_COMPARED] = setting(
-        "group", "grpo, gdpo: whose rewards the standard deviation is of."
+    std_over: Annotated[Literal["group", "others", "batch"], _IF_COMPARED] = setting(
+        "group",
+        "grpo, gdpo: whose rewards the standard deviation is of: the group's, the step's, or (NeMo RL) those that the "
+        "baseline is of.",
     )
     std_ddof: Literal[0, 1] | None = setting(
         None, "What is taken from the count in a variance; null is the estimator's own, 1 or (reinforce_plus_plus) 0."

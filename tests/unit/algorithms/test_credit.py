@@ -63,7 +63,7 @@ def test_each_form_of_the_divisor(spread: Spread, divisor: float) -> None:
 
 
 def test_group_of_one_gets_zero_or_its_reward() -> None:
-    assert GroupAdvantages()(scores([None, 0.7], [1, 0])) == [[0, 0], pytest.approx([1, -1])]
+    assert GroupAdvantages()(scores([None, 0.7], [1, 0])) == [[0, 0], pytest.approx([2**0.5, -(2**0.5)], rel=1e-5)]
     kept = GroupAdvantages(True, False, group_of_one="reward")
     assert kept(scores([None, 0.7], [0.5, 0.5])) == [pytest.approx([0, 0.7 / (1 + 1e-6)]), [0, 0]]
     assert GroupAdvantages(False, False, group_of_one="reward")(scores([0.7])) == [[0.7]]
@@ -218,7 +218,7 @@ def test_advantages_come_from_shaped_rewards_and_the_environments_own_stay() -> 
     assert told[0].rewards == [1.0, 0.0, None, 1.0]
     mean = sum(rewards) / 3
     assert [r.advantage for r in told[0].rollouts] == pytest.approx([4 - mean, -1 - mean, 0, 1 - mean])
-    assert metrics == {"shaped_reward": pytest.approx(mean)}
+    assert metrics == {"shaped_reward": pytest.approx(mean), "advantage_max": pytest.approx(4 - mean)}
 
 
 def test_a_step_without_scores_has_no_advantages() -> None:

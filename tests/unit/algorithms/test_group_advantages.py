@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -17,17 +18,21 @@ from posttrain.data.reward_values import MAX_REWARD
 OneGroup = Callable[[list[float | None]], list[float]]
 
 
-def of_one_group(normalize_rewards: bool, use_leave_one_out_baseline: bool) -> OneGroup:
-    estimator = GroupAdvantages(normalize_rewards, use_leave_one_out_baseline)
+def of_one_group(
+    normalize_rewards: bool, use_leave_one_out_baseline: bool, std_over: Literal["group", "others"] = "group"
+) -> OneGroup:
+    estimator = GroupAdvantages(normalize_rewards, use_leave_one_out_baseline, std_over)
     return lambda rewards: estimator.of_rewards([rewards])[0]
 
 
 LEAVE_ONE_OUT = of_one_group(normalize_rewards=True, use_leave_one_out_baseline=True)
+OTHERS = of_one_group(normalize_rewards=True, use_leave_one_out_baseline=True, std_over="others")
 MEAN = of_one_group(normalize_rewards=True, use_leave_one_out_baseline=False)
 PLAIN_LEAVE_ONE_OUT = of_one_group(normalize_rewards=False, use_leave_one_out_baseline=True)
 PLAIN_MEAN = of_one_group(normalize_rewards=False, use_leave_one_out_baseline=False)
 ALL = {
     "normalised, leave one out": LEAVE_ONE_OUT,
+    "deviation of the others": OTHERS,
     "normalised, mean": MEAN,
     "plain, leave one out": PLAIN_LEAVE_ONE_OUT,
     "plain, mean": PLAIN_MEAN,
@@ -37,7 +42,7 @@ every_estimator = pytest.mark.parametrize("estimator", ALL.values(), ids=ALL.key
 rewards_of_a_group = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.95, 1.0, -1.0, 3.0]), min_size=2, max_size=9)
 
 
-def reference(rewards: list[float | None], normalise: bool, leave_one_out: bool) -> list[float]:
+def reference(rewards: list[float | None], normalise: bool, leave_one_out: bool, std_over: str) -> list[float]:
     """The definition in exact arithmetic: who is in the baseline, its mean, its Bessel-corrected deviation."""
     scored = [i for i, reward in enumerate(rewards) if reward is not None]
     advantages = [0.0] * len(rewards)
@@ -46,7 +51,8 @@ def reference(rewards: list[float | None], normalise: bool, leave_one_out: bool)
     for i in scored:
         peers = [Fraction(rewards[j]) for j in scored if not (leave_one_out and j == i)]
         advantage = float(Fraction(rewards[i]) - sum(peers) / len(peers))
-        deviation = float(statistics.stdev(peers)) if len(peers) > 1 else 0.0
+        spread = peers if std_over == "others" else [Fraction(rewards[j]) for j in scored]
+        deviation = float(statistics.stdev(spread)) if len(spread) > 1 else 0.0
         if normalise and deviation > 0:
             advantage /= deviation + 1e-6
         advantages[i] = advantage
@@ -59,11 +65,12 @@ THIRD = 1 / math.sqrt(3)  # the deviation of [1, 0, 0]
 @pytest.mark.parametrize(
     ("estimator", "rewards", "expected"),
     [
-        (LEAVE_ONE_OUT, [1, 0, 0, 0], [1.0, *[-(1 / 3) / (THIRD + 1e-6)] * 3]),
+        (LEAVE_ONE_OUT, [1, 0, 0, 0], [1 / (0.5 + 1e-6), *[-(1 / 3) / (0.5 + 1e-6)] * 3]),
+        (OTHERS, [1, 0, 0, 0], [1.0, *[-(1 / 3) / (THIRD + 1e-6)] * 3]),
         (MEAN, [1, 0, 0, 0], [0.75 / (0.5 + 1e-6), *[-0.25 / (0.5 + 1e-6)] * 3]),
         (PLAIN_LEAVE_ONE_OUT, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
         (PLAIN_MEAN, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-        (LEAVE_ONE_OUT, [1.0, 0.25], [0.75, -0.75]),  # of one other there is no deviation
+        (OTHERS, [1.0, 0.25], [0.75, -0.75]),  # of one other there is no deviation
         (PLAIN_MEAN, [None, 1.0, 0.5], [0.0, 0.25, -0.25]),  # unscored is not a reward of zero
     ],
 )
@@ -80,7 +87,7 @@ def test_equal_rewards_teach_nothing(estimator: OneGroup, reward: float, size: i
 
 def test_the_only_different_reward_is_left_unnormalised_not_blown_up() -> None:
     """The others are all equal, so their deviation is 0; rounding must not turn it into a tiny divisor."""
-    advantages = LEAVE_ONE_OUT([0.0, *[0.95] * 7])
+    advantages = OTHERS([0.0, *[0.95] * 7])
     assert advantages[0] == pytest.approx(-0.95)
     assert all(0 < a < 1 for a in advantages[1:])
 
@@ -88,12 +95,12 @@ def test_the_only_different_reward_is_left_unnormalised_not_blown_up() -> None:
 @pytest.mark.parametrize("others", [0.1, 0.2, 0.3, 0.7, 0.95, 1 / 3, 1e-3, 12.34])
 @pytest.mark.parametrize("size", [3, 4, 6, 7, 8, 16])
 def test_no_singleton_explodes_whatever_its_peers_share(others: float, size: int) -> None:
-    assert LEAVE_ONE_OUT([0.0, *[others] * (size - 1)])[0] == pytest.approx(-others)
+    assert OTHERS([0.0, *[others] * (size - 1)])[0] == pytest.approx(-others)
 
 
 def test_peers_that_differ_by_rounding_alone_count_as_equal() -> None:
     """0.1 + 0.2 is not 0.3 in floating point: a reward with parts reaches the same total by different roundings."""
-    advantages = LEAVE_ONE_OUT([0.0, 0.3, 0.1 + 0.2, 0.3])
+    advantages = OTHERS([0.0, 0.3, 0.1 + 0.2, 0.3])
     assert advantages[0] == pytest.approx(-0.3)
     assert all(abs(a) < 2 for a in advantages)
 
@@ -116,12 +123,25 @@ def test_unscored_rollouts_are_in_no_baseline(estimator: OneGroup) -> None:
     rewards=st.lists(st.none() | st.sampled_from([0.0, 0.1, 0.3, 0.95, 1.0, -2.0]), max_size=9),
     normalise=st.booleans(),
     leave_one_out=st.booleans(),
+    std_over=st.sampled_from(["group", "others"]),
 )
 def test_equals_the_definition_in_exact_arithmetic(
-    rewards: list[float | None], normalise: bool, leave_one_out: bool
+    rewards: list[float | None], normalise: bool, leave_one_out: bool, std_over: Literal["group", "others"]
 ) -> None:
-    estimator = of_one_group(normalise, leave_one_out)
-    assert estimator(rewards) == pytest.approx(reference(rewards, normalise, leave_one_out), rel=1e-9, abs=1e-9)
+    advantages = of_one_group(normalise, leave_one_out, std_over)(rewards)
+    assert advantages == pytest.approx(reference(rewards, normalise, leave_one_out, std_over), rel=1e-9, abs=1e-9)
+
+
+@given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=16))
+def test_no_advantage_is_larger_than_the_square_root_of_the_group(rewards: list[float]) -> None:
+    bound = math.sqrt(len(rewards)) * (1 + 1e-6)
+    assert all(abs(a) <= bound for a in LEAVE_ONE_OUT(rewards))
+
+
+def test_the_deviation_of_the_others_can_make_an_advantage_explode() -> None:
+    rewards = [0.087, 0.042, 0.949, 0.024]
+    assert OTHERS(rewards)[2] == pytest.approx(27.67, abs=0.01)
+    assert LEAVE_ONE_OUT(rewards)[2] == pytest.approx(2.0, abs=0.01)
 
 
 @given(rewards=rewards_of_a_group, shift=st.sampled_from([-7.0, 0.5, 1.0, 128.0]))
@@ -135,6 +155,7 @@ def test_adding_a_constant_to_every_reward_changes_nothing(rewards: list[float],
 def test_centred_advantages_sum_to_zero(rewards: list[float]) -> None:
     assert sum(PLAIN_MEAN(rewards)) == pytest.approx(0, abs=1e-12)
     assert sum(MEAN(rewards)) == pytest.approx(0, abs=1e-9)
+    assert sum(LEAVE_ONE_OUT(rewards)) == pytest.approx(0, abs=1e-9)
     assert sum(PLAIN_LEAVE_ONE_OUT(rewards)) == pytest.approx(0, abs=1e-12)
 
 
@@ -156,7 +177,7 @@ def test_an_advantage_does_not_depend_on_the_order_of_the_group(rewards: list[fl
 
 @given(rewards=rewards_of_a_group)
 def test_a_better_reward_never_gets_a_worse_advantage_in_its_group(rewards: list[float]) -> None:
-    for estimator in (MEAN, PLAIN_MEAN, PLAIN_LEAVE_ONE_OUT):
+    for estimator in (LEAVE_ONE_OUT, MEAN, PLAIN_MEAN, PLAIN_LEAVE_ONE_OUT):
         ranked = [a for _, a in sorted(zip(rewards, estimator(rewards), strict=True))]
         assert all(b >= a - 1e-12 for a, b in pairwise(ranked))
 

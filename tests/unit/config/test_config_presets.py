@@ -25,10 +25,10 @@ def test_every_preset_loads_without_a_warning_and_has_a_summary(kind: str, name:
     assert list(unknown_keys(schema_of(kind), values)) == []
 
 
-def test_nemo_is_the_default_but_for_the_surplus_of_dynamic_sampling() -> None:
+def test_nemo_is_the_default_but_for_the_deviation_and_the_surplus_of_dynamic_sampling() -> None:
     plain, preset = load_config("grpo", None, []).flat(), load_config("grpo", None, ["preset=nemo-grpo"]).flat()
     different = {key for key in plain if plain[key] != preset[key]}
-    written_out = {f"grpo.adv_estimator.std_{key}" for key in ("ddof", "epsilon", "epsilon_form")}
+    written_out = {f"grpo.adv_estimator.std_{key}" for key in ("ddof", "epsilon", "epsilon_form", "over")}
     assert different == {"preset", "grpo.dynamic_sampling_surplus", *written_out}
     dpo, nemo = load_config("dpo", None, []).flat(), load_config("dpo", None, ["preset=nemo-dpo"]).flat()
     assert {key for key in dpo if dpo[key] != nemo[key]} == {"preset"}

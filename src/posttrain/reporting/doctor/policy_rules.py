@@ -26,6 +26,7 @@ from posttrain.reporting.doctor.rule import (
 
 REWARD, SIGNAL, ENTROPY = "train/reward", "train/groups_with_signal", "train/approx_entropy"
 TRUNCATION, LENGTH = "train/truncation_rate", "train/mean_generation_length"
+ADVANTAGE, STD_OVER = "train/advantage_max", "grpo.adv_estimator.std_over"
 REPETITION, DISTINCT = "train/repetition", "train/distinct_answers"
 TEMPLATE = "policy.tokenizer.chat_template"
 
@@ -33,6 +34,7 @@ KL_WARNING, KL_ERROR = 0.1, 0.5
 ENTROPY_WARNING, ENTROPY_ERROR, NO_ENTROPY = 0.2, 0.05, 0.02
 SIGNAL_WARNING, SIGNAL_ERROR = 0.3, 0.1
 ENOUGH_GROUPS = 4  # with a signal in a step: a policy learns from them, however many others it is asked
+ADVANTAGE_WARNING = 5.0
 COLD = 0.1  # temperatures below sample hardly more than one answer
 TRUNCATION_WARNING, TRUNCATION_ERROR = 0.2, 0.5
 MIN_LENGTH = 16  # tokens: shorter answers may double in length without a problem
@@ -79,6 +81,17 @@ def entropy_collapse(run: History) -> Sighting | None:
         severity = "note"
     text = f"the entropy per token fell from {start:.3g} to {now:.3g}: the answers of a group are nearly identical"
     return Sighting(severity, ENTROPY, now, text, (lower_lr(run), higher_kl_penalty(run)), "equal")
+
+
+def exploding_advantages(run: History) -> Sighting | None:
+    largest = max(run.tail(ADVANTAGE, LONG_PERSISTENCE), default=0.0)
+    group = run.number_setting("grpo.num_generations_per_prompt") or 1.0
+    if largest <= max(ADVANTAGE_WARNING, 1.01 * math.sqrt(group)):  # sqrt: the bound of the default estimator
+        return None
+    text = f"an advantage of {largest:.3g}: one answer decides the update"
+    is_others = run.setting(STD_OVER) == "others"
+    fix = run.fix(STD_OVER, "group") if is_others else run.fix("grpo.advantage_clip_high", short(ADVANTAGE_WARNING))
+    return Sighting("warning", ADVANTAGE, largest, text, (fix,))
 
 
 def no_signal(run: History) -> Sighting | None:
@@ -335,6 +348,7 @@ def unscored(run: History) -> Sighting | None:
 POLICY_CHECKS = (
     kl_runaway,
     entropy_collapse,
+    exploding_advantages,
     no_signal,
     wrong_template,
     truncated,

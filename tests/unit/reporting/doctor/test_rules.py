@@ -36,6 +36,7 @@ def healthy_grpo(step: int) -> dict[str, float | None]:
         "train/reward_min": 0.0,
         "train/reward_max": 1.0,
         "train/groups_with_signal": 0.7,
+        "train/advantage_max": 2.8,
         "train/kl_penalty": 0.02 * share,
         "train/approx_entropy": 0.5 - 0.2 * share,
         "train/token_mult_prob_error": 1.003,
@@ -153,6 +154,13 @@ def test_entropy_is_judged_against_the_start_of_the_run() -> None:
     gone = examine("grpo", train_approx_entropy=lambda step: 0.5 if step < 20 else 0.001)
     assert only(gone).severity == "error"
     assert only(gone).fixes[0] == f"{LR}=1e-6"
+
+
+def test_an_advantage_beyond_the_bound_of_the_default_estimator_is_a_warning() -> None:
+    found = examine("grpo", train_advantage_max=lambda step: 27.7 if step == 60 else 2.8)["exploding-advantages"]
+    assert found.severity == "warning"
+    assert "grpo.advantage_clip_high=5" in found.fixes
+    assert "exploding-advantages" not in examine("grpo", train_advantage_max=lambda step: 4.9)
 
 
 def test_a_sampler_that_disagrees_is_an_error_unless_its_samples_are_weighted() -> None:
