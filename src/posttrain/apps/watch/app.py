@@ -249,7 +249,8 @@ def pipeline(catalogue: Known, pipeline_id: str) -> UiResponse:
 
 @router.get("/registries")
 def registries(catalogue: Known) -> UiResponse:
-    names = {one: Path(text).name for one, text in catalogue.registries.items()}
+    found = catalogue.registries
+    names = {one: Path(where).name if isinstance(where, str) else where.name for one, where in found.items()}
     return UiResponse({"registries": [{"id": one, "name": name} for one, name in names.items()]})
 
 

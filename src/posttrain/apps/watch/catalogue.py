@@ -6,8 +6,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from pathlib import Path
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import NamedTuple
 
 from posttrain.apps.ship.pipeline.records import ITERATION_FILE, ITERATION_FOLDER
 from posttrain.apps.ship.registry.store import DATABASE
@@ -27,6 +28,7 @@ _SKIPPED = re.compile(
     r"\.|__pycache__$|(tmp_|removing_|old_)?step_\d|rollouts$|attempts$|logs$|node_modules$|evaluations$"
 )
 _RUN_FILES = {METRICS_FILE, INFO_FILE}
+_EARLIER = "earlier_"  # folders of runs that were in the same folder before
 
 
 class Catalogue:
@@ -43,9 +45,11 @@ class Catalogue:
         self._cache = StepCache()
         self._lock = threading.Lock()
         self._runs: dict[str, RunView] = {}
-        self._pipelines: dict[str, Path] = {}
-        self._registries: dict[str, str] = {_id(text): text for text in registries}
-        self._next_scan = 0.0
+        self._pipelines: dict[str, LocalPlace] = {}
+        self._named = {_id(text): text for text in registries}
+        self._registries: dict[str, str | LocalPlace] = {**self._named}
+        self._scanning = threading.Lock()
+        self._next_scan: float | None = None
         self._used: dict[str, RunView] = {}  # those whose metrics are in memory, the last used one last
 
     @property
@@ -54,12 +58,13 @@ class Catalogue:
         return self._runs
 
     @property
-    def pipelines(self) -> dict[str, Path]:
+    def pipelines(self) -> dict[str, LocalPlace]:
         self._scan()
         return self._pipelines
 
     @property
-    def registries(self) -> dict[str, str]:
+    def registries(self) -> dict[str, str | LocalPlace]:
+        """Those that the user named, and the folders in which one was found."""
         self._scan()
         return self._registries
 
@@ -77,46 +82,73 @@ class Catalogue:
         return found
 
     def _scan(self) -> None:
-        with self._lock:
+        """Look for new runs, unless that was done a moment ago. A request that comes meanwhile gets what was found
+        before."""
+        if not self._scanning.acquire(blocking=self._next_scan is None):
+            return
+        try:
             started = self._ticks()
-            if started < self._next_scan:
+            if self._next_scan is not None and started < self._next_scan:
                 return
             runs: dict[str, RunView] = {}
-            for root in self._roots:
-                for place, label, is_linked_run in islice(_folders(root, prefixed=len(self._roots) > 1), MAX_FOLDERS):
-                    names = place.names()
-                    if (is_linked_run or not _RUN_FILES.isdisjoint(names)) and len(runs) < MAX_RUNS:
+            order: dict[str, list[str]] = {}  # as a listing of all folders has them
+            pipelines: dict[str, LocalPlace] = {}
+            registries: dict[str, str | LocalPlace] = {**self._named}
+            for number, root in enumerate(self._roots):
+                for found in islice(_folders(root, prefixed=len(self._roots) > 1), MAX_FOLDERS):
+                    place, names = found.place, found.names
+                    if found.is_run and len(runs) < MAX_RUNS:
                         run_id = _id(place.url)
-                        runs[run_id] = self._runs.get(run_id) or RunView(run_id, place, label, self._cache, self._clock)
+                        order.setdefault(run_id, [f"{number:06d}", *found.label.split("/")])
+                        known = self._runs.get(run_id)
+                        runs[run_id] = known or RunView(run_id, place, found.label, self._cache, self._clock)
                     if isinstance(place, LocalPlace):
                         if any(
                             ITERATION_FOLDER.fullmatch(name) and place.is_file(f"{name}/{ITERATION_FILE}")
                             for name in names
                         ):
-                            self._pipelines[_id(place.url)] = place.path
+                            pipelines[_id(place.url)] = place
                         if DATABASE in names and place.is_file(DATABASE):
-                            self._registries.setdefault(_id(place.url), place.url)
-            self._runs = runs
-            self._used = {run_id: run for run_id, run in self._used.items() if run_id in runs}
+                            registries.setdefault(_id(place.url), place)
+            self._runs = {run_id: runs[run_id] for run_id in sorted(runs, key=order.__getitem__)}
+            self._pipelines, self._registries = pipelines, registries
+            with self._lock:
+                self._used = {run_id: run for run_id, run in self._used.items() if run_id in runs}
             took_s = self._ticks() - started
             self._next_scan = self._ticks() + max(MIN_SCAN_PERIOD_S, took_s / SCAN_TIME_SHARE)
+        finally:
+            self._scanning.release()
 
 
-def _folders(root: Place, *, prefixed: bool) -> Iterator[tuple[Place, str, bool]]:
-    """The folder and those in it, to a depth, with the names under which they are shown. True: a link to a run
-    elsewhere, which is shown, but not followed."""
-    pending: list[tuple[Place, str, int]] = [(root, root.name or root.url, 0)]
+class _Folder(NamedTuple):
+    place: Place
+    label: str  # under which it is shown
+    names: list[str]
+    is_run: bool
+
+
+def _folders(root: Place, *, prefixed: bool) -> Iterator[_Folder]:
+    """The folder and those in it, to a depth; of a run's folder, only the runs that were in it before. A link to a run
+    elsewhere is shown, but not followed. Those with the fewest folders before them, in each folder on the way, are
+    first: where not all can be looked into, one that holds many hides its own later ones, and none in other folders."""
+    order = count()
+    pending: list[tuple[int, int, int, Place, str, bool]] = [(0, next(order), 0, root, root.name or root.url, False)]
     while pending:
-        place, label, depth = pending.pop()
-        yield place, label, False
-        if depth == MAX_DEPTH:
+        cost, _, depth, place, label, is_link = heappop(pending)
+        names = place.names()
+        is_run = is_link or not _RUN_FILES.isdisjoint(names)
+        yield _Folder(place, label, names, is_run)
+        if depth == MAX_DEPTH or is_link:
             continue
         begin = f"{label}/" if depth or prefixed else ""
-        for name in place.linked_runs(_RUN_FILES):
-            yield place.inside(name), begin + name, True
-        for name in sorted(place.folders(), reverse=True):
-            if not _SKIPPED.match(name):
-                pending.append((place.inside(name), begin + name, depth + 1))
+        inner = {name: False for name in place.folders() if not _SKIPPED.match(name)}
+        if is_run and depth:
+            inner = {name: False for name in inner if name.startswith(_EARLIER)}
+        else:
+            inner |= dict.fromkeys(place.linked_runs(_RUN_FILES), True)
+        first = sorted(inner)[: MAX_FOLDERS - cost]  # as many as the cost come before any of these
+        for position, name in enumerate(first, start=cost + 1):
+            heappush(pending, (position, next(order), depth + 1, place.inside(name), begin + name, inner[name]))
 
 
 def _id(text: str) -> str:

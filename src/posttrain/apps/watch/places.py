@@ -12,6 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from posttrain.files.json_files import JsonMapping
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
+MAX_ENTRIES = 200_000  # of a folder on this machine that are looked at
 LISTING_LIFE_S = 1.5  # of a folder elsewhere
 LARGE_LISTING = 1000  # entries; such a folder is listed less often
 LARGE_LISTING_LIFE_S = 10.0
@@ -76,14 +78,14 @@ class LocalPlace:
         return self.path.name
 
     def names(self, folder: str = "") -> list[str]:
-        return [entry.name for entry in self._entries(folder)]
+        return [name for name, _, _ in self._entries(folder)]
 
     def folders(self) -> list[str]:
-        return [entry.name for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
+        return [name for name, is_folder, _ in self._entries() if is_folder]
 
     def linked_runs(self, files: Collection[str]) -> list[str]:
         """Links to folders elsewhere that have one of these files."""
-        links = [Path(entry.path) for entry in self._entries() if entry.is_symlink()]
+        links = [self.path / name for name, _, is_link in self._entries() if is_link]
         runs = [link for link in links if any(os.path.isfile(link / name) for name in files)]
         return [link.name for link in runs if not link.resolve().is_relative_to(self._root)]
 
@@ -124,19 +126,25 @@ class LocalPlace:
         stamp = self.stamp(folder)
         return stamp and stamp.changed
 
-    def _entries(self, folder: str = "") -> list[os.DirEntry[str]]:
+    def _entries(self, folder: str = "") -> list[tuple[str, bool, bool]]:
+        """Names, which of them are folders, and which are links. Of a folder that holds too many, some."""
+        descriptor = None
         try:
-            with os.scandir(self.path / folder) as entries:
-                return [] if self._is_beyond_a_link(folder) else list(entries)
-        except OSError:
+            descriptor = self._open(folder, stat.S_IFDIR)
+            if descriptor is None:
+                return []
+            with os.scandir(descriptor) as entries:
+                some = islice(entries, MAX_ENTRIES)
+                return [(one.name, one.is_dir(follow_symlinks=False), one.is_symlink()) for one in some]
+        except (OSError, Unreadable):
             return []
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
-    def _is_beyond_a_link(self, folder: str) -> bool:
-        inner = (self.path / folder).relative_to(self._root)
-        return any((self._root / part).is_symlink() for part in (inner, *inner.parents) if part.name)
-
-    def _open(self, name: str) -> int | None:
-        """A descriptor of a regular file, reached from the root without a link; None if there is no such file."""
+    def _open(self, name: str, wanted: int = stat.S_IFREG) -> int | None:
+        """A descriptor of a regular file or of a folder, reached from the root without a link; None if there is no such
+        file."""
         parts = (self.path / name).relative_to(self._root).parts
         place = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -144,13 +152,13 @@ class LocalPlace:
                 mode = os.lstat(part, dir_fd=place).st_mode
                 if stat.S_ISLNK(mode):
                     raise Unreadable(f"{name}: {_LINKED_FOLDER if left else 'a link, which is not followed'}")
-                if not left and not stat.S_ISREG(mode):
+                if not left and stat.S_IFMT(mode) != wanted:
                     raise Unreadable(f"{name}: {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file")
                 kind = os.O_DIRECTORY if left else os.O_NONBLOCK | os.O_NOCTTY
                 inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=place)
                 os.close(place)
                 place = inner
-            if not stat.S_ISREG(os.fstat(place).st_mode):  # replaced since
+            if stat.S_IFMT(os.fstat(place).st_mode) != wanted:  # replaced since
                 raise Unreadable(f"{name}: not a file")
             found, place = place, -1
             return found

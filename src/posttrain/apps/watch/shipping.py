@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from posttrain.apps.ship.pipeline.kpi import KPI_FILE
 from posttrain.apps.ship.pipeline.records import (
@@ -12,31 +14,39 @@ from posttrain.apps.ship.pipeline.records import (
     STAGE_FILE,
     STAGES,
     Iteration,
-    read_iterations,
+    StageRecord,
 )
 from posttrain.apps.watch.places import LocalPlace, Unreadable, read_whole
+from posttrain.config.base import parse_as
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject, parse_json
 
+if TYPE_CHECKING:
+    from posttrain.apps.ship.registry import Registry
+
 MAX_RECORD_BYTES = 4 * 2**20
 MAX_ITERATIONS = 100  # on a page
+MAX_DATABASE_BYTES = 128 * 2**20
+READ_TRIES = 20
+
+T = TypeVar("T")
 
 
-def pipeline_row(pipeline_id: str, home: Path) -> JsonObject:
+def pipeline_row(pipeline_id: str, home: LocalPlace) -> JsonObject:
     """With the problem, if a record of it cannot be read."""
     return _row(pipeline_id, home, *_iterations(home))
 
 
-def pipeline_page(pipeline_id: str, home: Path) -> JsonObject:
+def pipeline_page(pipeline_id: str, home: LocalPlace) -> JsonObject:
     iterations, problem = _iterations(home)
     return {
         **_row(pipeline_id, home, iterations, problem),
         "kpi": _kpi(home),
-        "iterations": [_iteration(one) for one in reversed(iterations[-MAX_ITERATIONS:])],
+        "iterations": [_iteration(home, one) for one in reversed(iterations[-MAX_ITERATIONS:])],
     }
 
 
-def _row(pipeline_id: str, home: Path, iterations: Sequence[Iteration], problem: str) -> JsonObject:
+def _row(pipeline_id: str, home: LocalPlace, iterations: Sequence[Iteration], problem: str) -> JsonObject:
     newest = iterations[-1] if iterations else None
     return {
         "id": pipeline_id,
@@ -49,35 +59,50 @@ def _row(pipeline_id: str, home: Path, iterations: Sequence[Iteration], problem:
     }
 
 
-def _iterations(home: Path) -> tuple[list[Iteration], str]:
+def _iterations(home: LocalPlace) -> tuple[list[Iteration], str]:
     """And why there are none."""
-    place = LocalPlace(home)
+    numbers = sorted(int(found[1]) for found in map(ITERATION_FOLDER.fullmatch, home.names()) if found)
     try:
-        for name in filter(ITERATION_FOLDER.fullmatch, place.names()):
-            read_whole(place, f"{name}/{ITERATION_FILE}", MAX_RECORD_BYTES)  # regular files, and no links
-        return read_iterations(home), ""
+        found = [_read(home, f"iteration_{number}", ITERATION_FILE, Iteration) for number in numbers]
     except InputError as error:
-        return [], str(error).replace(str(home), home.name)
+        return [], str(error)
+    return [one for one in found if one is not None], ""
 
 
-def _kpi(home: Path) -> list[JsonObject]:
+def _read(home: LocalPlace, folder: str, name: str, kind: type[T]) -> T | None:
+    """A record: a regular file within the pipeline's folder, read as it is opened; None without one."""
+    file = f"{folder}/{name}"
+    content = read_whole(home, file, MAX_RECORD_BYTES)
+    if not content:
+        return None
     try:
-        rows = parse_json(read_whole(LocalPlace(home), KPI_FILE, MAX_RECORD_BYTES))
+        row = parse_json(content)
+    except ValueError as error:
+        raise Unreadable(f"{file}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise Unreadable(f"{file}: not an object")
+    return parse_as(kind, {**row, "folder": home.path / folder}, file)
+
+
+def _kpi(home: LocalPlace) -> list[JsonObject]:
+    try:
+        rows = parse_json(read_whole(home, KPI_FILE, MAX_RECORD_BYTES))
     except ValueError:
         return []
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
-def _iteration(iteration: Iteration) -> JsonObject:
+def _iteration(home: LocalPlace, iteration: Iteration) -> JsonObject:
     stages = []
     for name in STAGES:
         mark, record, problem = iteration.stages.get(name), None, ""
         try:
-            if mark is not None and mark.folder is not None:
-                _refuse_outside(iteration.home, mark.folder)
-                record = iteration.record(name)
+            if mark is not None and mark.folder is not None and not mark.outdated:
+                if not isinstance(mark.folder, str) or mark.folder.startswith("/") or ".." in mark.folder.split("/"):
+                    raise Unreadable(f"{STAGE_FILE}: it is not in the folder of the pipeline")
+                record = _read(home, mark.folder, STAGE_FILE, StageRecord)
         except InputError as error:
-            problem = str(error).replace(str(iteration.home), iteration.home.name)
+            problem = str(error)
         if problem:
             row: JsonObject = {"state": "unreadable", "headline": problem}
         elif record is not None:
@@ -99,21 +124,15 @@ def _iteration(iteration: Iteration) -> JsonObject:
     }
 
 
-def _refuse_outside(home: Path, folder: object) -> None:
-    """Unreadable for the record of a stage that is not a file within the pipeline's folder."""
-    if not isinstance(folder, str) or folder.startswith("/") or ".." in folder.split("/"):
-        raise Unreadable(f"{STAGE_FILE}: it is not in the folder of the pipeline")
-    read_whole(LocalPlace(home), f"{folder}/{STAGE_FILE}", MAX_RECORD_BYTES)
-
-
-def registry_page(location: str) -> JsonObject:
-    """Every model of a registry with its versions and its history. Importing MLflow takes seconds, the first time."""
+def registry_page(registry: str | LocalPlace) -> JsonObject:
+    """Every model of a registry with its versions and its history. One in a folder is read from a copy of its database
+    in memory: MLflow would open the file again, and write to it."""
     from posttrain.apps.ship.registry import Registry
 
     try:
-        registry = Registry(location)
+        shown = _copy_of(registry) or Registry(str(registry))
         models = []
-        for name in registry.names():
+        for name in shown.names():
             versions = [
                 {
                     "version": one.version,
@@ -126,7 +145,7 @@ def registry_page(location: str) -> JsonObject:
                     "metrics": dict(one.lineage.metrics),
                     "num_bytes": one.num_bytes,
                 }
-                for one in registry.versions(name)
+                for one in shown.versions(name)
             ]
             history = [
                 {
@@ -139,9 +158,30 @@ def registry_page(location: str) -> JsonObject:
                     "refused": entry.refused,
                     "moves": [[move.version, move.before, move.after] for move in entry.moves],
                 }
-                for entry in registry.history(name)
+                for entry in shown.history(name)
             ]
             models.append({"name": name, "versions": versions[::-1], "history": history[::-1]})
         return {"models": models}
     except (InputError, ImportError) as error:
         return {"models": [], "problem": str(error)}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # of a record that somebody else wrote
+        return {"models": [], "problem": f"a record in it cannot be read ({type(error).__name__}: {error})"}
+
+
+def _copy_of(registry: str | LocalPlace) -> Registry | None:
+    """None for a registry that is not a file of this machine."""
+    from posttrain.apps.ship.registry import Registry
+    from posttrain.apps.ship.registry.store import DATABASE
+
+    if isinstance(registry, str) and "://" in registry:
+        return None
+    place = registry if isinstance(registry, LocalPlace) else LocalPlace(Path(registry).expanduser().absolute())
+    for _ in range(READ_TRIES):
+        before, journal = place.stamp(DATABASE), place.stamp(f"{DATABASE}-journal")
+        if before is None:
+            return None  # Registry says so
+        content = read_whole(place, DATABASE, MAX_DATABASE_BYTES)
+        if journal is None and (before, journal) == (place.stamp(DATABASE), place.stamp(f"{DATABASE}-journal")):
+            return Registry(place.path, database=content)
+        time.sleep(0.1)
+    raise Unreadable(f"{DATABASE}: it is being written; try again")

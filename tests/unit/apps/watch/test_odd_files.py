@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import os
 import shutil
 import socket
+import sqlite3
 import threading
 import time
 import tracemalloc
@@ -28,6 +30,7 @@ from posttrain.apps.watch.metric_table import MetricTable
 from posttrain.apps.watch.places import LocalPlace
 from posttrain.apps.watch.rollout_filters import Filters
 from posttrain.apps.watch.rollout_store import RolloutStore, StepCache
+from posttrain.apps.watch.shipping import pipeline_page, registry_page
 from posttrain.reporting.examination import examine_folder
 
 TOKEN = "0123456789abcdef-token"
@@ -267,10 +270,10 @@ def test_file_that_shrinks_while_it_is_read_is_read_again(tmp_path: Path) -> Non
 def test_file_that_may_not_be_read_makes_its_run_unreadable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_file = LocalPlace._open
 
-    def refusing(self: LocalPlace, name: str) -> int | None:
+    def refusing(self: LocalPlace, name: str, *wanted: int) -> int | None:
         if self.name == "odd" and name == "run.json":
             raise PermissionError(13, "Permission denied")
-        return open_file(self, name)
+        return open_file(self, name, *wanted)
 
     monkeypatch.setattr(LocalPlace, "_open", refusing)
     odd = odd_run(home)
@@ -652,6 +655,144 @@ def test_odd_pipeline_leaves_the_others(tmp_path: Path) -> None:
         assert str(tmp_path) not in answer.text
     stages = client.get(f"/api/pipelines/{found['outside']['id']}").json()["iterations"][0]["stages"]
     assert [stage["state"] for stage in stages if stage["name"] == "train"] == ["unreadable"]
+
+
+def test_pipeline_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "secret", start_why="a secret reason")
+    home = tmp_path / "results"
+    write_pipeline(home / "mine")
+    catalogue = Catalogue([LocalPlace(home)], ticks=lambda: 0.0)
+    ((pipeline, place),) = catalogue.pipelines.items()
+    shutil.rmtree(home / "mine")
+    (home / "mine").symlink_to(tmp_path / "secret")
+    assert "secret" not in json.dumps(pipeline_page(pipeline, place))
+    (home / "mine").unlink()
+    write_pipeline(home / "mine")
+    (home / "mine" / "iteration_2").symlink_to(tmp_path / "secret" / "iteration_1")
+    page = pipeline_page(pipeline, place)
+    assert "secret" not in json.dumps(page)
+    assert "iteration_2/iteration.json: its folder is a link" in page["problem"]
+
+
+def test_what_is_gone_is_no_longer_listed(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "mine")
+    write_database(tmp_path / "models" / "registry.db")
+    now = [0.0]
+    catalogue = Catalogue([LocalPlace(tmp_path)], registries=["http://127.0.0.1:9"], ticks=lambda: now[0])
+    assert len(catalogue.pipelines) == 1
+    assert len(catalogue.registries) == 2
+    shutil.rmtree(tmp_path / "mine")
+    shutil.rmtree(tmp_path / "models")
+    now[0] = 100.0
+    assert not catalogue.pipelines
+    assert list(catalogue.registries.values()) == ["http://127.0.0.1:9"]
+
+
+# ---------------------------------------------------------------------- registries
+
+
+def write_database(path: Path, *, name: str = "maths", record: str = "{}") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE registered_model_tags (name, key, value)")
+        database.execute("CREATE TABLE model_versions (name, version, current_stage)")
+        database.execute("CREATE TABLE model_version_tags (name, version, key, value)")
+        database.execute("INSERT INTO registered_model_tags VALUES (?, 'posttrain.kind', 'model')", (name,))
+        database.execute("INSERT INTO model_versions VALUES (?, 1, 'None')", (name,))
+        database.execute("INSERT INTO model_version_tags VALUES (?, 1, 'posttrain.record.0', ?)", (name, record))
+
+
+def registry_of(home: Path) -> str | LocalPlace:
+    (found,) = Catalogue([LocalPlace(home)]).registries.values()
+    return found
+
+
+def test_registry_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    write_database(tmp_path / "secret" / "registry.db", name="secret-model", record="[]")
+    write_database(tmp_path / "results" / "mine" / "registry.db")
+    found = registry_of(tmp_path / "results")
+    (tmp_path / "results" / "mine" / "registry.db").unlink()
+    (tmp_path / "results" / "mine" / "registry.db").symlink_to(tmp_path / "secret" / "registry.db")
+    page = registry_page(found)
+    assert "secret" not in json.dumps(page)
+    assert page["problem"] == "registry.db: a link, which is not followed"
+
+
+def test_registry_is_not_written(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "registry.db")) as database, database:
+        database.execute("CREATE TABLE other (name)")
+    before = (tmp_path / "registry.db").read_bytes()
+    for registry in (registry_of(tmp_path), str(tmp_path)):
+        assert "no registry database" in registry_page(registry)["problem"]
+    assert [path.name for path in tmp_path.iterdir()] == ["registry.db"]
+    assert (tmp_path / "registry.db").read_bytes() == before
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", "nonsense", '{"files": {"a": 5}}', "\0"])
+def test_odd_record_of_a_registry_is_a_sentence(tmp_path: Path, record: str) -> None:
+    write_database(tmp_path / "registry.db", record=record)
+    assert registry_page(registry_of(tmp_path))["problem"]
+
+
+@pytest.mark.parametrize("value", ["zeroblob(1000000000)", "printf('%.900000c', 'x')"])
+def test_registry_that_computes_its_rows_takes_bounded_memory(
+    tmp_path: Path, peak: Callable[[], float], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setattr("posttrain.apps.ship.registry.store._MAX_READ_BYTES", 8 * 2**20)
+    monkeypatch.setattr("posttrain.apps.ship.registry.store._READ_S", 0.5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "registry.db")) as database, database:
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+        database.execute(
+            f"CREATE VIEW registered_model_tags AS {endless} SELECT {value} AS name, 'posttrain.kind' AS key, "
+            "'model' AS value FROM n"
+        )
+    peak()
+    assert "registry.db: " in registry_page(registry_of(tmp_path))["problem"]
+    assert peak() < 40
+
+
+# ---------------------------------------------------------------------- many folders
+
+
+def test_run_of_many_folders_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.apps.watch.catalogue.MAX_FOLDERS", 60)
+    for name in ("a-run", "z-run", "group/inner/run", "a-run/earlier_001", "a-run/sub_1"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "metrics.jsonl").touch()
+    for number in range(100):
+        for parent in ("a-run", "a-folder", "a-folder/0", "z-run/earlier_001"):
+            (tmp_path / parent / str(number)).mkdir(parents=True)
+        (tmp_path / "a-folder" / f"linked-{number}").symlink_to("/nowhere")
+    found = [run.name for run in Catalogue([LocalPlace(tmp_path)]).runs.values()]
+    assert found == ["a-run", "a-run/earlier_001", "group/inner/run", "z-run"]
+
+
+def test_folder_of_very_many_entries_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.apps.watch.places.MAX_ENTRIES", 10)
+    for number in range(20):
+        (tmp_path / str(number)).touch()
+    assert len(LocalPlace(tmp_path).names()) == 10
+
+
+def test_request_does_not_wait_for_a_later_search_of_runs(home: Path) -> None:
+    listing, go_on, now = threading.Event(), threading.Event(), [0.0]
+
+    class Slow(LocalPlace):
+        def names(self, folder: str = "") -> list[str]:
+            if now[0]:
+                listing.set()
+                assert go_on.wait(60)
+            return super().names(folder)
+
+    catalogue = Catalogue([Slow(home)], ticks=lambda: now[0])
+    assert len(catalogue.runs) == 2
+    now[0] = 100.0
+    searching = threading.Thread(target=lambda: catalogue.runs, daemon=True)
+    searching.start()
+    assert listing.wait(60)
+    assert len(catalogue.runs) == 2
+    go_on.set()
+    searching.join()
 
 
 # ---------------------------------------------------------------------- the doctor

@@ -36,7 +36,7 @@ from posttrain.apps.ship.registry.stages import (
     Stages,
     replay,
 )
-from posttrain.apps.ship.registry.store import ARTIFACTS, HISTORY_SUFFIX, Location, MlflowStore
+from posttrain.apps.ship.registry.store import ARTIFACTS, HISTORY_SUFFIX, DatabaseCopy, Location, MlflowStore
 from posttrain.apps.ship.registry.version import ModelVersion, record_of, version_from_record
 from posttrain.data.errors import nearest
 from posttrain.errors import RegistryBusy, RegistryConflict, RegistryError
@@ -50,12 +50,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Registry:
-    """`location`: a folder (made by the first `add`), or a URI that MLflow understands. Opened on first use."""
+    """`location`: a folder (made by the first `add`), or a URI that MLflow understands. Opened on first use.
+    `database`: what a database held, to read in place of the file."""
 
-    def __init__(self, location: str | Path | None = None, *, wait_s: float = DEFAULT_WAIT_S) -> None:
+    def __init__(
+        self, location: str | Path | None = None, *, wait_s: float = DEFAULT_WAIT_S, database: bytes | None = None
+    ) -> None:
         chosen = location or os.environ.get(LOCATION_VARIABLE) or DEFAULT_LOCATION
         self.location = Location(str(chosen))
         self._store = MlflowStore(self.location, wait_s=wait_s)
+        if database is not None:
+            self._store = DatabaseCopy(self.location, database)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from posttrain.errors import RegistryBusy, RegistryError
 from posttrain.files import durable
-from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.files.locks import LockHeld, locked
 from posttrain.files.redaction import redact
 
@@ -262,6 +263,49 @@ class MlflowStore:
             time.sleep(_RETRY_S)
 
 
+class DatabaseCopy(MlflowStore):
+    """The content of a database, for readers: the file is not opened, and MLflow is not loaded. Somebody else may have
+    written it: what reading it may take is limited."""
+
+    def __init__(self, location: Location, content: bytes) -> None:
+        super().__init__(location, wait_s=0)
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        deadline = time.monotonic() + _READ_S
+        self._database.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        self._database.deserialize(content)
+        self._rows("PRAGMA trusted_schema = OFF")
+
+    def names(self) -> list[str]:
+        return sorted({name for (name,) in self._rows(_NAMES, _MARK) if isinstance(name, str)})
+
+    def versions(self, name: str) -> dict[int, JsonObject]:
+        tags: dict[int, dict[str, str]] = {}
+        for version, key, value in self._rows(_TAGS, name, f"{_RECORD}.*"):
+            tags.setdefault(int(version), {})[str(key)] = str(value)
+        return {version: _from_tags(tags[version], f"{name} {version}") for version in sorted(tags)}
+
+    def _rows(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+        rows, num_bytes = [], 0
+        try:
+            for row in self._database.execute(statement, values):
+                rows.append(row)
+                num_bytes += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+                if num_bytes > _MAX_READ_BYTES:
+                    raise RegistryError(f"{DATABASE}: more than {_MAX_READ_BYTES >> 20} MiB of records")
+        except sqlite3.Error as error:
+            raise RegistryError(f"{DATABASE}: this is no registry database, or a damaged one ({error})") from error
+        return rows
+
+
+_NAMES = "SELECT name FROM registered_model_tags WHERE key = ? AND value = 'model'"
+_TAGS = """SELECT version, key, value FROM model_version_tags JOIN model_versions USING (name, version)
+WHERE name = ? AND key GLOB ? AND current_stage <> 'Deleted_Internal'"""
+_MAX_VALUE_BYTES = 2**20
+_MAX_READ_BYTES = 128 * 2**20
+_READ_S = 10.0  # in all
+
+
 def _require_mlflow() -> None:
     for name, value in _MLFLOW_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -299,12 +343,13 @@ def _to_tags(record: JsonMapping) -> dict[str, str]:
 def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
     places = sorted(int(key.removeprefix(f"{_RECORD}.")) for key in tags if key.startswith(f"{_RECORD}."))
     try:
-        record = json.loads("".join(tags[f"{_RECORD}.{place}"] for place in places))
+        record = parse_json("".join(tags[f"{_RECORD}.{place}"] for place in places))
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
     except ValueError as error:
         raise RegistryError(
             f"{what}: its record in the registry was changed and is no longer JSON ({error})"
         ) from error
-    assert isinstance(record, dict)
     return record
 
 
