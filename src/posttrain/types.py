@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # texts `role` and `content`; what else there is, such as `tool_calls`, templates may read
 FinishReason = Literal["stop", "length"]
 
 

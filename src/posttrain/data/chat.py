@@ -141,9 +141,9 @@ class ChatFormat:
         """Tokens of the prompt and of the answer with its end of turn."""
         return self.encode_turns([self.render_turn(prompt_messages, response)])[0]
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of `prompt`."""
-        return self._write(messages, opens_answer=True)
+    def render(self, messages: Sequence[Message], tools: Sequence[JsonMapping] = (), **kwargs: Any) -> str:
+        """The text of `prompt`. `tools` and `kwargs` are passed to the template; see `tool_prompts.py`."""
+        return self._write(messages, opens_answer=True, tools=tools, **kwargs)
 
     def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
         """The two texts of `turn`."""
@@ -262,21 +262,24 @@ class ChatFormat:
         opened = self._write(question, opens_answer=True)
         return opened[len(closed) :] if opened.startswith(closed) else ""
 
-    def _write(self, messages: Sequence[Message], *, opens_answer: bool) -> str:
+    def _write(
+        self, messages: Sequence[Message], *, opens_answer: bool, tools: Sequence[JsonMapping] = (), **kwargs: Any
+    ) -> str:
         if self.template is None:
             return self._opening + "".join(message["content"] for message in messages)
         import jinja2
 
         from posttrain.data.template_limits import limited_templates
 
+        given = {**self.kwargs, **kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
         try:
-            with limited_templates(str(self.template), messages):
+            with limited_templates(str(self.template), [*messages, *tools]):
                 text = self.tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     chat_template=self.template,
                     add_generation_prompt=opens_answer,
                     tokenize=False,
-                    **self.kwargs,
+                    **given,
                 )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error

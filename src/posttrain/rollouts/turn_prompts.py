@@ -2,7 +2,7 @@
 
 **Tools**, which the dataset need not mention. A chat template that supports tools (its output changes when tools are
 passed) writes them in the format of its model. For other templates, a system message describes them and the format of a
-call (environments/turns/tools.py).
+call (data/tool_prompts.py).
 
 **Between two turns**: the end of the model's turn, the observation, the opening of its next turn. Token in, token out:
 the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled, and the tokens made
@@ -16,12 +16,13 @@ move the tools. Training on such text would train on tokens that were not sample
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.data.chat import ChatFormat, Ids
 from posttrain.data.errors import DataError
+from posttrain.data.tool_calls import Tools
+from posttrain.data.tool_prompts import describe, with_description, writes_tools
 from posttrain.rollouts.fresh import DrawnTasks, TaskStream
 from posttrain.types import Message, Task
 
@@ -121,9 +122,6 @@ class NextTurn:
         return None
 
 
-Tools = Sequence[Mapping[str, object]]  # JSON schemas, OpenAI's format
-
-
 class ToolPrompts:
     """The tasks of a stream; those of an environment with tools get a prompt that describes them."""
 
@@ -163,28 +161,10 @@ class ToolWriter:
 
     def __init__(self, chat: ChatFormat, tools: Tools) -> None:
         self.chat, self._described = chat, ""
-        if chat.template is not None:
-            aware = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [dict(tool) for tool in tools]})
-            question: list[Message] = [{"role": "user", "content": "?"}]
-            if aware.render(question) != chat.render(question):
-                self.chat = aware
-                return
-        # Without a template, this is the only separator before the question.
-        self._described = describe(tools) + ("" if chat.template is not None else "\n\n")
+        if writes_tools(chat, tools):
+            self.chat = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [*map(dict, tools)]})
+        else:
+            self._described = describe(tools)
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        if not self._described:
-            return list(messages)
-        first = messages[0]
-        if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{self._described}"}, *messages[1:]]
-        return [{"role": "system", "content": self._described}, *messages]
-
-
-def describe(tools: Tools) -> str:
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return (
-        f"You can use these tools:\n{listed}\n"
-        'To use one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and end your turn; the result '
-        "comes in the next message. When you know the answer, give it without a tool call."
-    )
+        return with_description(messages, self._described, self.chat) if self._described else list(messages)
