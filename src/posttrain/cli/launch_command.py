@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -293,7 +294,8 @@ def _logs(args: argparse.Namespace) -> int:
     cluster, workload = _find(args)
     pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, args.attempt)
     for text in cluster.log(pod.body, args.follow):
-        print(text, end="", flush=True)
+        # A program in the pod must not write over the lines before: only colours are let through.
+        print(re.sub(r"\x1b(?!\[[\d;]*m)|\r(?=[^\n])", lambda found: repr(found[0])[1:-1], text), end="", flush=True)
     return 0
 
 

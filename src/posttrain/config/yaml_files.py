@@ -38,10 +38,12 @@ def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        names = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        for index, key in enumerate(names):
-            if any(key.value == other.value for other in names[:index]):
-                raise _error(f"key `{key.value}` is set twice", key)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key.value, str):
+                if key.value in seen:
+                    raise _error(f"key `{key.value}` is set twice", key)
+                seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 

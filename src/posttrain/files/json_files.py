@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ def is_deeper_than(limit: int, value: Any) -> bool:
 def without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in value if names.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key in value if counts[key] > 1)
         raise ValueError(f"the key {twice!r} is set twice")
     return value
 

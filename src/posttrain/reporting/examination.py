@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
-from posttrain.files.json_files import JsonMapping
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, read_at_most
 from posttrain.reporting.doctor import Doctor, Finding
 from posttrain.reporting.doctor.findings import answers_that_show
 from posttrain.reporting.rows import group_row
@@ -105,7 +105,7 @@ def settings_of(folder: Path) -> dict[str, object]:
     """The settings that the newest steps were trained with, by their dotted keys; none if the file cannot be read."""
     path = newest_config(folder)
     try:
-        values = without_marks(parse_document(path.read_text("utf-8"), path.name).values)
+        values = without_marks(parse_document(read_at_most(path, MAX_FILE_BYTES), path.name).values)
     except (OSError, ValueError):
         return {}
     return {dotted(key): value for key, value in leaves(values)}

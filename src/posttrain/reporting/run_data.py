@@ -5,16 +5,18 @@ Reading works in every state of a run: young, still being written, killed, or wr
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from posttrain.files.json_files import JsonMapping
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, parse_json, read_at_most, refuse_pipe
 from posttrain.reporting.doctor.findings import Finding, kept_findings
 from posttrain.reporting.presentation import Headline, headline_from_json
-from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, read_rollouts, top_level_stages
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
 from posttrain.reporting.run_files import (
     FINDINGS_FILE,
     METRICS_FILE,
@@ -26,6 +28,9 @@ from posttrain.reporting.run_files import (
     read_rows,
     rollout_step,
 )
+
+MAX_ROLLOUT_BYTES = 512 * 2**20  # of one step's answers that a report or an examination reads, unpacked
+_BYTES_OF_A_VALUE = 100  # that a list or an object takes beyond its text
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,10 @@ def load_run(folder: Path) -> RunData:
         folder=folder,
         rows=_merged_by_step(read_rows(folder / METRICS_FILE)),
         info=read_info(folder),
-        configs={path.name: path.read_text("utf-8", "replace") for path in config_files(folder).values()},
+        configs={
+            path.name: read_at_most(path, MAX_FILE_BYTES).decode("utf-8", "replace")
+            for path in config_files(folder).values()
+        },
         unscored=read_rows(folder / UNSCORED_FILE),
         findings=kept_findings(read_rows(folder / FINDINGS_FILE)),
     )
@@ -131,8 +139,16 @@ def _merged_by_step(rows: Sequence[Row]) -> list[Row]:
 
 
 def groups_of(path: Path) -> list[Row]:
-    """The groups in a rollout file; none if it cannot be read."""
+    """The groups in a rollout file, of a very large one the first; none if it cannot be read."""
+    found, left = [], MAX_ROLLOUT_BYTES
     try:
-        return read_rollouts(path)
-    except (OSError, ValueError, EOFError):
+        refuse_pipe(path)
+        with gzip.open(path, "rb") as lines:
+            while line := lines.readline(left):
+                left -= len(line) + _BYTES_OF_A_VALUE * (line.count(b"{") + line.count(b"["))
+                if left <= 0:
+                    break
+                found.append(parse_json(line))
+    except (OSError, ValueError, EOFError, zlib.error):
         return []
+    return [group for group in found if isinstance(group, dict)]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.files import durable
-from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most, refuse_pipe
 from posttrain.files.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -98,6 +98,7 @@ def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """The lines of a file of JSON objects as (raw line, object), the object None where the line is none."""
     if not path.exists():
         return
+    refuse_pipe(path)
     with path.open("rb") as file:
         for line in file:
             try:

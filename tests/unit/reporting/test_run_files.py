@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import threading
 from typing import Any
 
 import pytest
 
 from posttrain.config.changes import ConfigChange
+from posttrain.reporting.examination import examine_folder
+from posttrain.reporting.run_data import groups_of
 from posttrain.reporting.run_files import append_rows, complete_row, open_run, parse_lines, read_rows
 from posttrain.types import Score
 
@@ -225,3 +229,37 @@ def test_a_later_validation_completes_the_row_of_its_step(tmp_path: Any) -> None
         {"step": 1, "train/loss": 1.0},
         {"step": 2, "train/loss": 0.5, "validation/accuracy": 0.25},
     ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "findings.jsonl", "unscored.jsonl", "config.yaml"])
+def test_named_pipe_in_a_run_folder_is_refused_without_waiting(tmp_path: Any, name: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    found: list[str] = []
+
+    def look() -> None:
+        try:
+            examine_folder(tmp_path)
+        except OSError as error:
+            found.append(f"{error.filename}: {error.strerror}")
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(60)
+    assert found == [f"{tmp_path / name}: a named pipe, not a file"]
+
+
+def test_answers_of_a_report_take_bounded_memory(tmp_path: Any, monkeypatch: Any) -> None:
+    file = tmp_path / "step_1.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"completions": []}\n' * 100))
+    assert len(groups_of(file)) == 100
+    monkeypatch.setattr("posttrain.reporting.run_data.MAX_ROLLOUT_BYTES", 10 * (20 + 2 * 100) + 1)
+    assert len(groups_of(file)) == 10
+    file.write_bytes(gzip.compress(b'{"completions": [' + b"[]," * 1000 + b"[]]}\n"))
+    assert groups_of(file) == []
+    file.write_bytes(gzip.compress(b"5\n[]\n"))
+    assert groups_of(file) == []
+    file.unlink()
+    os.mkfifo(file)
+    assert groups_of(file) == []

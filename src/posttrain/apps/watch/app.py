@@ -39,6 +39,7 @@ MAX_LOGIN_BYTES = 16 * 1024
 UNREADABLE_STATUS = 422
 CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
+MAX_STREAMS = 64  # of changes, at once; further browsers ask again later
 _FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
 ASSETS = files("posttrain.apps.watch") / "assets"
 SHARED = files("posttrain.reporting") / "assets"  # with the pages that a run writes
@@ -265,19 +266,27 @@ def registry(catalogue: Known, registry_id: str) -> UiResponse:
 @router.get("/events")
 async def events(request: Request, catalogue: Known, run: str | None = None) -> StreamingResponse:
     async def stream() -> AsyncIterator[str]:
-        yield "retry: 1000\n\n"
-        seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
-        while not request.app.state.is_ending() and not await request.is_disconnected():
-            await asyncio.sleep(CHANGE_PERIOD_S)
-            found = await asyncio.to_thread(stamps, catalogue, run)
-            changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
-            quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
-            if changed:
-                yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
-            elif quiet_s > PING_S:
-                quiet_s = 0.0
-                yield ": still here\n\n"
-            seen = found
+        state = request.app.state
+        if state.num_streams >= MAX_STREAMS:
+            yield "retry: 30000\n\n"
+            return
+        state.num_streams += 1
+        try:
+            yield "retry: 1000\n\n"
+            seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
+            while not state.is_ending() and not await request.is_disconnected():
+                await asyncio.sleep(CHANGE_PERIOD_S)
+                found = await asyncio.to_thread(stamps, catalogue, run)
+                changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
+                quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
+                if changed:
+                    yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
+                elif quiet_s > PING_S:
+                    quiet_s = 0.0
+                    yield ": still here\n\n"
+                seen = found
+        finally:
+            state.num_streams -= 1
 
     return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -307,6 +316,7 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
         title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=UiResponse
     )
     app.state.catalogue, app.state.access, app.state.is_ending = catalogue, access, is_ending
+    app.state.num_streams = 0
     app.add_middleware(Guard, access=access)
     app.include_router(router)
 

@@ -293,3 +293,14 @@ def test_written_step_changes_the_stamps_of_its_run(tmp_path: Path) -> None:
     assert [catalogue.runs[run].name for run in changed] == ["run"]
     assert stamps(catalogue, changed[0]) == {changed[0]: after[changed[0]]}
     assert stamps(catalogue, "unknown") == {}
+
+
+def test_streams_of_changes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.apps.watch.app.MAX_STREAMS", 1)
+    app = create_app(Catalogue([LocalPlace(tmp_path)]), Access(None))
+    first = TestClient(app, base_url="http://127.0.0.1")
+    app.state.num_streams = 1
+    assert first.get("/api/events").text == "retry: 30000\n\n"
+    app.state.num_streams, app.state.is_ending = 0, lambda: True
+    assert first.get("/api/events").text == "retry: 1000\n\n"
+    assert app.state.num_streams == 0
