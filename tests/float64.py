@@ -5,7 +5,8 @@ float64():`.
 
 `model.to(torch.float64)` is not enough. These places compute in float32 whatever the dtype of the weights:
 
-- transformers: the RMS norms, the rotary angles, the softmax of eager attention;
+- transformers: the RMS norms, the rotary angles, the softmax of eager attention; products of experts, which torch does
+  not have for float64;
 - posttrain: `policy.head.project`, `policy.logprobs` (logits and their gradient), attention with a soft cap, the
   sampler.
 
@@ -41,7 +42,15 @@ class _Float32AsFloat64(TorchFunctionMode):
             func = Tensor.double
         args = tuple(_widened(value) for value in args)
         kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        if func is torch._grouped_mm:
+            return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor, **_: object) -> Tensor:
+    """torch's own is not for float64. Rows after the last end are those of experts on other ranks."""
+    parts = x.tensor_split(offs.tolist())
+    return torch.cat([*(part @ own for part, own in zip(parts, weight, strict=False)), parts[-1] @ weight[0] * 0])
 
 
 def _widened(value: Any) -> Any:

@@ -46,7 +46,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cohere": ("cohere", {}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {}),
-    "moe": ("qwen3-moe", {}),
+    "moe": ("qwen3-moe", {"num_experts": 8, "tie_word_embeddings": False}),
+    "gptoss": ("gpt-oss", {}),
+    "deepseek": ("deepseek-v3", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3next": ("qwen3-next", {}),
     "mistral": ("mistral", {}),
     "granite": ("granite", {}),
     "smollm3": ("smollm3", {}),
@@ -61,7 +65,7 @@ SAMPLING = Sampling(max_new_tokens=6, ignore_eos=True)
 
 
 def sizes(mesh: str) -> dict[str, int]:
-    """Of "dp2-tp2"."""
+    """Of "dp2-tp2". Ranks of `ep` are among those of `dp` and `cp`."""
     return {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in mesh.split("-")}
 
 
@@ -80,6 +84,7 @@ def setup(case: str, folder: Path) -> RankSetup:
         "policy.max_grad_norm=0.5",
         f"policy.dtensor_cfg.tensor_parallel_size={axes.get('tp', 1)}",
         f"policy.dtensor_cfg.context_parallel_size={axes.get('cp', 1)}",
+        f"policy.dtensor_cfg.expert_parallel_size={axes.get('ep', 1)}",
         f"policy.dtensor_cfg.dp_replicate_size={axes.get('re', 1)}",
         f"policy.dtensor_cfg.activation_checkpointing={'recompute' in extra}".lower(),
         f"policy.optimizer.offload_states={'offload' in extra}".lower(),
@@ -150,6 +155,7 @@ def computed(case: str, folder: Path, fuses: bool) -> dict[str, Any]:
     if others:
         source = case.partition("+")[0].rpartition("/")[0] + "/" + others
         rank.load(folder / source / "step_1")
+        found["loaded"] = whole(dict(rank.model.named_parameters()) | rank.optimizer.state_tensors())
     for step in (2,) if others else (1, 2):
         found["metrics"].append(gathered(rank, rank.update(parts, objective, seed=step)))
         if step == 1:

@@ -54,6 +54,38 @@ FAMILIES = [
 ]
 
 
+EXPERTS = [
+    [
+        "moe/grpo/float64/dp1",
+        "moe/grpo/float64/dp2-ep2",
+        "moe/grpo/float64/dp4-ep2",
+        "moe/grpo/float64/dp4-ep4",
+        "moe/grpo/float64/dp4-ep2-re2",
+        "moe/grpo/float64/cp2-ep2",
+        "moe/grpo/float64/dp2-ep2-tp2",
+        "moe-recompute/grpo/float64/dp2-ep2",
+    ],
+    [
+        "moe/dpo/float64/dp1",
+        "moe/dpo/float64/dp2-ep2",
+        "moe/dpo/float64/dp4-ep4",
+        "moe/dpo/float64/dp2-ep2-tp2",
+        "moe/dpo/float64/dp2-ep2+dp1",
+        "moe/dpo/float64/dp4-ep4+dp2-ep2",
+        "moe/dpo/float64/dp4-ep2+dp2-ep2-tp2",
+        "moe/dpo/float64/dp2-ep2-tp2+dp4-ep4",
+        "moe/dpo/float64/dp1+dp4-ep4",
+    ],
+    ["moe-offload/dpo/float64/dp1", "moe-offload/dpo/float64/dp4-ep2", "moe-offload/dpo/float64/dp1+dp4-ep2"],
+    ["moe/rm/float64/dp1", "moe/rm/float64/dp2-ep2"],
+    ["moe/grpo/float32/dp1", "moe/grpo/float32/dp2-ep2", "moe/grpo/float32/dp4-ep4"],
+    *[
+        [f"{name}/grpo/float64/dp1", f"{name}/grpo/float64/dp2-ep2"]
+        for name in ("gptoss", "deepseek", "mixtral", "qwen3next")
+    ],
+]
+
+
 def run(folder: Path, cases: list[str]) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *sys.path])
@@ -78,6 +110,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("families"), [case for cases in FAMILIES for case in cases])
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("experts"), [case for cases in EXPERTS for case in cases])
+
+
 def outcome(folder: Path, case: str) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(folder / f"{case.replace('/', '_')}.pt", weights_only=False)
     return found
@@ -89,10 +126,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
         assert float((ours[name].double() - tensor.double()).abs().max()) <= tolerance, name
 
 
-def assert_same(folder: Path, case: str, expected: str) -> None:
+def assert_same(folder: Path, case: str, expected: str, exact: float = EXACT) -> None:
     ours, theirs = outcome(folder, case), outcome(folder, expected)
-    tolerance = EXACT if "/float64/" in case else FLOAT32
+    tolerance = exact if "/float64/" in case else FLOAT32
     assert all(float(gradient.abs().max()) > 1e-4 for gradient in theirs["gradients"][1].values() if gradient.ndim > 1)
+    if "loaded" in ours:  # bit for bit what the other mesh saved
+        saved = outcome(folder, case.partition("+")[0].rpartition("/")[0] + "/" + case.partition("+")[2])["saved"]
+        assert saved.keys() == ours["loaded"].keys()
+        assert [name for name, tensor in saved.items() if not torch.equal(tensor, ours["loaded"][name])] == []
     updates = len(ours["metrics"])  # a resumed run makes the second alone
     for number in range(-updates, 0):
         for name in ("loss", "grad_norm"):
@@ -127,3 +168,16 @@ def test_ranks_that_share_layers_of_any_family_compute_what_one_process_does(
     families: Path, case: str, expected: str
 ) -> None:
     assert_same(families, case, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "expected"), [(case, cases[0]) for cases in EXPERTS for case in cases[1:]])
+def test_ranks_that_share_experts_compute_what_one_process_does(experts: Path, case: str, expected: str) -> None:
+    assert_same(experts, case, expected, exact=1e-10)
+
+
+@pytest.mark.full
+def test_ranks_that_share_experts_hold_their_share_of_them_while_sampling(experts: Path) -> None:
+    alone, two, four = (outcome(experts, EXPERTS[0][at])["held while sampling"] for at in (0, 1, 3))
+    of_experts = (alone - two) * 2
+    assert four == alone - of_experts * 3 // 4

@@ -181,6 +181,9 @@ class DtensorConfig(Section):
     context_parallel_size: PositiveInt = setting(
         1, "Ranks that share each row of tokens in training; each then needs less memory for activations."
     )
+    expert_parallel_size: PositiveInt | None = setting(
+        None, "Ranks that share the experts of each layer, also in sampling; each has its own tokens; null is one."
+    )
     dp_replicate_size: PositiveInt | None = setting(
         None, "Groups of ranks with a whole model each, between which only gradients travel; null is one."
     )

@@ -299,6 +299,7 @@ class RunConfig(Section):
             parallel.context_parallel_size,
             parallel.dp_replicate_size or 1,
         )
+        ep = parallel.expert_parallel_size or 1
         if num_ranks % (tp * cp * replicas):
             yield (
                 f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size "
@@ -309,6 +310,11 @@ class RunConfig(Section):
             yield (
                 f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}: "
                 "ranks that share layers exchange sums several times in each, so they are on one machine"
+            )
+        elif num_ranks // (tp * replicas) % ep:
+            yield (
+                f"policy.dtensor_cfg.expert_parallel_size = {ep} must divide the {num_ranks // (tp * replicas)} ranks "
+                "that hold different shards (ranks / tensor_parallel_size / dp_replicate_size): they share the experts"
             )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.context import RowGroup
+from posttrain.policy.parallel.experts import FIELD as EXPERT_FIELD
+from posttrain.policy.parallel.experts import ExpertGroup
 from posttrain.policy.parallel.fsdp import reshard, shard, whole_parameters
 from posttrain.policy.parallel.mesh import Mesh
-from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, split_over_ranks
+from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, same_states, split_over_ranks
 from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.runtime import (
@@ -71,7 +73,8 @@ class RankSetup:
 
     def for_sampling(self, layer_shares: int, *, in_host_memory: bool = False) -> RankSetup:
         """Of an engine on devices of its own, this many of which share its layers. Its model is not trained."""
-        alone = {"tensor_parallel_size": layer_shares, "context_parallel_size": 1, "dp_replicate_size": None}
+        alone: dict[str, int | None] = dict.fromkeys(("dp_replicate_size", "expert_parallel_size"))
+        alone |= {"tensor_parallel_size": layer_shares, "context_parallel_size": 1}
         parallel = self.policy.dtensor_cfg.model_copy(update=alone)
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
         return replace(self, policy=policy, needs_reference=False, trains=False, in_host_memory=in_host_memory)
@@ -119,6 +122,7 @@ class PolicyTrainer:
         has_copy = setup.needs_reference and not config.dtensor_cfg.lora_cfg.enabled
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval() if has_copy else None
         self.reference = None if frozen is None else self._shardable(frozen)
+        self._experts: ExpertGroup | None = None  # of the model that is trained
         self.forward = self._shardable(self.model)
         self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
@@ -132,7 +136,7 @@ class PolicyTrainer:
         """The model with its adapters, if it has any."""
         config, dtype = setup.policy, DTYPES[setup.policy.precision]
         # A model that is split over ranks may be too large for one device.
-        device = torch.device("cpu") if self.mesh.tp > 1 else self.device
+        device = torch.device("cpu") if self.mesh.tp > 1 or self.mesh.ep > 1 else self.device
         if setup.reward_model:
             padding = padding_for_scores(self.tokenizer, setup.answer_ends)
             use_padding(self.tokenizer, padding)
@@ -165,13 +169,20 @@ class PolicyTrainer:
         chunk_size = self.config.logprob_chunk_size
         root: Forward = SequenceScores(model) if self._scores_answers else TokenLogprobs(model, chunk_size)
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
-        if layers_mesh is not None:
-            split_over_ranks(model, root.head, layers_mesh, self.device, FIELD if self._trains else ENGINE_FIELD)
+        experts: list[nn.Module] = []
+        if self._axes.experts is not None or layers_mesh is not None:
+            field = (FIELD if self._trains else ENGINE_FIELD) if layers_mesh is not None else EXPERT_FIELD
+            with same_states(root.head, field):
+                if self._axes.experts is not None:
+                    self._experts = ExpertGroup(self._axes.experts)
+                    experts = self._experts.split(model, root.head, self.device)
+                if layers_mesh is not None:
+                    split_over_ranks(model, root.head, layers_mesh, self.device, field)
         num_fused = fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
         if self._in_fp8:
             self._refuse_fp8(root.head, num_fused)
         if mesh is not None:
-            shard(root, list(root.head.layers), mesh)
+            shard(root, list(root.head.layers), mesh, experts, self._axes.expert_parameters)
             # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's
             # own parameters stay whole after a pass, and the optimizer must get the sharded ones.
             with refusing_errors(base_config(model).get_text_config()):
@@ -335,7 +346,8 @@ class PolicyTrainer:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """The model for sampling: parameters unsharded on every rank, and peak memory measured."""
-        with self.peak_memory.during("sampling"), whole_parameters(self.forward):
+        passes = nullcontext() if self._experts is None else self._experts.different_passes()
+        with self.peak_memory.during("sampling"), whole_parameters(self.forward), passes:
             yield
 
     def agreed(self, is_so: Callable[[], bool]) -> Callable[[], bool]:

@@ -19,7 +19,6 @@ REFUSED = [
     "checkpointing.model_save_format=torch_save",
     "policy.precision=float16",
     "policy.quant_cfg=NVFP4",
-    "policy.dtensor_cfg.expert_parallel_size=2",
     "policy.dtensor_cfg.sequence_parallel=true",
     "policy.dtensor_cfg.custom_parallel_plan=my.plan",
     "policy.dtensor_cfg.automodel_kwargs.freeze_config={a: 1}",

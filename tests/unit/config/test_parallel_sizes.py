@@ -6,12 +6,21 @@ from posttrain.config import ConfigError, GrpoRunConfig, load_config
 
 TP, CP = "policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.context_parallel_size"
 REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
+EP = "policy.dtensor_cfg.expert_parallel_size"
 EIGHT = "cluster.gpus_per_node=8"
 
 
 @pytest.mark.parametrize(
     "words",
-    [[f"{TP}=8"], [f"{TP}=2", f"{CP}=2", f"{REPLICAS}=2"], [f"{REPLICAS}=null"], ["cluster.num_nodes=2", f"{TP}=4"]],
+    [
+        [f"{TP}=8"],
+        [f"{EP}=8"],
+        [f"{EP}=4", f"{TP}=2"],
+        [f"{EP}=4", f"{CP}=4"],
+        [f"{TP}=2", f"{CP}=2", f"{REPLICAS}=2"],
+        [f"{REPLICAS}=null"],
+        ["cluster.num_nodes=2", f"{TP}=4"],
+    ],
 )
 def test_sizes_that_divide_the_ranks_are_accepted(words: list[str]) -> None:
     assert load_config("dpo", None, [EIGHT, *words]).warnings == []
@@ -30,7 +39,8 @@ def test_sizes_that_divide_the_ranks_are_accepted(words: list[str]) -> None:
         ),
         ([f"{TP}=2", "policy.optimizer.master_weights=none"], "policy.optimizer.master_weights = none with"),
         (["policy.dtensor_cfg.sequence_parallel=true"], "sequence_parallel.*not implemented"),
-        (["policy.dtensor_cfg.expert_parallel_size=2"], "expert_parallel_size.*not implemented"),
+        ([f"{EP}=3"], "expert_parallel_size = 3 must divide the 8 ranks that hold different shards"),
+        ([f"{EP}=4", f"{TP}=2", f"{REPLICAS}=2"], "expert_parallel_size = 4 must divide the 2 ranks"),
         (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload.*not implemented"),
         ([f"{TP}=0"], "tensor_parallel_size"),
     ],

@@ -17,6 +17,7 @@ from posttrain.policy.head import OutputHead
 from posttrain.policy.memory.model_shape import shape_of_config
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import run_settings
+from posttrain.policy.parallel.experts import ExpertGroup
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.parallel.tensor import ENGINE_FIELD, split_over_ranks
 
@@ -51,7 +52,7 @@ def test_families_whose_plan_is_not_implemented_are_refused_by_name(family: str,
 def test_a_family_without_a_plan_is_refused() -> None:
     model = tiny_model()
     model.config.base_model_tp_plan = None
-    with pytest.raises(InputError, match="transformers has no plan for the family llama"):
+    with pytest.raises(InputError, match="transformers has no plan for the attention of the family llama"):
         split_over_ranks(model, OutputHead(model), ranks(2), CPU)
 
 
@@ -69,6 +70,19 @@ def test_sizes_of_the_model_that_cannot_be_split_are_named(size: int, settings: 
         split_over_ranks(model, OutputHead(model), ranks(size), CPU)
     with pytest.raises(InputError, match=f"^policy.generation.vllm_cfg.tensor_parallel_size.*{message}"):
         split_over_ranks(model, OutputHead(model), ranks(size), CPU, ENGINE_FIELD)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("qwen3-moe", 3, r"expert_parallel_size = 3 does not divide the 4 experts of model.layers.0.mlp.experts"),
+        ("llama", 2, "expert_parallel_size = 2: the family llama has no experts"),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_named(family: str, size: int, message: str) -> None:
+    model = tiny_model(family)
+    with pytest.raises(InputError, match=message):
+        ExpertGroup(cast(Any, SimpleNamespace(size=lambda dim: size))).split(model, OutputHead(model), CPU)
 
 
 def test_ranks_that_share_rows_or_layers_have_the_same_data() -> None:

@@ -35,6 +35,7 @@ from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
+from posttrain.policy.parallel.experts import spreads_experts
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -122,9 +123,9 @@ class NativeEngine:
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
         # Until a capture fails. Sharded modules are sampled with whole parameters (`policy/parallel/fsdp.py`), whose
-        # addresses may differ between calls; then graphs are captured again. Ranks that share layers sample without
-        # graphs.
-        shares_layers = sharded and self.forward.head.tensor_group is not None
+        # addresses may differ between calls; then graphs are captured again. Ranks that share layers or experts sample
+        # without graphs.
+        shares_layers = sharded and (self.forward.head.tensor_group is not None or spreads_experts(model))
         self._use_graphs = use_graphs and self.forward.device.type == "cuda" and not shares_layers
         self._workspace: Workspace | None = None
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every token

@@ -54,8 +54,16 @@ class MixedPrecisionOptimizer:
         }
 
     def _make(self, name: str, kwargs: Mapping[str, object]) -> Optimizer:
-        made: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
+        made: Optimizer = resolve(name, "policy.optimizer.name")(self._parameter_groups(), **kwargs)
         return made
+
+    def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, list[nn.Parameter]]]:
+        """Those of experts over ranks are on another mesh, and torch updates a group in operations over all of it."""
+        by_mesh: dict[object, list[nn.Parameter]] = {}
+        for master in self.masters.values():
+            by_mesh.setdefault(getattr(master, "device_mesh", None), []).append(master)
+        groups = list(by_mesh.values())
+        return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 
     @property
     def learning_rate(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +22,27 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> None:
-    """Shard each layer on its own, so that only one is whole at a time, and the rest with the root."""
-    if mesh is None:
-        return
+def shard(
+    root: nn.Module,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
+    """Shard each layer on its own, so that only one is whole at a time, and the rest with the root. `experts` are
+    sharded over a mesh of theirs; without one they stay as they are.
+    """
     # Gradients are added up over ranks as over micro-batches.
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    kept: set[nn.Parameter] = set()
+    for module in experts:
+        if expert_mesh is None:
+            kept |= set(module.parameters())
+        else:
+            fully_shard(module, mesh=expert_mesh, mp_policy=in_fp32)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=in_fp32)
-    fully_shard(root, mesh=mesh, mp_policy=in_fp32)
+        fully_shard(layer, mesh=mesh, mp_policy=in_fp32, ignored_params=kept)
+    fully_shard(root, mesh=mesh, mp_policy=in_fp32, ignored_params=kept)
 
 
 @contextmanager

@@ -20,21 +20,22 @@ class Mesh:
     """How the ranks are arranged: data parallel x context parallel x tensor parallel, `tp` varying fastest.
 
     Ranks with the same `dp` index work on the same data: those of `cp` on parts of each row, those of `tp` with parts
-    of each layer.
+    of each layer. Of the others, `ep` neighbours share the experts of each layer.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     replicas: int = 1  # groups of ranks that each hold a full model and exchange only gradients
+    ep: int = 1
 
     @classmethod
     def over(cls, num_ranks: int, parallel: DtensorConfig) -> Mesh:
         """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
         cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
-        replicas = parallel.dp_replicate_size or 1
-        assert num_ranks % (cp * tp * replicas) == 0
-        return cls(num_ranks // (cp * tp), cp, tp, replicas)
+        replicas, ep = parallel.dp_replicate_size or 1, parallel.expert_parallel_size or 1
+        assert num_ranks % (cp * tp * replicas) == num_ranks // (tp * replicas) % ep == 0
+        return cls(num_ranks // (cp * tp), cp, tp, replicas, ep)
 
     @property
     def size(self) -> int:
@@ -69,11 +70,24 @@ class Mesh:
         if self.cp > 1:
             grid = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "part"))
             rows = grid["cp"]
+        experts = self._expert_axes(device)
         if self.tp == 1:
-            return Axes(mesh, None, rows)
-        # torch warns that a tensor which is spread over two axes is gathered in two operations
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows)
+            return Axes(mesh, None, rows, *experts)
+        _silence_gathering()
+        return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows, *experts)
+
+    def _expert_axes(self, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        """A mesh of the same ranks for the parameters of experts: what FSDP spreads them over, and the others."""
+        if self.ep == 1:
+            return None, None
+        _silence_gathering()
+        num_shards = self.num_shards // self.replicas // self.ep
+        spread = {"replicas": self.replicas, "edp": num_shards} if self.replicas > 1 else {"edp": num_shards}
+        spread = spread if self.replicas * num_shards > 1 else {}
+        kept = {"ep": self.ep, "tp": self.tp} if self.tp > 1 else {"ep": self.ep}
+        sizes = {**spread, **kept}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return mesh[tuple(spread)] if spread else None, mesh[tuple(kept)]
 
 
 @dataclass(frozen=True)
@@ -83,3 +97,10 @@ class Axes:
     parameters: DeviceMesh | None = None  # those that FSDP spreads parameters over: data and context parallel ranks
     layers: DeviceMesh | None = None  # tensor parallel ranks
     rows: DeviceMesh | None = None  # context parallel ranks
+    expert_parameters: DeviceMesh | None = None  # those that FSDP spreads the experts' parameters over
+    experts: DeviceMesh | None = None  # expert parallel ranks, and tensor parallel ones
+
+
+def _silence_gathering() -> None:
+    """torch warns that a tensor which is spread over two axes is gathered in two operations."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

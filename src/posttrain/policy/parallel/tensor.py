@@ -7,12 +7,13 @@ rank's heads, or its part of the MLP. The one after it is split by rows: it make
 fp32.
 
 How a family's modules are split is in the plan that `transformers` has for it. The split model is tried on a few
-tokens.
+tokens (`same_states`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -70,12 +71,14 @@ class _RowProduct(torch.autograd.Function):
 
 
 def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
-    """Leave this rank its part of `model`, on `device`. Before `fully_shard`. `field` of the config asks for it."""
+    """Leave this rank its part of `model`, on `device`. Before `fully_shard`. `field` of the config asks for it.
+
+    Experts that are spread over other ranks already (`experts.py`) stay as they are.
+    """
     group = TensorGroup(mesh)
     config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
-    plan = _plan(config, field)
+    plan = _plan(config, field, has_spread_experts=any(isinstance(p, DTensor) for p in model.parameters()))
     _check_sizes(config, group.size, field)
-    expected = _trial(head)
     roles = _roles(head, plan)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
@@ -84,7 +87,9 @@ def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: tor
         for kind in kinds:
             parameter = module._parameters[kind]
             assert parameter is not None
-            if parameter not in made:
+            if isinstance(parameter, DTensor):
+                made[parameter] = parameter
+            elif parameter not in made:
                 by_rows = Shard(1) if role == ROWS and kind == "weight" else Replicate()
                 made[parameter] = _part(parameter, Shard(0) if role == COLUMNS else by_rows, group, device)
             module._parameters[kind] = made[parameter]
@@ -111,14 +116,17 @@ def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: tor
         mark(head.module, group)
         head.module.register_forward_pre_hook(lambda _, args: (group.copied(args[0]), *args[1:]))
         head.module.register_forward_hook(lambda _, args, out: group.beside(out, len(head.module.weight)))
-    _compare(head, config, expected, field)
 
 
-def _plan(config: PretrainedConfig, field: str) -> dict[str, str]:
+def _plan(config: PretrainedConfig, field: str, *, has_spread_experts: bool) -> dict[str, str]:
     """Roles by patterns of module names below the decoder."""
-    styles: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
-    if not styles:
-        raise InputError(f"{field}: transformers has no plan for the family {config.model_type}; set it to 1")
+    styles: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if has_spread_experts:
+        styles = {pattern: style for pattern, style in styles.items() if ".experts" not in pattern}
+    if not any(pattern.endswith("_proj") and "attn" in pattern for pattern in styles):
+        raise InputError(
+            f"{field}: transformers has no plan for the attention of the family {config.model_type}; set it to 1"
+        )
     if unknown := sorted(set(styles.values()) - _ROLES.keys()):
         experts = ", which has experts," if any("expert" in pattern for pattern in styles) else ""
         raise InputError(
@@ -216,6 +224,26 @@ class _VocabularyRows:
 # -- does it compute the same? -----------------------------------------------------------------------------------------
 
 
+@contextmanager
+def same_states(head: Head, field: str) -> Iterator[None]:
+    """The model is split inside, and must compute the same afterwards: a family may use its modules in a way that its
+    plan does not describe.
+    """
+    expected = _trial(head)
+    yield
+    _compare(head, expected, field)
+
+
+def _compare(head: Head, expected: Tensor, field: str) -> None:
+    found, dtype = _trial(head), head.embedding.weight.dtype
+    if not is_near(found, expected, dtype):
+        raise InputError(
+            f"{field}: split over ranks, this model of the family {head.decoder.config.model_type} computes something "
+            f"else (hidden states off by {float((found - expected).abs().max()):.2g}, the largest is "
+            f"{float(expected.abs().max()):.2g}); set it to 1"
+        )
+
+
 @torch.no_grad()
 def _trial(head: Head) -> Tensor:
     """Hidden states of a few tokens."""
@@ -224,14 +252,3 @@ def _trial(head: Head) -> Tensor:
     context = PackedAttention([Segment(0, _TRIAL_TOKENS)], weight.device)
     with evaluation_mode(head.decoder), attention_context(context):
         return head.hidden(positions * (len(weight) // _TRIAL_TOKENS), positions).cpu()
-
-
-def _compare(head: Head, config: PretrainedConfig, expected: Tensor, field: str) -> None:
-    """Tests the split model: a family may use its modules in a way that its plan does not describe."""
-    found, dtype = _trial(head), head.embedding.weight.dtype
-    if not is_near(found, expected, dtype):
-        raise InputError(
-            f"{field}: split over ranks, this model of the family {config.model_type} computes something else (hidden "
-            f"states off by {float((found - expected).abs().max()):.2g}, the largest is "
-            f"{float(expected.abs().max()):.2g}); set it to 1"
-        )
