@@ -216,6 +216,9 @@ time.sleep(6)""",
 page = ctypes.create_string_buffer(4096)
 vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
 escaped(libc.vmsplice(os.pipe()[1], vector, ctypes.c_ulong(1), 0) > 0)""",
+    "named-pipe": "os.mkfifo('a'); escaped(os.write(os.open('a', os.O_RDWR | os.O_NONBLOCK), bytes(60_000)))",
+    "named-pipe-by-number": "escaped(libc.syscall(133, b'a', 0o10600, 0) == 0)",
+    "huge-pages": "escaped(libc.syscall(9, 0, 2**21, 3, 0x40022, -1, 0) != -1 or ctypes.get_errno() != 1)",
     "file-in-pipe": "open('a', 'w').write('x'); os.splice(os.open('a', 0), os.pipe()[1], 1); escaped()",
     "library-in-pipe": "os.sendfile(os.pipe()[1], os.open(os.__file__, 0), 0, 1); escaped()",
     "tee": "a, b = os.pipe(), os.pipe(); os.write(a[1], b'x'); escaped(libc.tee(a[0], b[1], ctypes.c_long(1), 0) > 0)",

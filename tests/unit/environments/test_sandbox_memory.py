@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import socket
@@ -157,3 +158,28 @@ def test_descriptors_that_cannot_be_read_count_as_the_worst(monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(processes.os, name, refused)
             assert processes.memory_bytes([os.getpid()], 2**40) > before + (3 << 20)
+
+
+def test_buffers_count_with_the_sizes_of_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrator may have set larger buffers of sockets, and a page may have 64 KiB."""
+    monkeypatch.setattr(processes.socket.socket, "getsockopt", lambda *_: 8 << 20)
+    monkeypatch.setattr(processes.os, "sysconf", lambda _: 64 << 10)
+    found = processes._bytes_by_kind()
+    assert (found["socket"], found["pipe"]) == (20 << 20, 1 << 20)
+    with socket.socketpair()[0] as one:
+        monkeypatch.undo()
+        assert processes._BYTES_BY_KIND["socket"] > 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+@pytest.mark.parametrize("enough", [0, 2**40])
+def test_huge_pages_are_counted(monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
+    before = processes.memory_bytes([os.getpid()], enough)
+    opened = open
+
+    def with_huge_pages(path: str) -> object:
+        if not str(path).endswith("/status"):
+            return opened(path)
+        return io.StringIO(Path(path).read_text().replace("HugetlbPages:\t       0", "HugetlbPages:\t 1048576"))
+
+    monkeypatch.setattr(processes, "open", with_huge_pages, raising=False)
+    assert processes.memory_bytes([os.getpid()], enough) - before > 900 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 
 
 def descendants(process_id: int) -> list[int]:
@@ -44,6 +45,9 @@ def _children_by_parent() -> dict[int, list[int]]:
     return children
 
 
+_PAGES = ("VmRSS", "VmSwap", "HugetlbPages")
+
+
 def memory_bytes(process_ids: list[int], enough: int) -> int:
     """Memory that the processes hold together: their pages, in memory and in swap, the tables of these, and what their
     sockets, pipes and sets of watched files can hold. Shared pages count once, which is slow to find out: only beyond
@@ -51,15 +55,22 @@ def memory_bytes(process_ids: list[int], enough: int) -> int:
     statuses = {place: status for process_id in process_ids for place, status in [_place_and_status(process_id)]}
     tables = sum(status.get("VmPTE", 0) for status in statuses.values()) * 1024
     files = _bytes_in_files(statuses)
-    pages = sum(status.get("VmRSS", 0) + status.get("VmSwap", 0) for status in statuses.values()) * 1024
+    pages = sum(status.get(name, 0) for status in statuses.values() for name in _PAGES) * 1024
     if pages + tables + files > enough:
         pages = sum(_proportional_bytes(place, status) for place, status in statuses.items())
     return pages + tables + files
 
 
-# What the kernel keeps for an open file, at most: the default buffer of a socket and one message beyond it, the default
-# size of a pipe, and for an epoll every pair of a file and a descriptor of 128.
-_BYTES_BY_KIND = {"socket": 512 << 10, "pipe": 64 << 10, "anon_inode:[eventpoll]": 3 << 20}
+def _bytes_by_kind() -> dict[str, int]:
+    """What the kernel keeps for an open file, at most: the default buffer of a socket, which the administrator sets,
+    and one message beyond it, the 16 pages of a pipe, and for an epoll every pair of a file and a descriptor of 128."""
+    with socket.socketpair()[0] as one:
+        buffer = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    pipe = 16 * os.sysconf("SC_PAGE_SIZE")
+    return {"socket": max(512 << 10, 5 * buffer // 2), "pipe": pipe, "anon_inode:[eventpoll]": 3 << 20}
+
+
+_BYTES_BY_KIND = _bytes_by_kind()
 
 
 def _bytes_in_files(statuses: dict[str, dict[str, int]]) -> int:
@@ -116,7 +127,7 @@ def _status(place: str) -> dict[str, int]:
     with contextlib.suppress(OSError), open(f"{place}/status") as file:
         for line in file:
             name, _, value = line.partition(":")
-            if name in ("VmRSS", "VmSwap", "VmPTE", "FDSize"):
+            if name in (*_PAGES, "VmPTE", "FDSize"):
                 found[name] = int(value.split()[0])
     return found
 
@@ -127,7 +138,9 @@ def _proportional_bytes(place: str, status: dict[str, int]) -> int:
         for line in file:
             if line.startswith(("Pss:", "SwapPss:")):
                 total += int(line.split()[1]) * 1024
-    return total or (status.get("VmRSS", 0) + status.get("VmSwap", 0)) * 1024
+    if not total:
+        return sum(status.get(name, 0) for name in _PAGES) * 1024
+    return total + status.get("HugetlbPages", 0) * 1024  # they are in no other number
 
 
 def num_processes_of_user(user: int) -> int:

@@ -79,9 +79,11 @@ _FORBIDDEN: dict[str, tuple[int, int]] = {
     "personality": (135, 92),
     "vhangup": (153, 58),
     "lookup_dcookie": (212, 18),
-    # Memory that is not mapped: files without a name, larger buffers of sockets, files in flight between sockets, pages
-    # (whole huge pages, even) that a pipe refers to, queues of events, rules, policies, filters.
+    # Memory that is not mapped: files without a name, pipes with one, larger buffers of sockets, files in flight
+    # between sockets, pages (whole huge pages, even) that a pipe refers to, queues of events, rules, policies, filters.
     "memfd_create": (319, 279),
+    "mknod": (133, 0xFFFF),
+    "mknodat": (259, 33),
     "memfd_secret": (447, 447),
     "setsockopt": (54, 208),
     "sendmsg": (46, 211),
@@ -120,6 +122,7 @@ _PRLIMIT64 = (302, 261)
 _TIOCSTI = 0x5412  # types into the terminal that posttrain was started from
 _AF_UNIX = 1
 _MAP_SHARED_ANONYMOUS = 0x21  # it remains while any process maps it, and counts where its pages have been touched only
+_MAP_HUGETLB = 0x40000  # pages that are in no count of memory; the rest of the flags as for others
 _F_SETPIPE_SZ = 1031
 # The parent's end, dumpable, name, timer slack, subreaper, no new privileges, and reading them. Others allocate, such
 # as PR_FUTEX_HASH, or weaken a protection.
@@ -168,7 +171,8 @@ def syscall_filter(machine: str | None = None) -> bytes:
     shared = (0, _CLONE_FILES, _CLONE_THREAD | _CLONE_FILES)
     program += _only(_CLONE[column], 0, shared, mask=_NAMESPACE_FLAGS | _CLONE_THREAD | _CLONE_FILES)
     program += _only(_CLOSE_RANGE[column], 2, (0, _CLOSE_RANGE_CLOEXEC))
-    program += _not(_MMAP[column], 3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)
+    huge = [_MAP_HUGETLB | flags for flags in (0, 0x01, 0x20, 0x21)]
+    program += _not(_MMAP[column], 3, (_MAP_SHARED_ANONYMOUS, *huge), mask=_MAP_HUGETLB | _MAP_SHARED_ANONYMOUS)
     program += _only(_SOCKETPAIR[column], 0, (_AF_UNIX,))
     program += _only(_PRCTL[column], 0, _PRCTL_ALLOWED)
     program += _not(_FCNTL[column], 1, (_F_SETPIPE_SZ,))
