@@ -1,5 +1,5 @@
-"""Every causal language model of the installed transformers, tiny: a config from the names of its fields, and what
-posttrain does with the model.
+"""Every causal language model of the installed transformers, and every one with towers for images around it, tiny: a
+config from the names of its fields, and what posttrain does with the model.
 
 python tests/every_family.py      writes every_family.json, from which docs/models.md is generated; takes minutes
 """
@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from tiny_models import LOGPROB_ROUNDING, byte_tokenizer, randomise
 from tiny_runs import grpo
-from transformers import AutoModelForCausalLM, PretrainedConfig, logging
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, logging
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from posttrain.config import load_config
 from posttrain.errors import InputError
@@ -102,6 +105,12 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Three axes of positions, for images.
+_EXTRA |= {
+    family: {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}}
+    for family in ("glm4v_moe_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text")
+    + ("qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text")
+}
 
 
 # In the order of the tests: one of each kind of outcome first.
@@ -110,6 +119,13 @@ FAMILIES = (
     "diffllama",
     "afmoe",
     *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {"gpt2", "diffllama", "afmoe"}),
+)
+# Those whose published form is not the causal language model.
+WITH_IMAGES = " with images"
+FAMILIES_WITH_IMAGES = tuple(
+    f"{family}{WITH_IMAGES}"
+    for family, name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) != name
 )
 RECORD = Path(__file__).with_suffix(".json")
 
@@ -156,13 +172,15 @@ class Outcome:
     reason: str = ""
 
 
-def save_tiny(model_type: str, folder: Path) -> Path:
-    config = tiny_config(model_type)
+def save_tiny(family: str, folder: Path) -> Path:
+    config = tiny_config(family.removesuffix(WITH_IMAGES))
+    auto_class = AutoModelForImageTextToText if family.endswith(WITH_IMAGES) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model = auto_class.from_config(copy.deepcopy(config))
     if (size := sum(parameter.numel() for parameter in model.parameters())) > MAX_PARAMETERS:
         raise ValueError(f"{size} parameters are not tiny: the names of some sizes are not known here")
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    model = auto_class.from_config(copy.deepcopy(config), attn_implementation="eager")
+    config.architectures = [type(model).__name__]
     randomise(model, 0)
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # as it would be published: some models change theirs
@@ -175,10 +193,10 @@ def rank_of(model: Path, *settings: str) -> Rank:
     return build_rank(RankSetup(policy, seed=0, needs_reference=False))
 
 
-def try_family(model_type: str, folder: Path) -> Outcome:
+def try_family(family: str, folder: Path) -> Outcome:
     """Load, prove, sample and train a tiny model as a run does, without starting one."""
     try:
-        save_tiny(model_type, folder)
+        save_tiny(family, folder)
     except Exception as error:
         return Outcome("not made", f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}")
     try:
@@ -214,7 +232,7 @@ def recorded() -> dict[str, Any]:
 if __name__ == "__main__":
     logging.set_verbosity_error()
     outcomes = {}
-    for family in FAMILIES:
+    for family in (*FAMILIES, *FAMILIES_WITH_IMAGES):
         with tempfile.TemporaryDirectory() as folder:
             outcomes[family] = dataclasses.asdict(try_family(family, Path(folder)))
         print(family, *outcomes[family].values(), file=sys.stderr)

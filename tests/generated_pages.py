@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from config_reference import config_reference
-from every_family import recorded
+from every_family import WITH_IMAGES, recorded
 
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
@@ -54,6 +54,7 @@ FAMILIES = (
     ),
     Family("smollm3", "SmolLM3", "smollm3", "layers without positions, tied head"),
     Family("mistral", "Mistral 7B, Ministral 8B", "mistral", "sliding window"),
+    Family("mistral3-vision", "Mistral Small 3.1 to 3.2", "mistral3", "Mistral beside a vision tower"),
     Family("mixtral", "Mixtral", "mixtral", "experts"),
     Family("qwen2", "Qwen2, Qwen2.5", "qwen2", "biases, tied head"),
     Family("qwen3", "Qwen3", "qwen3", "norms of queries and keys"),
@@ -68,8 +69,11 @@ FAMILIES = (
     Family("glm4-moe", "GLM-4.5, GLM-4.6", "glm4_moe", "experts with a bias of the router, partial rotation"),
     Family("deepseek-v3", "DeepSeek-V3, Kimi-K2", "deepseek_v3", "latent attention, groups of experts"),
     Family("gemma4", "Gemma 4 (text)", "gemma4_text", "embeddings of each layer, two kinds of heads, keys as values"),
+    Family("gemma4-vision", "Gemma 4", "gemma4", "the same beside towers for images and sound"),
     Family("qwen3.5", "Qwen3.5 (text)", "qwen3_5_text", "gated delta nets beside attention with a gate"),
+    Family("qwen3.5-vision", "Qwen3.5", "qwen3_5", "the same beside a vision tower"),
     Family("qwen3.5-moe", "Qwen3.5-MoE (text)", "qwen3_5_moe_text", "the same with experts"),
+    Family("qwen3.5-moe-vision", "Qwen3.5-MoE", "qwen3_5_moe", "the same beside a vision tower"),
     Family("qwen3-next", "Qwen3-Next", "qwen3_next", "gated delta nets, experts"),
     Family("lfm2", "LFM2", "lfm2", "short convolutions beside attention"),
     Family("nemotron-h", "Nemotron-H", "nemotron_h", "Mamba-2, attention and MLP in blocks of their own"),
@@ -92,16 +96,23 @@ CHECKS = {
 
 # What is in the reason of a refusal, and how docs/models.md says it. Others are quoted.
 REFUSALS = {
-    "decay every number of their state": "a recurrence of another kind than gated delta rules, Mamba-2 and short "
+    "decays every number of its state": "a recurrence of another kind than gated delta rules, Mamba-2 and short "
     "convolutions",
     "in another way than attention": "layers that reach other tokens neither through the attention interface of "
     "`transformers` nor by a recurrence that is known",
     "an encoder and a decoder": "an encoder and a decoder",
     "proof at load": "the proof at load: sampler or trainer would compute another model",
+    "pixel_values": "a forward pass that needs an image",
+    "image_encoder_embeddings": "a forward pass that needs an image",
     "builds no mask": "its forward pass needs the mask of `transformers`, as sparse attention and ALiBi do, or another "
     "argument",
     "makes a mask of its own": "a mask of its own",
+    "has no output head": "no output head",
+    "last_hidden_state": "a language model inside that gives logits alone",
     "changes its logits": "a change of the logits that is not known; most of these are encoders",
+    "changes embeddings": "embeddings that are changed in a way that is not known",
+    "has no fitting weights": "weights that `transformers` does not find again under the names that it writes",
+    "config.output_multiplier": "a factor or a cap of the logits that is not known",
     "config.log": "a factor or a cap of the logits that is not known",
     "a choice of tokens to look at": "sparse attention over tokens that the model chooses",
     "a bias by position": "a bias by position",
@@ -131,9 +142,23 @@ def models_table() -> str:
 def walk_table() -> str:
     """Outcomes of `integration/test_every_family.py`."""
     record = recorded()
+    outcomes = sorted(record["families"].items())
+    text = {family: outcome for family, outcome in outcomes if not family.endswith(WITH_IMAGES)}
+    images = {family.removesuffix(WITH_IMAGES): outcome for family, outcome in outcomes if family.endswith(WITH_IMAGES)}
+    return (
+        f"\nAll {len(text)} causal language models of transformers {record['transformers']}, each a tiny random model "
+        "with a config made from the names of its fields, on a CPU in float32 "
+        "(`tests/integration/test_every_family.py`: load, proof, samples, one optimizer step). "
+        + _outcomes(text)
+        + f"\nThe {len(images)} families whose published form has towers for images or sound, used for text. "
+        + _outcomes(images)
+    )
+
+
+def _outcomes(found: Mapping[str, Mapping[str, str]]) -> str:
     families: dict[str, list[str]] = {}
     counts: Counter[str] = Counter()
-    for family, outcome in sorted(record["families"].items()):
+    for family, outcome in found.items():
         kind, reason = outcome["kind"], outcome["reason"]
         counts[kind] += 1
         said = next((words for part, words in REFUSALS.items() if part in reason), reason)
@@ -142,9 +167,6 @@ def walk_table() -> str:
         )
     rows = sorted(families.items(), key=lambda item: (item[0] != "works and agrees", -len(item[1])))
     return (
-        f"\nAll {sum(counts.values())} causal language models of transformers {record['transformers']}, each a tiny "
-        "random model with a config made from the names of its fields, on a CPU in float32 "
-        "(`tests/integration/test_every_family.py`: load, proof, samples, one optimizer step). "
         f"{counts['agrees']} work, and sampler and trainer agree; {counts['refused']} are refused with exit code 64 "
         f"and a reason; of {counts['not made']} no tiny model could be made this way. None ends in a traceback, none "
         "is accepted with other numbers.\n\n"

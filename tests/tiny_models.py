@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from posttrain.models.attention_interface import ATTENTION, attention_context
+from posttrain.models.loading import auto_class_of
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
@@ -67,7 +74,7 @@ _MAMBA: Mapping[str, Any] = {
 }
 
 # family -> (model_type of transformers, what it has beyond the common shape)
-_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_TEXT_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": SLIDING_WINDOW}),
@@ -94,22 +101,6 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "sliding_window": SLIDING_WINDOW,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "query_pre_attn_scalar": 8,
-        },
-    ),
-    # Gemma 3 from 4B on: the language model of the text-only ones beside a vision tower, which sees no image here.
-    "gemma3-vision": (
-        "gemma3",
-        {
-            "text_config": {"sliding_window": SLIDING_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-            "vision_config": {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
-            "mm_tokens_per_image": 4,
         },
     ),
     # Queries, keys and values in one projection; half of each head is rotated.
@@ -166,9 +157,45 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 4, "chunk_size": 16},
     ),
 }
+_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "patch_size": 2} | {
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+# As most people download them: with towers for images and sound around a language model of above, which see none here.
+_WRAPPERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "gemma3-vision": ("gemma3", "gemma3", {**_VISION, "image_size": 28, "patch_size": 14}),
+    "gemma4-vision": (
+        "gemma4",
+        "gemma4",
+        {**_VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "position_embedding_size": 8},
+    ),
+    "mistral3-vision": (
+        "mistral3",
+        "mistral",
+        {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
+    ),
+    "qwen3.5-vision": ("qwen3_5", "qwen3.5", _QWEN_VISION),
+    "qwen3.5-moe-vision": ("qwen3_5_moe", "qwen3.5-moe", _QWEN_VISION),
+}
+_FAMILIES = {
+    **_TEXT_FAMILIES,
+    **{
+        name: (
+            model_type,
+            {"vision_config": vision, "mm_tokens_per_image": 4}
+            | {"text_config": {"model_type": _TEXT_FAMILIES[inner][0], **_TEXT_FAMILIES[inner][1]}},
+        )
+        for name, (model_type, inner, vision) in _WRAPPERS.items()
+    },
+}
 FAMILIES = tuple(_FAMILIES)
 # transformers computes their recurrence in fp32, whatever the precision of the weights.
-RECURRENT_FAMILIES = FAMILIES[FAMILIES.index("qwen3.5") :]
+RECURRENT_FAMILIES = (
+    *FAMILIES[FAMILIES.index("qwen3.5") : len(_TEXT_FAMILIES)],
+    "qwen3.5-vision",
+    "qwen3.5-moe-vision",
+)
 
 
 def tiny_model(
@@ -191,7 +218,8 @@ def tiny_model(
     experts = {"experts_implementation": "eager"} if attention == "eager" or dtype == torch.float64 else {}
     with torch.random.fork_rng():  # decays of recurrent layers are drawn, and `randomise` adds to them
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
+        auto_class = AutoModelForImageTextToText if "text_config" in extra else AutoModelForCausalLM
+        model: PreTrainedModel = auto_class.from_config(config, attn_implementation=attention, **experts)
     model.config.use_cache = False
     randomise(model, seed)
     return model.to(dtype).eval()
@@ -256,7 +284,7 @@ PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
 @torch.no_grad()
 def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
     """What plain transformers computes for `PROMPT`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = auto_class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         from peft import PeftModel
 

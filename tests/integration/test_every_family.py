@@ -1,5 +1,6 @@
-"""Every causal language model of the installed transformers, tiny and random: it is loaded, proved, sampled and trained
-by one step, and the sampler's log-probabilities are the trainer's; or it is refused with a reason.
+"""Every causal language model of the installed transformers, tiny and random, also inside a model with towers for
+images: it is loaded, proved, sampled and trained by one step, and the sampler's log-probabilities are the trainer's; or
+it is refused with a reason.
 
 No run is started. `tests/every_family.json` has the outcomes that docs/models.md shows.
 """
@@ -9,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from every_family import FAMILIES, recorded, transformers_version, try_family
+from every_family import FAMILIES, FAMILIES_WITH_IMAGES, recorded, transformers_version, try_family
 
 from posttrain.errors import ExitCode, InputError
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FAMILIES_WITH_IMAGES])
 def test_family_agrees_or_is_refused(family: str, tmp_path: Path) -> None:
     outcome = try_family(family, tmp_path)
     assert outcome.kind in ("agrees", "refused", "not made"), outcome.reason

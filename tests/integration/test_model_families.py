@@ -17,12 +17,14 @@ import pytest
 import tiny_models
 import torch
 from generated_pages import CHECKS, FAMILIES, PAGES, refreshed
+from safetensors.torch import load_file
 from tiny_models import byte_tokenizer, logits_of, tiny_model
 from tiny_runs import LORA, assert_resumes, dpo, grpo, rows_of, run
 from tiny_server import options_for, running
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from posttrain.cli.main import main
+from posttrain.models.loading import auto_class_of
 
 LENGTHS = ["policy.max_total_sequence_length=96", "policy.generation.max_new_tokens=8"]
 SAVE_EACH_STEP = ["checkpointing.save_period=1", "checkpointing.metric_name=null"]
@@ -41,6 +43,8 @@ def save_model(family: str, folder: Path) -> None:
     special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     tiny_model(family, vocab_size=len(tokenizer), **special).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family.endswith("-vision"):
+        (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +111,24 @@ def test_converted_model_has_the_logits_of_the_checkpoint(trained: Path, convert
     assert lineage["verification"]["how"] == "loaded"
 
 
+def test_converted_model_has_the_layout_of_the_first(model: Path, converted: Path) -> None:
+    """The class and all names of tensors; and what is not the language model, bit for bit."""
+    config, trained = (json.loads((folder / "config.json").read_text()) for folder in (model, converted))
+    assert (trained["architectures"], trained["model_type"]) == (config["architectures"], config["model_type"])
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, converted))
+    assert before.keys() == after.keys()
+    towers = [name for name in before if any(part in name for part in ("vision", "visual", "audio", "multi_modal"))]
+    assert bool(towers) == ("vision_config" in config)
+    assert all(torch.equal(before[name], after[name]) for name in towers)
+    assert (model / "preprocessor_config.json").exists() == (converted / "preprocessor_config.json").exists()
+
+
 def test_served_answer_is_that_of_transformers_generate(converted: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     tokenizer = AutoTokenizer.from_pretrained(converted)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(converted, attn_implementation="eager").eval()
+    loader = auto_class_of(AutoConfig.from_pretrained(converted))
+    model = loader.from_pretrained(converted, attn_implementation="eager").eval()
     made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[
         0, ids.shape[1] :
     ]

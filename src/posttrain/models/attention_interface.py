@@ -84,6 +84,16 @@ def active_context() -> AttentionContext:
     return _active
 
 
+def named_layer(module: nn.Module) -> str:
+    """For messages: the family, the number of the layer, and the class of its module."""
+    name = type(module).__name__
+    # Some mixers keep no config: their class is in transformers.models.<family>.
+    config, family = getattr(module, "config", None), type(module).__module__.split(".")[-2:-1]
+    number = getattr(module, "layer_idx", None)
+    model_type = getattr(config, "model_type", None) or "".join(family) or name
+    return f"{model_type}: {'' if number is None else f'layer {number}, '}{name},"
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -98,14 +108,12 @@ def _attend(
 ) -> tuple[Tensor, None]:
     for option, what in _NOT_COMPUTED.items():
         if options.get(option) is not None:
-            family = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
             raise InputError(
-                f"{family}: its attention has {what}, which posttrain does not compute; it cannot be used here"
+                f"{named_layer(module)} has {what}, which posttrain does not compute; it cannot be used here"
             )
     if attention_mask is not None:  # transformers builds none for this implementation, see above
         raise InputError(
-            f"{type(module).__name__} makes a mask of its own, which posttrain does not look at; this model cannot be "
-            "trained here"
+            f"{named_layer(module)} makes a mask of its own, which posttrain does not look at; it cannot be used here"
         )
     context = active_context()
     batch, heads, length, head_dim = query.shape

@@ -7,6 +7,7 @@ checked here first. Nothing is downloaded, and torch is not imported.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from posttrain.data.hub_requests import ask_hub
@@ -15,6 +16,7 @@ from posttrain.models.folder_checks import why_unusable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
+_FILES_OF_A_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def looks_like_hub_name(text: str) -> bool:
@@ -49,6 +51,19 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
         )
     problem = _ask_hub(name, folder)
     return None if problem is None else f"no folder {name!r}, and {problem}"
+
+
+def processor_files(name: str) -> list[Path]:
+    """How images and sound are prepared for a model, which servers want to know even if there are none."""
+    if Path(name).is_dir():
+        return [file for each in _FILES_OF_A_PROCESSOR if (file := Path(name) / each).is_file()]
+    from huggingface_hub import hf_hub_download
+
+    found = []
+    for each in _FILES_OF_A_PROCESSOR:
+        with suppress(OSError, ValueError):  # the hub's own errors are among these; not every model has each file
+            found.append(Path(hf_hub_download(name, each)))
+    return found
 
 
 def _is_cached(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -45,10 +47,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Families with tests of their own (docs/models.md). Others are proved before they are used: `engines/native/proof.py`.
 TESTED_FAMILIES = frozenset(
     {
-        "bamba", "cohere", "deepseek_v3", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text",
-        "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoehybrid", "lfm2", "llama", "mistral", "mixtral",
-        "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "smollm3",
+        "bamba", "cohere", "deepseek_v3", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+        "gemma4_text", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoehybrid", "lfm2", "llama", "mistral",
+        "mistral3", "mixtral", "nemotron_h", "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
     }
 )  # fmt: skip
 
@@ -100,8 +102,18 @@ def checked_config(name: str, field: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads the model for text: a causal language model; where config.json names it, or
+    there is no other, a language model with a tower for images, so that the whole model is saved again."""
+    whole = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    if whole is not None and (not is_causal or whole.__name__ in (config.architectures or ())):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in auto_class_of(config)._model_mapping:
         raise SettingsError(
             f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal "
             "language model; models that need images, sound or an encoder are not supported"
@@ -140,7 +152,7 @@ def load_model(
     try:
         config = checked_config(name, "policy.model_name")
         _refuse_family(config, name, "policy.model_name")
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class_of(config).from_pretrained(
             name,
             dtype=dtype,
             attn_implementation=ATTENTION,
@@ -187,6 +199,7 @@ def load_model(
             file=sys.stderr,
         )
     model.config.use_cache = False
+    _freeze_beside_text(model)
     if _dequantised(config):  # what is saved from now on is not quantised
         for owner, attribute in (
             (model.config, "quantization_config"),
@@ -195,6 +208,28 @@ def load_model(
         ):
             vars(owner).pop(attribute, None)
     return model.to(device)
+
+
+def _freeze_beside_text(model: PreTrainedModel) -> None:
+    """Towers for images and sound see nothing of a text: they get no optimizer state, and are saved as they were."""
+    if model.config.get_text_config() is model.config:
+        return
+    text = {
+        id(parameter)
+        for part in (model.get_decoder(), model.get_output_embeddings())
+        for parameter in (part.parameters() if part is not None else ())
+    }
+    beside = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in text}
+    for parameter in beside.values():
+        parameter.requires_grad_(False)
+    if beside and not (dist.is_initialized() and dist.get_rank() > 0):
+        parts = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in beside})
+        print(
+            f"note: {model.config.model_type}: used for text alone. {', '.join(parts)} "
+            f"({sum(parameter.numel() for parameter in beside.values()):,} weights) see no images or sound; they are "
+            "not trained, and saved as they are",
+            file=sys.stderr,
+        )
 
 
 def _dequantised(config: PretrainedConfig) -> dict[str, object]:

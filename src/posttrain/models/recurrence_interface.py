@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import Place, active_context, is_idle
+from posttrain.models.attention_interface import Place, active_context, is_idle, named_layer
 
 _uses_originals = False
 _current: list[int] = [-1, 0]  # the layer that is running, and the number of its operations so far
+_running: list[nn.Module] = []  # its module
 
 
 def route_recurrent_layers(model: nn.Module) -> None:
@@ -60,6 +61,7 @@ def recurrence_of_transformers() -> Iterator[None]:
 
 def _note_layer(module: nn.Module, _arguments: object) -> None:
     _current[:] = [module.layer_idx, 0]  # type: ignore[list-item]
+    _running[:] = [module]
 
 
 def _next_place() -> Place:
@@ -142,8 +144,8 @@ def _exact_type(like: Tensor) -> torch.dtype:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise InputError(
-        "this model's recurrent layers decay every number of their state by itself, as Mamba of the first kind and "
-        "Kimi's delta attention do; posttrain computes gated delta rules, Mamba-2 and short convolutions"
+        f"{named_layer(_running[0])} decays every number of its state by itself, as Mamba of the first kind and Kimi's "
+        "delta attention do; posttrain computes gated delta rules, Mamba-2 and short convolutions"
     )
 
 

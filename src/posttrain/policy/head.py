@@ -96,7 +96,9 @@ class OutputHead(Head):
             parts = [part for part in base.children() if any(inner is self.embedding for inner in part.modules())]
             self.decoder = parts[0] if len(parts) == 1 else base
         if self.module is None or self.decoder is base:
-            raise UnsupportedModelError(f"{type(base).__name__} has no output head: a causal language model is needed")
+            raise UnsupportedModelError(
+                f"{config.model_type}: {type(base).__name__} has no output head: a causal language model is needed"
+            )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.factor = _factor(config)
 

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.models.attention_interface import AttendOptions, Place, attention_context
+from posttrain.models.attention_interface import AttendOptions, Place, attention_context, named_layer
 from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
@@ -113,16 +113,33 @@ def _check_no_other_link(config: PretrainedConfig, head: Head, device: torch.dev
     sequence. Layers that use no context are fine, a block with an MLP alone for example.
     """
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
-    with attention_context(_LayerObserver()):
-        # Rows of one shape, so that rounding does not differ either.
-        first, second = (head.hidden(row[None], torch.zeros_like(row)[None])[-1].float() for row in rows)
+    states: list[dict[str, Tensor]] = []  # of the last token, after each layer and at the end
+
+    def keep(name: str, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, Tensor):
+            states[-1][name] = output.flatten(0, -2)[-1].float()
+
+    with attention_context(_LayerObserver()), ExitStack() as hooks:
+        for at, layer in enumerate(head.layers):
+            name = f"layer {at}, {type(layer).__name__},"
+            hook = layer.register_forward_hook(lambda _layer, _args, output, name=name: keep(name, output))
+            hooks.callback(hook.remove)
+        for row in rows:  # of one shape, so that rounding does not differ either
+            states.append({})
+            keep("what comes after its layers", head.hidden(row[None], torch.zeros_like(row)[None]))
     weight: Any = next(head.decoder.parameters())
     tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
-    if float((first - second).abs().max()) > tolerance * float(first.abs().max()):
+    first, second = states
+    differ = [
+        name for name, state in first.items()
+        if float((state - second[name]).abs().max()) > tolerance * float(state.abs().max())
+    ]  # fmt: skip
+    if differ and list(first)[-1] in differ:
         raise UnsupportedModelError(
-            f"{config.model_type}: its layers carry values from token to token in another way than attention, a short "
-            "convolution, a gated delta rule or Mamba-2. posttrain puts several sequences into one row, where those "
-            "values would run into each other."
+            f"{config.model_type}: {differ[0]} carries values from token to token in another way than attention, a "
+            "short convolution, a gated delta rule or Mamba-2. posttrain puts several sequences into one row, where "
+            "those values would run into each other."
         )
 
 
@@ -175,10 +192,16 @@ def refusing_errors(config: PretrainedConfig) -> Iterator[None]:
     except Exception as error:
         if config.model_type in TESTED_FAMILIES:
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = list(traceback.walk_tb(error.__traceback__))
+        last, line = frames[-1]
+        ran = [frame.f_locals.get("self") for frame, _ in frames]
+        inside = [
+            named_layer(module) for module in ran if isinstance(module, nn.Module) and hasattr(module, "layer_idx")
+        ]
+        what = inside[-1].rstrip(",") if inside else f"{config.model_type}: its forward pass"
         raise UnsupportedModelError(
-            f"{config.model_type}: its forward pass does not run with posttrain's attention, for which transformers "
-            f"builds no mask: {type(error).__name__}: {reason_of(error)} ({Path(last.filename).name}:{last.lineno})"
+            f"{what} does not run with posttrain's attention, for which transformers builds no mask: "
+            f"{type(error).__name__}: {reason_of(error)} ({Path(last.f_code.co_filename).name}:{line})"
         ) from error
 
 

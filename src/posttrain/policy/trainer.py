@@ -185,7 +185,7 @@ class PolicyTrainer:
             shard(root, list(root.head.layers), mesh, experts, self._axes.expert_parameters)
             # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's
             # own parameters stay whole after a pass, and the optimizer must get the sharded ones.
-            with refusing_errors(base_config(model).get_text_config()):
+            with refusing_errors(base_config(model)):
                 self._score(root, [None])
             reshard(root)
         return root
@@ -204,12 +204,12 @@ class PolicyTrainer:
 
     def _refuse_unsupported(self) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of logits."""
-        config = base_config(self.model).get_text_config()
+        config = base_config(self.model)
         with (
             torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward), refusing_errors(config)
         ):  # fmt: skip
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
-            check_length(config, self.config.max_total_sequence_length)
+            check_length(config.get_text_config(), self.config.max_total_sequence_length)
 
     def facts(self) -> ModelFacts:
         config: dict[str, object] = base_config(self.model).to_dict()

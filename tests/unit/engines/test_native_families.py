@@ -76,7 +76,7 @@ def test_models_with_an_unknown_recurrence_are_refused() -> None:
     model = MambaForCausalLM(config).eval()
     model.config._attn_implementation = ATTENTION
     engine = NativeEngine(model, byte_tokenizer())
-    with pytest.raises(InputError, match="decay every number of their state"):
+    with pytest.raises(InputError, match="decays every number of its state"):
         engine.generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
@@ -84,8 +84,8 @@ def test_models_with_an_unknown_recurrence_are_refused() -> None:
     ("family", "extra", "words"),
     [
         # Mamba of the first kind: a decay for every number of its state.
-        ("jamba", {"num_experts": 1, "mamba_d_state": 8}, "decay every number of their state"),
-        ("doge", {}, "DogeAttention makes a mask of its own"),
+        ("jamba", {"num_experts": 1, "mamba_d_state": 8}, "decays every number of its state"),
+        ("doge", {}, "doge: layer 0, DogeAttention, makes a mask of its own"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 5}, r"config\.sliding_window is 5, and layer 0"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 256}, None),  # as long as the context
     ],

@@ -7,6 +7,7 @@ complete. Weights are processed one at a time, so memory does not grow with the 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,8 @@ from posttrain.errors import InputError, reason_of
 from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.files.redaction import redact
-from posttrain.models.hub import why_unavailable
+from posttrain.models.hub import processor_files, why_unavailable
+from posttrain.models.loading import auto_class_of
 from posttrain.models.lora import add_adapter
 from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
 
@@ -161,8 +163,6 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
     tensors of the files one at a time. transformers and peft load the model whole; peft merges in float32, rounded
     once: to `dtype`, or to the base model's; transformers writes the files.
     """
-    from transformers import AutoModelForCausalLM
-
     adapter = _adapter_tensors(source)
     for _ in _finite(adapter, adapter.facts):  # NaN in it would be NaN in the model
         pass
@@ -173,7 +173,8 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
         )
     kept = {facts.dtype for facts in SafetensorsSource(source.base_folder).facts.values()}
     dtype = DTYPES[settings.dtype] if settings.dtype else kept.pop() if len(kept) == 1 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source.base_folder, dtype=torch.float32, trust_remote_code=False)
+    loader = auto_class_of(source.shape.config)
+    model = loader.from_pretrained(source.base_folder, dtype=torch.float32, trust_remote_code=False)
     merged = add_adapter(model, source.folder).merge_and_unload()  # type: ignore[operator]
     merged.to(dtype)
     merged.save_pretrained(folder, max_shard_size=settings.max_shard_bytes)
@@ -230,7 +231,7 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
     config.dtype = max(set(floating), key=floating.count) if floating else torch.float32
     config.architectures = [source.shape.model_class.__name__]
     config.save_pretrained(folder)
-    if not hasattr(source.shape.model_class, "generate") or "CausalLM" not in source.shape.model_class.__name__:
+    if not source.shape.model_class.can_generate():
         return
     generation = None
     for place in (str(source.folder), source.base):
@@ -260,6 +261,10 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
             f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained "
             "with --base"
         ) from error
+    config = source.shape.config
+    if config.get_text_config() is not config:
+        for file in processor_files(str(source.folder)) or processor_files(source.base):
+            shutil.copy(file, folder)
 
 
 # -- verification ------------------------------------------------------------------------------------------------------

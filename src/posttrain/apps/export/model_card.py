@@ -18,6 +18,7 @@ from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.files.redaction import without_credentials
 from posttrain.models.hub import looks_like_hub_name
+from posttrain.models.loading import auto_class_of
 from posttrain.recipes import KINDS
 from posttrain.reporting.examination import errors_of_model
 from posttrain.reporting.results import shown_name
@@ -114,7 +115,9 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {name}",
         _introduction(facts),
-        _usage_section(facts, name, scores_answers=_scores_answers(source.run_config)),
+        _usage_section(
+            facts, name, auto_class_of(source.shape.config).__name__, scores_answers=_scores_answers(source.run_config)
+        ),
         _data_section(facts["data"]),
         _evaluation_section(source, facts),
         _training_section(facts["metrics"]),
@@ -143,9 +146,9 @@ def _data_section(data: list[JsonObject]) -> str:
     return "## Data\n\n" + "\n".join(lines)
 
 
-def _usage_section(facts: JsonMapping, name: str, *, scores_answers: bool) -> str:
+def _usage_section(facts: JsonMapping, name: str, kind: str, *, scores_answers: bool) -> str:
     """A few lines of Python that load the folder and use it."""
-    lines, kind, module = [], "AutoModelForCausalLM", "transformers"
+    lines, module = [], "transformers"
     if scores_answers:
         kind = "AutoModelForSequenceClassification"
     elif facts["lora"] == "adapter":

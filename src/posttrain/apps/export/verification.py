@@ -22,7 +22,7 @@ from posttrain.apps.export.weight_names import WeightShapes, config_file_of, emp
 from posttrain.apps.export.weight_sources import WeightSource
 from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonObject
-from posttrain.models.loading import explain_config_error
+from posttrain.models.loading import auto_class_of, explain_config_error
 from posttrain.policy.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -94,12 +94,15 @@ def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter
     """The model's logits in float32, with one module's weights in memory at a time."""
     model = empty_model(shape.config, shape.model_class)
     adapted = set(adapter.modules) if adapter else set()
+    # A model with towers around its language model may read single rows of the embedding.
+    embedding = None if shape.config.get_text_config() is shape.config else model.get_input_embeddings()  # type: ignore[operator]
     for path, module in model.named_modules():
         if module._parameters:
             prefix = f"{path}." if path else ""
             names = {own: shape.tied.get(full := f"{prefix}{own}", full) for own in module._parameters}
             # A convolution is not called: its parent passes the weights to a function.
             caller = model.get_submodule(path.rpartition(".")[0]) if isinstance(module, nn.Conv1d) else module
+            caller = model if module is embedding else caller
             caller.register_forward_pre_hook(_fill(module, weights, adapter, names))
         if adapter is not None and path in adapted:
             module.register_forward_hook(_add_adapter(adapter, path))
@@ -167,12 +170,12 @@ def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None
 def _loader(shape: WeightShapes) -> Any:
     """The class that users load such a model with. It follows the folder's model_type, so a wrong one is detected
     here."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     def task(model_class: type[PreTrainedModel]) -> str:
         return str(model_class.__name__).rpartition("For")[2]
 
-    for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+    for auto_class in (auto_class_of(shape.config), AutoModelForSequenceClassification):
         usual = auto_class._model_mapping.get(type(shape.config), None)
         if usual is not None and task(usual) == task(shape.model_class):
             return auto_class

@@ -21,7 +21,7 @@ from torch import nn
 
 from posttrain.apps.export.weight_sources import WeightSource
 from posttrain.errors import InputError
-from posttrain.models.loading import explain_config_error
+from posttrain.models.loading import auto_class_of, explain_config_error
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -90,7 +90,7 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
             )
         return found
     try:
-        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        return auto_class_of(config)._model_mapping[type(config)]
     except KeyError:
         raise MismatchError(
             f"model_type {config.model_type!r} with architectures {config.architectures} is unknown to transformers "

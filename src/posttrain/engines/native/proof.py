@@ -87,7 +87,7 @@ def prove(
     base = without_adapter_wrapper(model)
     config: PretrainedConfig = base.config.get_text_config()
     proof = _Proof(forward, base, config, tokenizer)
-    with torch.random.fork_rng([proof.device] if proof.device.type == "cuda" else []), refusing_errors(config):
+    with torch.random.fork_rng([proof.device] if proof.device.type == "cuda" else []), refusing_errors(base.config):
         with evaluation_mode(model):
             decoded = [proof.decoded()] if isinstance(forward, TokenLogprobs) else []
             alone = proof.alone()

@@ -29,6 +29,7 @@ from posttrain.engines.vllm.requests import LengthLimit, allowed_rank, sample_re
 from posttrain.engines.vllm.side.posttrain_weights import digest, handle_of, layout, lots_of, padded, views
 from posttrain.engines.weights import MEMORY_FOLDER, reserve_file
 from posttrain.errors import InputError, StopRequested
+from posttrain.models.hub import processor_files
 from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.files import is_stored_otherwise, named_adapters, named_weights
@@ -107,6 +108,8 @@ class VllmSampler:
             config.save_pretrained(folder)
         if weights:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        if base.config.get_text_config() is not base.config:
+            files += processor_files(str(source))
         for file in files:
             (folder / file.name).symlink_to(file.absolute())
         self._tokenizer.save_pretrained(folder)

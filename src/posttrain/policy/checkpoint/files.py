@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,9 +41,10 @@ from posttrain.checkpointing.dcp_reading import (
 )
 from posttrain.errors import reason_of
 from posttrain.files.json_files import read_json
+from posttrain.models.hub import processor_files
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, parameter_of
 from posttrain.policy.parallel.fsdp import copy_into, is_first_rank
 
 WEIGHTS = Path("policy/weights/model")
@@ -101,6 +103,9 @@ def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[st
             model.peft_config["default"].save_pretrained(str(root / WEIGHTS))  # type: ignore[index, union-attr]
         else:
             model.save_pretrained(root / WEIGHTS, state_dict={})  # type: ignore[operator]
+            config = base_config(model)
+            for file in processor_files(config.name_or_path) if config.get_text_config() is not config else ():
+                shutil.copy(file, root / WEIGHTS)
         for place in (TOKENIZER, WEIGHTS):  # also next to the weights, so that the folder is a complete model
             tokenizer.save_pretrained(root / place)
         for path in root.rglob("*"):
@@ -231,7 +236,12 @@ def load(
         entries = tensor_entries(reader.read_metadata())
     except (pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{folder / OPTIMIZER / '.metadata'} cannot be read: {reason_of(error)}") from error
-    saved = {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # once had masters
+    saved = {
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in entries.items()
+        if parameter_of(key) not in frozen
+    }
     tensors = optimizer.empty_like_saved(saved)
     load_tensors(tensors, reader, no_dist=not dist.is_initialized())
     optimizer.load_state_tensors(tensors)
