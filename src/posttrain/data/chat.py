@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.errors import DataError, refuse_half_pairs
+from posttrain.data.template_renderer import RENDERER, TemplateRefused
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.types import Message
@@ -30,14 +31,8 @@ TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "ext
 
 # Placeholder for a turn's content, to find where a template prints it. Letters and digits: none trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
-# Errors raised by expressions in a template: they call methods of strings and lists, and compute. The last four come
-# from nesting that is too deep for Python, and from a lack of memory.
-_ERRORS_IN_TEMPLATES = (
-    *(TypeError, LookupError, ValueError, AttributeError, ArithmeticError),
-    *(RuntimeError, SyntaxError, NameError, MemoryError),
-)
+_SET_BY_US = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
 _SHOWN_ROLES = 20
-_SHOWN_CHARACTERS = 1000
 
 # Texts that distinguish two tokenizers with one vocabulary: words, numbers, spaces, line breaks, accents, code.
 _PROBES = (
@@ -80,10 +75,13 @@ class ChatFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        for reserved in ("add_generation_prompt", "tokenize", "chat_template"):
+        for reserved in _SET_BY_US:
             if reserved in self.kwargs:
                 raise DataError(f"tokenizer.chat_template_kwargs: {reserved!r} is set by posttrain; remove it")
         self.template = _resolve_template(chat_template, tokenizer)
+        named = tokenizer.name_or_path if chat_template == DEFAULT_TEMPLATE else str(chat_template)
+        is_named = named and (chat_template == DEFAULT_TEMPLATE or named.endswith(".jinja"))
+        self._origin = f" (the template of {named})" if is_named else ""
         self._start = _opening_token(tokenizer)
         self._opening = self._start if self.template is None else ""
         self._after_answer = self._find_after_answer()
@@ -145,10 +143,23 @@ class ChatFormat:
         """The text of `prompt`. `tools` and `kwargs` are passed to the template; see `tool_prompts.py`."""
         return self._write(messages, opens_answer=True, tools=tools, **kwargs)
 
+    def render_all(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """`render` of each, together."""
+        return list(self._write_all([(messages, True) for messages in conversations]))
+
     def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
         """The two texts of `turn`."""
-        before = self._write(prompt_messages, opens_answer=True)
-        whole = self._write([*prompt_messages, {"role": "assistant", "content": response}], opens_answer=False)
+        return self.render_turns([(prompt_messages, response)])[0]
+
+    def render_turns(self, turns: Sequence[tuple[Sequence[Message], str]]) -> list[tuple[str, str]]:
+        """`render_turn` of each, together."""
+        conversations: list[tuple[Sequence[Message], bool]] = []
+        for messages, response in turns:
+            conversations += [(messages, True), ([*messages, {"role": "assistant", "content": response}], False)]
+        texts = list(self._write_all(conversations))
+        return [self._cut(*turn, *texts[2 * index : 2 * index + 2]) for index, turn in enumerate(turns)]
+
+    def _cut(self, prompt_messages: Sequence[Message], response: str, before: str, whole: str) -> tuple[str, str]:
         if whole.startswith(before):
             return before, self._close(whole[len(before) :])
         # Some templates write a finished turn differently than an open one. Use the form that sampling sees.
@@ -165,13 +176,15 @@ class ChatFormat:
     def render_conversation(self, messages: Sequence[Message]) -> tuple[str, list[TrainedSpan]]:
         """The text of a conversation that ends with an assistant's turn, and where each such turn stands in it."""
         assert is_answer(messages[-1]), "the caller cuts the conversation after its last answer"
-        text = self._write(messages, opens_answer=False)
+        answers = [index for index, message in enumerate(messages) if is_answer(message)]
+        marked = [
+            [*messages[:index], {**messages[index], "content": _PLACEHOLDER}, *messages[index + 1 :]]
+            for index in answers
+        ]
+        text, *written = self._write_all([(turns, False) for turns in (messages, *marked)])
         spans: list[TrainedSpan] = []
-        for index, message in enumerate(messages):
-            if not is_answer(message):
-                continue
-            marked = [*messages[:index], {**message, "content": _PLACEHOLDER}, *messages[index + 1 :]]
-            before, found, after = self._write(marked, opens_answer=False).partition(_PLACEHOLDER)
+        for index, whole in zip(answers, written, strict=True):
+            before, found, after = whole.partition(_PLACEHOLDER)
             # What stands between the usual opening and the content (an empty chain of thought, say) is the assistant's
             # as well: when sampling, the assistant writes it.
             opened = before.rfind(self._answer_header, spans[-1].stop if spans else 0) if self._answer_header else -1
@@ -258,36 +271,33 @@ class ChatFormat:
     def _answer_header(self) -> str:
         """What the template prints to open an assistant's turn."""
         question: list[Message] = [{"role": "user", "content": _PLACEHOLDER}]
-        closed = self._write(question, opens_answer=False)
-        opened = self._write(question, opens_answer=True)
+        closed, opened = self._write_all([(question, False), (question, True)])
         return opened[len(closed) :] if opened.startswith(closed) else ""
 
     def _write(
         self, messages: Sequence[Message], *, opens_answer: bool, tools: Sequence[JsonMapping] = (), **kwargs: Any
     ) -> str:
+        return next(
+            self._write_all([(messages, opens_answer)], {**kwargs, **({"tools": list(tools)} if tools else {})})
+        )
+
+    def _write_all(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], kwargs: JsonMapping | None = None
+    ) -> Iterator[str]:
+        """The texts of conversations, each with whether it opens an answer."""
         if self.template is None:
-            return self._opening + "".join(message["content"] for message in messages)
-        import jinja2
-
-        from posttrain.data.template_limits import limited_templates
-
-        given = {**self.kwargs, **kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+            yield from (self._opening + "".join(one["content"] for one in messages) for messages, _ in conversations)
+            return
+        variables = {**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})}
         try:
-            with limited_templates(str(self.template), [*messages, *tools]):
-                text = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    chat_template=self.template,
-                    add_generation_prompt=opens_answer,
-                    tokenize=False,
-                    **given,
-                )
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, *_ERRORS_IN_TEMPLATES) as error:
-            roles = ", ".join(str(message.get("role")) for message in messages[:_SHOWN_ROLES])
-            reason = (str(error) or type(error).__name__)[:_SHOWN_CHARACTERS]
-            raise DataError(f"the chat template refuses a conversation with the roles [{roles}]: {reason}") from error
-        return str(text)
+            yield from RENDERER.render(str(self.template), variables, conversations)
+        except TemplateRefused as error:
+            if error.is_syntax:
+                raise DataError(f"the chat template is not valid Jinja, {error}{self._origin}") from error
+            roles = ", ".join(str(message.get("role")) for message in conversations[error.index][0][:_SHOWN_ROLES])
+            raise DataError(
+                f"the chat template refuses a conversation with the roles [{roles}]: {error}{self._origin}"
+            ) from error
 
     def _close(self, answer: str) -> str:
         """`answer` up to and including its end of turn. Sampling never produces what a template prints after that."""
@@ -341,11 +351,10 @@ class WholeChatFormat(ChatFormat):
         parent = super().fingerprints
         return {**parent, "template": sha256_of(f"whole {parent['template']}")}
 
-    def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
+    def _cut(self, prompt_messages: Sequence[Message], response: str, before: str, whole: str) -> tuple[str, str]:
         if self.template is None:
-            return super().render_turn(prompt_messages, response)
-        whole = self._write([*prompt_messages, {"role": "assistant", "content": response}], opens_answer=False)
-        opened = self.render(prompt_messages)
+            return super()._cut(prompt_messages, response, before, whole)
+        opened = before
         if not whole.startswith(opened):  # a template that writes a finished turn in another way than an open one
             finished = self._write([*prompt_messages, {"role": "assistant", "content": "x"}], opens_answer=False)
             opened = opened[: shared_length(opened, finished)]

@@ -20,6 +20,7 @@ from posttrain.data.sources import Row
 from posttrain.types import Example, Judged, Message, Pair, Task
 
 Item = TypeVar("Item", Task, Pair, Judged, Example)
+Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 DEFAULT_ENVIRONMENT = "math"
@@ -54,9 +55,7 @@ class TaskReader:
             self._prompts.messages(question(row, self._entry, self._spec), system_text(row, self._entry, self._spec))
             for _, row in rows
         ]
-        texts = [
-            located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
-        ]
+        texts = together([row for _, row in rows], self._chat.render_all, conversations)
         encoded = self._chat.encode_prompts(texts)
         for (name, row), messages, text, ids in zip(rows, conversations, texts, encoded, strict=True):
             expected = reference(row, self._entry, self._spec)
@@ -92,11 +91,8 @@ class ExampleReader:
         # Nearly all rows train a single turn: those go through the tokenizer together.
         spoken = [sum(map(is_answer, messages)) for messages in conversations]
         single = [index for index, count in enumerate(spoken) if count == 1 or (count and self._only_final)]
-        turns = [
-            located(rows[index][1], self._chat.render_turn, messages[:-1], messages[-1]["content"])
-            for index in single
-            for messages in [conversations[index]]
-        ]
+        asked = [(messages[:-1], messages[-1]["content"]) for messages in (conversations[index] for index in single)]
+        turns = together([rows[index][1] for index in single], self._chat.render_turns, asked)
         encoded = dict(zip(single, self._chat.split_turns(turns), strict=True))
 
         for index, ((name, row), messages) in enumerate(zip(rows, conversations, strict=True)):
@@ -179,6 +175,14 @@ def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
         raise DataError(f"{row.where}: {error}") from error
 
 
+def together(rows: Sequence[Row], render: Callable[[list[Given]], list[Made]], given: Sequence[Given]) -> list[Made]:
+    """Renders something of each row at once; one by one if the chat template refuses one, to name the row."""
+    try:
+        return render(list(given))
+    except DataError:
+        return [located(row, render, [one])[0] for row, one in zip(rows, given, strict=True)]
+
+
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
@@ -202,16 +206,20 @@ class _StatedReader:
         self._entry, self._chat, self._limit = entry, chat, max_total_tokens
 
     def _encode(self, answers: Sequence[tuple[Row, Preference | Judgement, str]]) -> list[EncodedTurn]:
-        return self._chat.split_turns([self._turn(row, stated, answer) for row, stated, answer in answers])
-
-    def _turn(self, row: Row, stated: Preference | Judgement, answer: str) -> tuple[str, str]:
-        """The two texts that are tokenised. A row with a problem has none: a template may refuse what it holds."""
-        if stated.problem:
-            return "", ""
-        if stated.templated:
-            assert isinstance(stated.prompt, str)
-            return self._chat.templated_turn(stated.prompt, answer)
-        return located(row, self._chat.render_turn, self._entry.prompts.messages(stated.prompt), answer)
+        """A row with a problem has no text: a template may refuse what it holds."""
+        plain = [(row, one, answer) for row, one, answer in answers if not one.problem and not one.templated]
+        asked = [(self._entry.prompts.messages(one.prompt), answer) for _, one, answer in plain]
+        rendered = iter(together([row for row, _, _ in plain], self._chat.render_turns, asked))
+        turns: list[tuple[str, str]] = []
+        for _, one, answer in answers:
+            if one.problem:
+                turns.append(("", ""))
+            elif one.templated:
+                assert isinstance(one.prompt, str)
+                turns.append(self._chat.templated_turn(one.prompt, answer))
+            else:
+                turns.append(next(rendered))
+        return self._chat.split_turns(turns)
 
     def _reason_to_drop(self, problem: str, *turns: EncodedTurn) -> str:
         if problem:

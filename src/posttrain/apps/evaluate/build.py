@@ -201,7 +201,7 @@ class EvaluationBuild:
             return [replace(task, prompt=task.messages[-1]["content"], environment=judge) for task in problems]
         total = self._max_total_tokens
         limit = min(self.config.data.max_input_seq_length or total, total - 1)
-        texts = [chat.render(task.messages) for task in problems]
+        texts = chat.render_all([task.messages for task in problems])
         tasks = []
         for task, where, text, ids in zip(
             problems, self.problem_set.where, texts, chat.encode_prompts(texts), strict=True
