@@ -78,6 +78,12 @@ EXPERTS = [
     ],
     ["moe-offload/dpo/float64/dp1", "moe-offload/dpo/float64/dp4-ep2", "moe-offload/dpo/float64/dp1+dp4-ep2"],
     ["moe/rm/float64/dp1", "moe/rm/float64/dp2-ep2"],
+    [
+        "moe-lora/grpo/float64/dp1",
+        "moe-lora/grpo/float64/dp2-ep2",
+        "moe-lora/grpo/float64/dp4-ep2",
+        "moe-lora/grpo/float64/dp1+dp4-ep2",
+    ],
     ["moe/grpo/float32/dp1", "moe/grpo/float32/dp2-ep2", "moe/grpo/float32/dp4-ep4"],
     *[
         [f"{name}/grpo/float64/dp1", f"{name}/grpo/float64/dp2-ep2"]

@@ -7,6 +7,7 @@ impossible values, weights that do not fit it.
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
+from posttrain.models.tensor_files import stored_parts
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
 # unknown kind of model.
@@ -179,10 +181,12 @@ def load_model(
             raise SettingsError(
                 f"policy.model_name: the weights in {name!r} are damaged: {reason_of(error)}"
             ) from error
-        if "ignore_mismatched_sizes" not in str(error):
+        if "ignore_mismatched_sizes" not in str(error) and "automatic conversion of the weights" not in str(error):
             raise
+        odd = _odd_expert(Path(name))
         raise SettingsError(
             f"policy.model_name: the weights in {name!r} have other shapes than its config.json describes"
+            f"{'' if odd is None else f': {odd}'}"
         ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
@@ -294,6 +298,24 @@ def _damaged_file(folder: Path) -> Path | None:
                 pass
         except SafetensorError:
             return file
+    return None
+
+
+def _odd_expert(folder: Path) -> str | None:
+    """The first tensor of one expert that is missing or differs from those of the others: transformers names the
+    tensor of all experts."""
+    stacks: dict[str, dict[int, tuple[int, ...]]] = {}  # shapes by expert, by names without its number
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, part in stored_parts(file).items():
+            if found := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
+                stacks.setdefault(f"{found[1]}{{}}{found[3]}", {})[int(found[2])] = part.facts.shape
+    number = max((index + 1 for shapes in stacks.values() for index in shapes), default=0)
+    for name, shapes in sorted(stacks.items()):
+        usual = max(shapes.values(), key=list(shapes.values()).count)
+        for index in range(number):
+            if (shape := shapes.get(index)) != usual:
+                found_there = "is missing" if shape is None else f"has the shape {list(shape)}"
+                return f"{name.format(index)} {found_there}, and those of other experts have {list(usual)}"
     return None
 
 

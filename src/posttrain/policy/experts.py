@@ -7,6 +7,8 @@ experts in every pass.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +53,15 @@ def count_rows(experts: Tensor, num_experts: int) -> Tensor:
     )
 
 
-def expert_outputs(module: Any, rows: Tensor, num_rows: Tensor, gradient_factor: float = 1.0) -> Tensor:
+def expert_outputs(
+    module: Any, rows: Tensor, num_rows: Tensor, *, first_expert: int = 0, gradient_factor: float = 1.0
+) -> Tensor:
     """The outputs of a module's experts, before the router's weights.
 
-    `rows` are inputs in the order of experts, `num_rows` how many each has. Gradients of the module's parameters are
-    multiplied by `gradient_factor`.
+    `rows` are inputs in the order of experts, `num_rows` how many each has; the first is `first_expert` of all.
+    Gradients of the module's parameters, not of its adapters, are multiplied by `gradient_factor`.
     """
+    adapters: dict[str, Any] = getattr(module.forward, "adapters", {})
     ends = num_rows.cumsum(0, dtype=torch.int32)
     expert_of = torch.repeat_interleave(num_rows, output_size=len(rows)) if module.has_bias else None
 
@@ -67,7 +72,11 @@ def expert_outputs(module: Any, rows: Tensor, num_rows: Tensor, gradient_factor:
     def product(name: str, x: Tensor) -> Tensor:
         weight = parameter(name)
         out = grouped_product(x, weight if module.is_transposed else weight.transpose(-2, -1), ends)
-        return out if expert_of is None else out + parameter(f"{name}_bias")[expert_of]
+        if expert_of is not None:
+            out = out + parameter(f"{name}_bias")[expert_of]
+        for down, up, scaling in _adapters(adapters.get(name), first_expert, len(num_rows)):
+            out = out + grouped_product(grouped_product(x, down, ends), up, ends) * scaling
+        return out
 
     if module.has_gate:
         inner = module._apply_gate(product("gate_up_proj", rows))
@@ -75,6 +84,79 @@ def expert_outputs(module: Any, rows: Tensor, num_rows: Tensor, gradient_factor:
         inner = module.act_fn(product("up_proj", rows))
     out = product("down_proj", inner)
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+class AdaptedExperts:
+    """The forward of a module of stacked experts that peft has given adapters."""
+
+    def __init__(self, module: Any, adapters: dict[str, Any]) -> None:
+        self.module, self.adapters = module, adapters
+
+    def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        pairs = SortedRows.of(top_k_index.flatten(), self.module.num_experts)
+        rows = hidden.index_select(0, pairs.order // top_k_index.shape[-1])
+        outputs = expert_outputs(self.module, rows, pairs.num_rows)
+        return weighted_sum(pairs.back(outputs), top_k_weights, hidden.dtype)
+
+
+def compute_adapters_by_rows(model: nn.Module) -> None:
+    """Adapters of parameters that peft would add to the parameters in every pass: those of stacked experts are computed
+    by `AdaptedExperts`, those of a matrix (a router) are added to it without a parametrisation. May be called again.
+    """
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # a model with such a module has imported it
+    if lora is None:
+        return
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
+    experts = {id(module): module for module in stacked_experts(model).values()}
+    by_module: dict[int, dict[str, Any]] = {}
+    for wrapper in wrappers:
+        base = wrapper.get_base_layer()
+        if id(base) in experts:
+            by_module.setdefault(id(base), {})[wrapper.parameter_name] = wrapper
+            wrapper.forward = wrapper.base_layer.__call__
+        elif wrapper.base_layer is base and base._parameters[wrapper.parameter_name].ndim == 2:
+            wrapper.forward = _AdaptedMatrix(wrapper)
+    for key, adapters in by_module.items():
+        if not hasattr(experts[key].forward, "adapters"):
+            experts[key].forward = AdaptedExperts(experts[key], adapters)
+
+
+class _AdaptedMatrix:
+    """The forward of peft's wrapper of a parameter, which the module reads as an attribute."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper, base = self.wrapper, self.wrapper.base_layer
+        weight = base._parameters[wrapper.parameter_name]
+        for name in active_adapters(wrapper):
+            weight = weight + wrapper.get_delta_weight(name)
+        base.__dict__[wrapper.parameter_name] = weight
+        try:
+            return base(*args, **kwargs)
+        finally:
+            del base.__dict__[wrapper.parameter_name]
+
+
+def active_adapters(wrapper: Any) -> list[str]:
+    if wrapper.disable_adapters and wrapper.merged:
+        wrapper.unmerge()
+    is_off = wrapper.disable_adapters or wrapper.merged
+    return [] if is_off else [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def _adapters(wrapper: Any, first: int, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Of some experts [experts, inputs, rank] and [experts, rank, outputs], and their factor. peft's matrices have
+    expert after expert in the rows of A, and in the columns of B the experts of the first rank, then of the second."""
+    for name in [] if wrapper is None else active_adapters(wrapper):
+        down, up = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        own = slice(first, first + number)
+        down = down.unflatten(0, (wrapper.num_experts, -1))[own].transpose(-2, -1)
+        up = up.unflatten(1, (-1, wrapper.num_experts))[..., own].permute(2, 1, 0)
+        # Grouped products want rows of whole 16 bytes.
+        padding = -down.shape[-1] % (16 // down.element_size())
+        yield F.pad(down, (0, padding)), F.pad(up, (0, 0, 0, padding)).contiguous(), wrapper.scaling[name]
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

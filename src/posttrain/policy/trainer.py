@@ -26,6 +26,7 @@ from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.files import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.experts import compute_adapters_by_rows
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import Head, without_adapter_wrapper
@@ -169,6 +170,7 @@ class PolicyTrainer:
         chunk_size = self.config.logprob_chunk_size
         root: Forward = SequenceScores(model) if self._scores_answers else TokenLogprobs(model, chunk_size)
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
+        compute_adapters_by_rows(model)
         experts: list[nn.Module] = []
         if self._axes.experts is not None or layers_mesh is not None:
             field = (FIELD if self._trains else ENGINE_FIELD) if layers_mesh is not None else EXPERT_FIELD

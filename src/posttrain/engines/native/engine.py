@@ -31,6 +31,7 @@ from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, p
 from posttrain.engines.native.speculation import Speculation
 from posttrain.engines.native.stopping import StopRules
 from posttrain.errors import InputError, StopRequested
+from posttrain.policy.experts import compute_adapters_by_rows
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
@@ -118,6 +119,7 @@ class NativeEngine:
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        compute_adapters_by_rows(model)
         self.forward = ForwardPass(model)
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)

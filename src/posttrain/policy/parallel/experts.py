@@ -37,6 +37,10 @@ class ExpertGroup:
         self._passes_differ = False
 
     @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank("ep")
+
+    @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("ep")
 
@@ -55,6 +59,12 @@ class ExpertGroup:
                     f"{FIELD} = {self.size} does not divide the {module.num_experts} experts of {name}: each rank has "
                     "an equal share"
                 )
+        if self.mesh.ndim > 1 and any(hasattr(module.forward, "adapters") for module in found.values()):
+            raise InputError(
+                f"{FIELD} = {self.size} with adapters of experts and tensor_parallel_size = {self.mesh.size(1)}: that "
+                "is not implemented; set one of the sizes to 1, or leave experts and router without adapters "
+                "(policy.dtensor_cfg.lora_cfg.match_all_linear=false and target_modules)"
+            )
         for module in found.values():
             for kind, parameter in module._parameters.items():
                 module._parameters[kind] = self._share(parameter, device)
@@ -65,7 +75,7 @@ class ExpertGroup:
         return list(found.values())
 
     def _share(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        own = parameter.detach().chunk(self.size)[self.mesh.get_local_rank("ep")]
+        own = parameter.detach().chunk(self.size)[self.rank]
         # With memory of its own: otherwise the whole tensor would stay in memory.
         own = own.to(device, memory_format=torch.contiguous_format, copy=True)
         placements = [Shard(0) if axis == "ep" else Replicate() for axis in self.mesh.mesh_dim_names or ()]
@@ -105,6 +115,7 @@ class ExpertsOverRanks:
 
     def __init__(self, module: Any, group: ExpertGroup) -> None:
         self.module, self.group = module, group
+        self.adapters: dict[str, Any] = getattr(module.forward, "adapters", {})
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # inputs without rows, to serve with
         self._share = module.num_experts // group.size
 
@@ -125,8 +136,8 @@ class ExpertsOverRanks:
         here = SortedRows.of(by_rank.repeat_interleave(received.flatten(), output_size=len(rows)), self._share)
         # The loss is multiplied by the number of ranks that FSDP averages gradients over; it averages those of experts,
         # which are sums over the group already, over fewer.
-        factor = 1 / size
-        outputs = expert_outputs(module, rows.index_select(0, here.order), here.num_rows, factor)
+        own = {"first_expert": self._share * self.group.rank, "gradient_factor": 1 / size}
+        outputs = expert_outputs(module, rows.index_select(0, here.order), here.num_rows, **own)
         outputs = _Exchange.apply(here.back(outputs), *lengths[::-1], self.group.group)
         return weighted_sum(pairs.back(outputs), top_k_weights, hidden.dtype)
 
