@@ -84,7 +84,12 @@ class ApiServer:
             if "dryRun" not in query:
                 self.objects[place] = body
                 self.on_create(place, body)
-            return 201, body
+            return 201, {**body, "metadata": {**body["metadata"], "uid": f"uid-of-{body['metadata']['name']}"}}
+        if method == "PATCH":
+            if path not in self.objects:
+                return 404, {"message": "not found"}
+            self.objects[path]["metadata"] |= body["metadata"]
+            return 200, self.objects[path]
         if method == "DELETE":
             return (200, self.objects.pop(path)) if path in self.objects else (404, {"message": "not found"})
         if path in self.objects:
@@ -150,7 +155,7 @@ class ApiServer:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_DELETE = _serve
+            do_GET = do_POST = do_PATCH = do_DELETE = _serve
 
         return Handler
 

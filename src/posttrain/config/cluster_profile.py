@@ -98,7 +98,7 @@ class ImageSection(Section):
         "RuntimeDefault",
         "System call filter of the pods; Unconfined is for the code sandbox `strict`, which makes user namespaces.",
     )
-    ray_version: Word = setting("2.52.0", "Version of Ray in the image; KubeRay asks for it.")
+    ray_version: Word = setting("2.60.0", "Version of Ray in the image; KubeRay asks for it.")
 
 
 class NodesSection(Section):
@@ -141,6 +141,9 @@ class SchedulerSection(Section):
         None,
         "Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
         "http://127.0.0.1:8265, a forwarded port.",
+    )
+    operator_namespace: Label = setting(
+        "kuberay-operator", "Namespace of KubeRay's operator: only its pods, and those of the run, reach the dashboard."
     )
     topology: list[LabelKey] = setting(
         list, "Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist."

@@ -45,6 +45,11 @@ def examine_cluster(objects: Sequence[Object], get: Get, may: May) -> list[Check
     group = workload["apiVersion"].rpartition("/")[0]
     remedy = _INSTALL.get(group, "the cluster is older than this API")
     needs(f"API {workload['apiVersion']}", f"/apis/{workload['apiVersion']}", remedy)
+    if group == "ray.io":
+        policy = next(body for body in objects if body["kind"] == "NetworkPolicy")
+        (space_of,) = policy["spec"]["ingress"][1]["from"][0]["namespaceSelector"]["matchLabels"].values()
+        remedy = "scheduler.operator_namespace names that of KubeRay's operator, which submits the run"
+        needs(f"namespace {space_of}", f"/api/v1/namespaces/{space_of}", remedy)
     if checks[0].problem or checks[1].problem:
         return checks  # the rest would only repeat it
     _, claim = shared_mount(workload)

@@ -84,7 +84,8 @@ class KubernetesCluster:
                 method,
                 query_params=list((query or {}).items()),
                 header_params={
-                    "Accept": "*/*" if stream else _ONLY_METADATA if "/secrets/" in path else "application/json"
+                    "Accept": "*/*" if stream else _ONLY_METADATA if "/secrets/" in path else "application/json",
+                    "Content-Type": f"application/{'merge-patch+' if method == 'PATCH' else ''}json",
                 },
                 body=body,
                 auth_settings=["BearerToken"],
@@ -142,20 +143,29 @@ class KubernetesCluster:
         for body in objects:  # the server's own checks, quotas and webhooks, before anything exists
             self._create(body, {"dryRun": "All"})
         made: list[Object] = []
+        answer: Object = {}
         try:
             for body in objects:
-                self._create(with_new_value(body))
+                answer = self._create(with_new_value(body))
                 made.append(body)
         except BaseException:
             for body in reversed(made):
                 with suppress(ApiException, ClusterUnreachable):
                     self._delete(body)
             raise
+        owner = {key: objects[-1][key] for key in ("apiVersion", "kind")}
+        owner |= {key: answer.get("metadata", {}).get(key) for key in ("name", "uid")}
+        for body in objects[:-1]:  # so that the cluster removes them with the workload, after its time to live
+            with suppress(ApiException, ClusterUnreachable):  # some users may not change objects: `stop` removes them
+                path = f"{path_of(body)}/{body['metadata']['name']}"
+                self.request("PATCH", path, {"metadata": {"ownerReferences": [owner]}})
 
-    def _create(self, body: Object, query: Mapping[str, str] | None = None) -> None:
+    def _create(self, body: Object, query: Mapping[str, str] | None = None) -> Object:
         what = f"{body['kind']} {body['metadata']['name']}"
         try:
-            self.request("POST", path_of(body), body, query={"fieldValidation": "Strict", **(query or {})})
+            query = {"fieldValidation": "Strict", **(query or {})}
+            made: Object = self.request("POST", path_of(body), body, query=query)
+            return made
         except ApiException as error:
             if error.status == 409:
                 run = body["metadata"]["labels"][RUN_LABEL]
@@ -251,8 +261,10 @@ class KubernetesCluster:
             for body in self._found("GET", place, query=selector)["items"]:
                 with suppress(_NotFound):
                     self._found("DELETE", f"{place}/{body['metadata']['name']}")
+        secret = f"{self._in_namespace(workload, 'secrets')}/{control_name(name_of(workload))}"
         with suppress(_NotFound):  # by name: listing Secrets would show the values of all
-            self._found("DELETE", f"{self._in_namespace(workload, 'secrets')}/{control_name(name_of(workload))}")
+            if (self._found("GET", secret)["metadata"].get("labels") or {}).get(RUN_LABEL) == name_of(workload):
+                self._found("DELETE", secret)
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
         """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""

@@ -24,7 +24,8 @@ CONTROL_FOLDER = "/etc/posttrain-control"
 SECRET_KEY = "secret"  # in the Secret of the run, and the file below CONTROL_FOLDER
 USER = 1000
 NODE_COMMAND = ["posttrain", "node"]
-# Of KubeRay's operator, whatever its namespace: it submits a RayJob at the dashboard.
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+# Of KubeRay's operator: it submits a RayJob at the dashboard.
 _OPERATOR_LABELS = {"app.kubernetes.io/component": "kuberay-operator"}
 
 
@@ -67,7 +68,8 @@ def network_policy(request: LaunchRequest) -> Object:
     own = {"podSelector": {"matchLabels": {RUN_LABEL: request.name}}}
     ingress: list[Object] = [{"from": [own]}]
     if request.profile.scheduler.kind in ("rayjob", "raycluster"):
-        operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": _OPERATOR_LABELS}}
+        space = {NAMESPACE_LABEL: request.profile.scheduler.operator_namespace}
+        operator = {"namespaceSelector": {"matchLabels": space}, "podSelector": {"matchLabels": _OPERATOR_LABELS}}
         ingress.append({"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]})
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -330,6 +330,7 @@ def chart_values(request: LaunchRequest) -> Object:
             name: value for name, value in head["metadata"]["annotations"].items() if name != OVERWRITE_COMMAND
         },
         "kueueQueue": profile.scheduler.kueue_queue or "",
+        "operatorNamespace": profile.scheduler.operator_namespace,
         "image": container["image"],
         "pullSecret": profile.image.pull_secret or "",
         "rayVersion": spec["rayVersion"],

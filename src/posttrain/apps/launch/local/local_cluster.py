@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,21 @@ class LocalCluster:
             raise
 
     def _start(self, folder: Path, secrets: dict[str, str]) -> None:
-        env = {**os.environ, "POSTTRAIN_LOCAL_SECRETS": json.dumps(secrets)}
+        env = {name: value for name, value in os.environ.items() if name not in secrets}  # others may see it in /proc
         if paths := os.environ.get("PYTHONPATH"):  # pods have another working directory
             env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
         with (folder / "process.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "posttrain.apps.launch.local.process", str(folder)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a closed terminal, or Ctrl-C, does not reach it
                 env=env,
             )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps(secrets).encode())
         end = time.monotonic() + _START_LIMIT_S
         while not (folder / STATE).exists():
             if (code := process.poll()) is not None or time.monotonic() > end:

@@ -1,8 +1,8 @@
 """The process of a local cluster, one for each run: `python -m posttrain.apps.launch.local.process FOLDER`.
 
 It is detached from the command that started it, holds the lock of the folder while it runs, and writes its state to
-`state.json`. Commands reach it through files in `requests/`. Values of secrets are passed in its environment and never
-written.
+`state.json`. Commands reach it through files in `requests/`. Values of secrets come through standard input and are
+never written.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main(folder: Path) -> int:
         return 0
     objects = [manifest.body for manifest in read_manifests([folder / MANIFESTS])]
     workload = objects[-1]
-    secrets = json.loads(os.environ.pop("POSTTRAIN_LOCAL_SECRETS", "{}"))
+    secrets = json.load(sys.stdin)
     if child := namespaces.enter_cluster():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     config_maps = {body["metadata"]["name"]: body for body in objects if body["kind"] == "ConfigMap"}
