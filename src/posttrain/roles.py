@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from posttrain.types import (
     Completion,
     NoiseKey,
     OpenGroup,
+    PrefillTokens,
     Quota,
     Sampling,
     Score,
@@ -116,6 +117,17 @@ class Engine(Protocol):
         """Free the memory that is held between calls, such as the KV cache. The next call allocates it again."""
 
 
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """An engine that can reuse in one call what earlier calls have computed."""
+
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
+        """Begin or end to keep it. Nothing that was computed before this call is reused after it. Returns what was
+        prefilled since the last call; None if that is unknown.
+        """
+        ...
+
+
 class RoundEngine(Engine, Protocol):
     """An engine that can stop when enough groups are whole, and continue the answers of the others later."""
 
@@ -135,7 +147,7 @@ class RoundEngine(Engine, Protocol):
 UNKNOWN_VERSION = -1  # of weights that an engine took before any were published
 
 
-class RankEngine(RoundEngine, Protocol):
+class RankEngine(RoundEngine, KeepsPrefixes, Protocol):
     """The engine of one rank. It samples with the weights of the rank's trainer."""
 
     shares_tensors: bool  # samples from the trainer's own tensors, so ranks that share layers sample together

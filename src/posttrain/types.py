@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -148,6 +148,16 @@ class OpenGroup:
     @property
     def is_whole(self) -> bool:
         return all(answer.is_finished for answer in self.answers)
+
+
+class PrefillTokens(NamedTuple):
+    """Tokens of prompts that engines have computed, and that they found in the cache instead."""
+
+    computed: int = 0
+    reused: int = 0
+
+    def __add__(self, other: PrefillTokens) -> PrefillTokens:  # type: ignore[override]
+        return PrefillTokens(self.computed + other.computed, self.reused + other.reused)
 
 
 def completions_of(groups: Iterable[OpenGroup]) -> list[list[Completion]]:

@@ -23,7 +23,7 @@ from posttrain.engines.native.proof import prove_for_training
 from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import UNKNOWN_VERSION, Objective, Progress, RankEngine
-from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
+from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quota, Sampling, Task, TokenBatch
 
 MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank, while others have one
 
@@ -124,6 +124,10 @@ class Rank:
     ) -> list[OpenGroup]:
         with self._sampling() as engine:
             return engine.sample_round(groups, sampling, seed, quota, progress)
+
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
+        assert self.engine is not None, "this rank was built without policy.generation"
+        return self.engine.keep_prefixes(wanted)
 
     @contextmanager
     def _sampling(self) -> Iterator[RankEngine]:

@@ -1,7 +1,8 @@
 """Dedicated engines, each replaced as a whole when one of its actors dies, or its vLLM.
 
 Engines are independent. A replacement gets the newest weights and repeats the lost call with the same tasks and noise
-keys, so with the same bits.
+keys, so with the same bits. While prefixes are kept it repeats all calls since then: a prompt that continues cached
+pages has other bits than one computed as a whole.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class RayEngine:
     ) -> None:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
         self._newest: Sequence[SentWeights] | None = None
+        self._to_repeat: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # calls whose cached pages are in use
         self._is_closing = self._is_asked_to_stop = False
         self._waits_for: Sequence[Future[Any]] = ()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
@@ -56,11 +58,17 @@ class RayEngine:
         return self._calls.submit(self._call, operation, args, kwargs)
 
     def _call(self, operation: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        if operation.__name__ == Rank.receive_weights.__name__:
+        name = operation.__name__
+        if name == Rank.receive_weights.__name__:
             self._newest = args[0]
+        elif name == Rank.keep_prefixes.__name__:
+            self._to_repeat = []
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
-                return self._call_all(operation, *args, **kwargs)
+                result = self._call_all(operation, *args, **kwargs)
+                if self._to_repeat or (name == Rank.keep_prefixes.__name__ and args[0]):
+                    self._to_repeat.append((operation, args))
+                return result
             except (WorkerDiedError, EngineLostError) as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
@@ -85,6 +93,8 @@ class RayEngine:
         self._build_all()
         if self._newest is not None:
             self._call_all(Rank.receive_weights, self._newest)
+        for earlier, args in self._to_repeat:
+            self._call_all(earlier, *args)
 
     def _kill(self) -> None:
         """Stop all actors: the remaining ones would hold their place or wait for the dead one."""

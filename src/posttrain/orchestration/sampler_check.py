@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from posttrain.errors import HardwareError
-from posttrain.roles import Progress, RoundEngine, Trainer
-from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
+from posttrain.roles import KeepsPrefixes, Progress, RoundEngine, Trainer
+from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quota, Sampling, Task, TokenBatch
 
 _NUM_ANSWERS = 8
 _NUM_SHORT_TOKENS = 64
@@ -69,6 +69,9 @@ class CheckedEngine:
         if self._is_due(key.step):
             short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, _NUM_SHORT_TOKENS))
             self.generate(tasks[:_NUM_ANSWERS], 1, short, key)
+
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
+        return self.engine.keep_prefixes(wanted) if isinstance(self.engine, KeepsPrefixes) else None
 
     def release(self) -> None:
         self.engine.release()

@@ -26,7 +26,17 @@ from posttrain.orchestration.workers import WorkerGroup, call_all, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
-from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
+from posttrain.types import (
+    Completion,
+    NoiseKey,
+    OpenGroup,
+    PrefillTokens,
+    Quota,
+    Sampling,
+    Task,
+    TokenBatch,
+    UpdateReport,
+)
 
 T = TypeVar("T")
 _CALLS_PER_PASS = 8  # a pass without gradients can stop between calls
@@ -183,6 +193,14 @@ class ShardedEngine:
         self.group = group
         self.prepare = prepare  # called before anything is sampled
         self.mesh = mesh or group.mesh.for_sampling
+        self._shard_of: dict[tuple[int, int], int] | None = None  # draw and sample -> shard that has its pages
+
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
+        """While prefixes are kept, a conversation stays on the rank that began it."""
+        self._shard_of = {} if wanted else None
+        found = self.mesh.one_per_shard(call_all(self.group, Rank.keep_prefixes, wanted))
+        known = [one for one in found if one is not None]
+        return sum(known, PrefillTokens()) if len(known) == len(found) else None
 
     def generate(
         self,
@@ -192,7 +210,7 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        sampled = self._on_ranks(Rank.generate, tasks, (num_samples, sampling, key), progress)
+        sampled = self._on_ranks(Rank.generate, tasks, tasks, (num_samples, sampling, key), progress)
         if progress is not None and not self.group.in_process:
             progress(len(tasks) * num_samples)
         return sampled
@@ -210,25 +228,46 @@ class ShardedEngine:
         if quota is not None:
             assert quota.num_groups % self.mesh.dp == 0, "checked when the run was built"
             own = replace(quota, num_groups=quota.num_groups // self.mesh.dp)
-        return self._on_ranks(Rank.sample_round, groups, (sampling, seed, own), progress)
+        return self._on_ranks(
+            Rank.sample_round, groups, [group.task for group in groups], (sampling, seed, own), progress
+        )
 
     def _on_ranks(
         self,
         operation: Callable[..., list[T]],
         items: Sequence[object],
+        tasks: Sequence[Task],
         shared: tuple[object, ...],
         progress: Progress | None,
     ) -> list[T]:
         """One result for each item, in order. Every data-parallel rank gets its items and the `shared` arguments."""
         self.prepare()
-        mesh = self.mesh
+        mesh, shards = self.mesh, self._shards(tasks)
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         calls = [
-            worker.submit(operation, list(items[mesh.dp_index(rank) :: mesh.dp]), *shared, callback)
+            worker.submit(
+                operation,
+                [item for item, shard in zip(items, shards, strict=True) if shard == mesh.dp_index(rank)],
+                *shared,
+                callback,
+            )
             for rank, worker in enumerate(self.group.workers)
         ]
-        by_shard = mesh.one_per_shard(gather(operation.__name__, calls, self.group.unit))
-        return [by_shard[place % mesh.dp][place // mesh.dp] for place in range(len(items))]
+        by_shard = [iter(results) for results in mesh.one_per_shard(gather(operation.__name__, calls, self.group.unit))]
+        return [next(by_shard[shard]) for shard in shards]
+
+    def _shards(self, tasks: Sequence[Task]) -> list[int]:
+        """Tasks in turn; later turns go where their first one went, unless that left a shard without work."""
+        num_shards, known = self.mesh.dp, self._shard_of
+        if known is None:
+            return [place % num_shards for place in range(len(tasks))]
+        keys = [(task.draw, task.first_sample) for task in tasks]
+        found = [known.get(key, known.get((key[0], 0))) for key in keys]
+        new = iter(range(len(tasks)))
+        shards = [next(new) % num_shards if shard is None else shard for shard in found]
+        if len(tasks) >= num_shards:
+            known |= dict(zip(keys, shards, strict=True))
+        return shards
 
     def release(self) -> None:
         call_all(self.group, Rank.release)

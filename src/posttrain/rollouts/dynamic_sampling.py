@@ -54,7 +54,8 @@ class DynamicSampling:
             num_batches += 1
             sampled += taken.sampled
             kept += [group for group in taken.groups if self.is_useful(group)]
-            metrics |= taken.metrics
+            for name, value in taken.metrics.items():
+                metrics[name] = value + (metrics.get(name, 0.0) if name.startswith("prefill_tokens") else 0.0)
             for stage, seconds in taken.timings_s.items():
                 timings_s[stage] = timings_s.get(stage, 0.0) + seconds
         available = [*earlier, *kept]

@@ -5,7 +5,7 @@ environment. A failed request or a completion that cannot be scored becomes an u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from posttrain.algorithms.step_reports import StageClock
@@ -86,13 +86,14 @@ class FreshRollouts:
     show_progress: ShowProgress = no_progress
     label: str = "generation"
     after_step: bool = False  # sample with the weights after step `step`, not before it
+    metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last sampling
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
         with clock("data_processing"):
             tasks = list(self.stream.take(num_groups))
         groups = tuple(self.roll_out(tasks, step, clock))
-        return TakenGroups(groups, groups, clock.spans)
+        return TakenGroups(groups, groups, clock.spans, self.metrics)
 
     def roll_out(self, tasks: Sequence[Task], step: int, clock: StageClock) -> list[Group]:
         """A scored group for each of these tasks."""

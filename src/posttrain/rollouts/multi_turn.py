@@ -14,8 +14,8 @@ the reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.settings import read_settings, read_turns
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
-from posttrain.roles import RoundEngine
+from posttrain.roles import Engine, KeepsPrefixes, RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolPrompts
 from posttrain.types import (
@@ -157,9 +157,10 @@ class MultiTurnRollouts(FreshRollouts):
             num_samples = len(requests[0].answers)  # the same for all requests, as all are at the same turn
             return self._generate(label, [request.task for request in requests], num_samples, key)
 
-        while not all(group.is_whole for group in groups):
-            groups = self._take_turn(groups, generate, version)
-            turn += 1
+        with self._kept_prefixes(self.engine):
+            while not all(group.is_whole for group in groups):
+                groups = self._take_turn(groups, generate, version)
+                turn += 1
         return [self.unscored(group) for group in groups]
 
     def begin(self, tasks: Sequence[Task], step: int) -> list[OpenGroup]:
@@ -182,9 +183,24 @@ class MultiTurnRollouts(FreshRollouts):
 
         groups = list(groups)
         born = [group.born for group in groups]
-        while not quota.is_met(born, [group.is_whole for group in groups]):
-            groups = self._take_turn(groups, sample, version)
+        with self._kept_prefixes(engine):
+            while not quota.is_met(born, [group.is_whole for group in groups]):
+                groups = self._take_turn(groups, sample, version)
         return groups
+
+    @contextmanager
+    def _kept_prefixes(self, engine: Engine) -> Iterator[None]:
+        """What a turn has computed is reused in the next one. Nothing is left from one step to another, so a resumed
+        run computes the same.
+        """
+        if not isinstance(engine, KeepsPrefixes):
+            yield
+            return
+        engine.keep_prefixes(True)
+        yield
+        counts = engine.keep_prefixes(False)
+        names = {} if counts is None else counts._asdict()
+        self.metrics = {f"prefill_tokens_{name}": float(count) for name, count in names.items()}
 
     def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:
         if not (dialogues := _dialogues(group)):
@@ -335,7 +351,7 @@ def build_turns(
     judged = frozenset(read_settings(environments, Path.cwd()))
 
     def over(fresh: FreshRollouts) -> MultiTurnRollouts:
-        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts)}
+        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts) if each.init}
         shared["stream"] = ToolPrompts(fresh.stream, chat, router.names, router.tools)
         return MultiTurnRollouts(
             **shared,

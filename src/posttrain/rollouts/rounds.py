@@ -95,7 +95,7 @@ class RoundRollouts:
         self.position.open = [group for place, group in enumerate(self.position.open) if place not in set(whole)]
         with clock("reward_calculation"):
             groups = tuple(fresh.score([group.task for group in chosen], [fresh.unscored(group) for group in chosen]))
-        return TakenGroups(groups, groups, clock.spans, self._metrics(step, chosen))
+        return TakenGroups(groups, groups, clock.spans, {**self._metrics(step, chosen), **fresh.metrics})
 
     def is_sampled(self, num_groups: int, step: int) -> bool:
         """Whether the round of `step` has ended: the open groups meet its quota."""

@@ -51,7 +51,7 @@ def driver_of(
     """With memory for `later` as well."""
     with torch.no_grad():
         groups = [request.group for request in (*requests, *later)]
-        workspace = engine._workspace_for(groups, 2, 64)
+        workspace = engine._workspace_for([*requests, *later], 64)
     workspace.begin(groups, 2)
     scheduler = Scheduler(workspace.num_pages, 4, engine.settings.max_batch_size)
     decoding = SingleBackend(engine.forward, workspace.decode)

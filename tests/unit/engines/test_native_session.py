@@ -291,6 +291,21 @@ def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Modu
         assert {key: answers[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
 
 
+def test_new_weights_reuse_nothing() -> None:
+    model = tiny_model("llama")
+    session = session_of(model, keeps_prefixes=True)
+    asked = requests(4, seed=8)
+    before = tokens(run(session, asked))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    session.forget_prefixes()
+    after = tokens(run(session, asked))
+    assert before != after
+    for one in asked:
+        expected = engine_answers(model, one)
+        assert {key: after[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
+
+
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
 def test_nan_logits_fail_the_request_and_not_the_session(keeps_prefixes: bool) -> None:
     broken = tiny_model("llama")

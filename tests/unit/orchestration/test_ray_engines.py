@@ -88,6 +88,20 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(
     assert replaced.startswith("engine 0 died during sample_round")
 
 
+def test_a_replacement_fills_its_cache_as_the_lost_engine_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, {"generate 3"}, set())
+    actors.call(Rank.receive_weights, "weights")
+    actors.call(Rank.generate, "tasks", 0)
+    actors.call(Rank.keep_prefixes, True)
+    for turn in range(1, 4):
+        actors.call(Rank.generate, "tasks", turn)
+    calls = ["build", "receive_weights", "keep_prefixes", "generate 1", "generate 2", "generate 3"]
+    assert [operation for number, operation in actors.log if number == 1] == calls
+    actors.call(Rank.keep_prefixes, False)
+    actors.call(Rank.generate, "tasks", 4)
+    assert actors.engine._to_repeat == []
+
+
 def test_an_engine_that_dies_between_two_lots_gets_all_of_that_version_from_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

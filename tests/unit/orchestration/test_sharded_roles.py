@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker
 from posttrain.policy.parallel.mesh import Mesh
-from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+from posttrain.types import Completion, NoiseKey, PrefillTokens, Sampling, Task, TokenBatch
 
 
 @dataclass
@@ -86,6 +86,9 @@ class FakeRank:
         if progress is not None:
             progress(len(tasks) * num_samples)
         return [[Completion((task.draw, s), (0.0, 0.0), "", "stop") for s in range(num_samples)] for task in tasks]
+
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens:
+        return PrefillTokens(5, 3)
 
     def end_step(self) -> str:
         return "ended"
@@ -253,6 +256,28 @@ def test_whole_groups_go_to_one_rank_and_the_ranks_share_them_evenly() -> None:
     ((_, arguments),) = ranks.calls
     assert sorted(len(args[0]) for args in arguments) == [2, 2, 3]
     assert sorted(task.draw for args in arguments for task in args[0]) == list(range(7))
+
+
+def test_later_turns_go_to_the_rank_of_their_first_one_while_prefixes_are_kept() -> None:
+    ranks = Ranks([FakeRank() for _ in range(3)])
+    engine = ShardedEngine(ranks)
+
+    def draws(tasks: Sequence[Task]) -> list[list[tuple[int, int]]]:
+        groups = engine.generate(tasks, 1, Sampling(max_new_tokens=1), NoiseKey(0, 0))
+        assert [completion.token_ids[0] for (completion,) in groups] == [task.draw for task in tasks]
+        return [[(task.draw, task.first_sample) for task in args[0]] for args in ranks.calls[-1][1]]
+
+    later = [replace(task, first_sample=sample) for task in tasks_of(5)[1:] for sample in range(2)]
+    spread = draws(later)
+    assert engine.keep_prefixes(True) == PrefillTokens(15, 9)
+    assert draws(tasks_of(5)) == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0)]]
+    assert draws(later) == [[(3, 0), (3, 1)], [(1, 0), (1, 1), (4, 0), (4, 1)], [(2, 0), (2, 1)]]
+    engine.keep_prefixes(True)
+    draws(tasks_of(2))
+    assert draws(later) == spread, "one rank had nothing to do"
+    assert [draws(later[first:])[0] for first in (3, 6)] == [spread[0][1:], spread[0][2:]]
+    engine.keep_prefixes(False)
+    assert draws(later) == spread
 
 
 def test_tensor_parallel_ranks_get_the_same_data_and_count_once() -> None:

@@ -23,7 +23,7 @@ from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
-from posttrain.engines.native.kv_cache import GIB, PagedKvCache, num_pages_for_call, usable_bytes
+from posttrain.engines.native.kv_cache import GIB, PagedKvCache, PrefixCache, num_pages_for_call, usable_bytes
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.recurrent_states import NUM_PROMPT_SLOTS, RecurrentStates
 from posttrain.engines.native.sampler import TokenSampler
@@ -44,6 +44,7 @@ from posttrain.types import (
     Completion,
     NoiseKey,
     OpenGroup,
+    PrefillTokens,
     Quota,
     Sampling,
     Task,
@@ -81,6 +82,7 @@ class Workspace:
     graphs: DecodeGraphs | None = None
     speculation: Speculation | None = None
     fp8: Fp8Weights | None = None
+    prefixes: PrefixCache | None = None  # pages of earlier calls; None: they are not kept
 
     def fits(self, wanted: int, least: int, longest: int) -> bool:
         enough = self.num_pages >= wanted or (self.is_largest and self.num_pages >= least)
@@ -88,8 +90,7 @@ class Workspace:
 
     def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
         """Reset after the previous call, whose samples had the same admission numbers but other pages."""
-        if isinstance(self.decode, PagedDecode):
-            self.decode.forget_rows()
+        self.decode.forget_rows()
         if self.graphs is not None:
             self.graphs.begin(groups, num_samples)
         if self.speculation is not None:
@@ -123,13 +124,15 @@ class NativeEngine:
         self.forward = ForwardPass(model)
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
-        self._keeps_workspace = self.forward.device.type != "cpu"
         # Until a capture fails. Sharded modules are sampled with whole parameters (`policy/parallel/fsdp.py`), whose
         # addresses may differ between calls; then graphs are captured again. Ranks that share layers or experts sample
         # without graphs.
         shares_layers = sharded and (self.forward.head.tensor_group is not None or spreads_experts(model))
         self._use_graphs = use_graphs and self.forward.device.type == "cuda" and not shares_layers
+        self._keeps_workspace = self.forward.device.type != "cpu"  # else only with cached prefixes
         self._workspace: Workspace | None = None
+        self._keeps_prefixes = False  # between calls
+        self._prefilled = PrefillTokens()
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every token
         self._largest = (0, 0)  # largest number of pages, and longest sequence, of calls so far
         self.num_preemptions = 0  # in the last call; many preemptions mean that the KV cache is too small
@@ -226,15 +229,33 @@ class NativeEngine:
 
     # -- weights and memory --------------------------------------------------------------------------------------------
 
-    def take_weights(self, version: int) -> None:
-        """Nothing to do: these are the trainer's tensors."""
+    def keep_prefixes(self, wanted: bool) -> PrefillTokens:
+        """Reuse from here on what earlier calls have computed, or no longer. Nothing that was computed before this call
+        is reused. Returns what was prefilled since the last call.
+        """
+        self._keeps_prefixes = wanted
+        if not self._keeps_workspace:
+            self._workspace = None
+        self._forget_prefixes()
+        prefilled, self._prefilled = self._prefilled, PrefillTokens()
+        return prefilled
 
-    def forget_weights(self) -> None: ...
+    def _forget_prefixes(self) -> None:
+        if self._workspace is not None:
+            self._workspace.prefixes = None
+
+    def take_weights(self, version: int) -> None:
+        """These are the trainer's tensors. Nothing that was computed before is reused."""
+        self._forget_prefixes()
+
+    def forget_weights(self) -> None:
+        self._forget_prefixes()
 
     def close(self) -> None: ...
 
     def make_room(self) -> None:
         """A large KV cache is freed for training. A small one stays, with the CUDA graphs captured for it."""
+        self._forget_prefixes()
         if self._workspace is not None and self.forward.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.forward.device).total_memory
             if self.num_held_bytes > KEPT_CACHE_SHARE * total:
@@ -275,13 +296,14 @@ class NativeEngine:
         groups = [request.group for request in requests]
         longest = max(group.prompt_length + group.max_new_tokens for group in groups)
         self.forward.check_length(longest)
-        workspace = self._workspace_for(groups, num_samples, longest)
+        workspace = self._workspace_for(requests, longest)
         workspace.begin(groups, num_samples)
         states = workspace.cache.states
         scheduler = Scheduler(
             workspace.num_pages,
             self.settings.page_size,
             self.settings.max_batch_size,
+            prefixes=workspace.prefixes,
             num_state_slots=None if states is None else states.num_slots,
         )
         decoding = SingleBackend(self.forward, workspace.decode)
@@ -312,22 +334,40 @@ class NativeEngine:
             self._workspace = self.forward.fp8 = None  # steps may still be running in it
             raise
         self.num_preemptions = scheduler.num_preemptions
+        self._prefilled += PrefillTokens(scheduler.num_prefilled_tokens, scheduler.num_reused_tokens)
         if (drafts := workspace.speculation) is not None:
             self.drafted = drafts.num_tokens, drafts.num_sample_steps
         if workspace.graphs is not None and driver.graphs is None:
             self._use_graphs, workspace.graphs, workspace.speculation = False, None, None
 
-    def _workspace_for(self, groups: Sequence[PromptGroup], num_samples: int, longest: int) -> Workspace:
-        """The previous call's working memory if it is large enough or as large as memory allows; else a new one."""
-        settings = self.settings
-        wanted = _pages_wanted(groups, num_samples, settings)
-        least = max(pages_needed(group, settings.page_size) for group in groups)
-        held = self._workspace
+    def _workspace_for(self, requests: Sequence[Request], longest: int) -> Workspace:
+        """The previous call's working memory if it is large enough or as large as memory allows; else a new one, with
+        the cached pages that this call needs.
+        """
+        settings, size, held = self.settings, self.settings.page_size, self._workspace
+        groups = [request.group for request in requests]
+        # No page is evicted while memory suffices, however large the cache is: bits may depend on it.
+        keeps = self._keeps_prefixes and self._can_keep_prefixes()
+        num_together = sum(len(one.samples) for one in requests) if keeps else settings.max_batch_size
+        wanted = needed = _pages_wanted([(one.group, len(one.samples)) for one in requests], num_together, size)
+        least = max(pages_needed(group, size) for group in groups)
+        if keeps and held is not None and held.prefixes is None:
+            held.prefixes = PrefixCache(held.num_pages, size)
+        prefixes = None if held is None else held.prefixes
+        kept: list[int] = []  # pages that this call reuses
+        if prefixes is not None:
+            known = [prefixes.find("", group.task.prompt_ids[:-1]) for group in groups]
+            prefixes.keep_only(known)
+            kept = sorted({page for prefix in known for page in prefix.pages})
+            wanted = needed = max(least, wanted - sum(len(prefix.pages) for prefix in known) + len(kept))
         if held is not None and held.fits(wanted, least, longest):
             if held.fp8 is not None:
                 held.fp8.refresh()  # the weights may have been trained since
             return held
+        contents = held.cache.read_pages(kept) if held is not None and kept else []
         self.release()
+        if keeps:  # the next calls have longer prompts
+            wanted, longest = wanted * 3 // 2, min(longest * 3 // 2, settings.max_total_tokens)
         if self._keeps_workspace:
             if settings.deterministic:
                 longest = settings.max_total_tokens  # the split of attention over processors depends on it
@@ -337,26 +377,44 @@ class NativeEngine:
         num_pages = num_pages_for(self.forward, settings, wanted, least)
         if (group := self.forward.head.tensor_group) is not None:
             num_pages = group.smallest(num_pages)  # ranks that share layers run the same schedule
-        depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
+        depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < needed
         if settings.deterministic and depends_on_free_memory:
             raise InputError(
-                "deterministic sampling needs a KV cache for all answers that run together, and the free memory holds "
-                f"{num_pages / wanted:.0%} of it: which answers wait would depend on what else is in memory. Set "
-                "kv_cache_gib, or lower max_batch_size"
+                "deterministic sampling needs a KV cache for all answers that run together, in a conversation for all "
+                f"that are open, and the free memory holds {num_pages / needed:.0%} of it: which answers wait would "
+                "depend on what else is in memory. Set kv_cache_gib, or lower max_batch_size"
             )
         cache = new_cache(self.forward, settings, num_pages)
-        width = pages_for(longest, settings.page_size)
-        if not self._keeps_workspace:
-            dense, speculation = DenseDecode(cache, longest), self._speculation(cache, width, None)
-            return Workspace(cache, num_pages, num_pages < wanted, longest, dense, speculation=speculation)
-        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.num_heads)
-        graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
-        speculation = self._speculation(cache, width, graphs)
+        if not keeps:
+            prefixes = None
+        elif prefixes is None or num_pages < prefixes.num_pages:
+            prefixes = PrefixCache(num_pages, size)
+        else:
+            prefixes.grow(num_pages)
+            cache.write_pages(kept, contents)
+        width = pages_for(longest, size)
+        decode: DenseDecode | PagedDecode
+        if self._keeps_workspace:
+            decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.num_heads)
+            graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
+            longest = width * size
+        else:
+            decode, graphs = DenseDecode(cache, longest), None
         workspace = Workspace(
-            cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs, speculation, fp8
-        )
-        self._workspace, self.forward.fp8 = workspace, fp8
+            cache, num_pages, num_pages < wanted, longest, decode, graphs, self._speculation(cache, width, graphs), fp8,
+            prefixes,
+        )  # fmt: skip
+        self.forward.fp8 = fp8
+        if self._keeps_workspace or keeps:
+            self._workspace = workspace
         return workspace
+
+    def _can_keep_prefixes(self) -> bool:
+        """States of recurrent layers are not kept. With an FP8 cache, a prompt that continues cached pages would attend
+        to rounded keys, and one that is computed as a whole to exact ones.
+        """
+        has_fp8 = any(shape.is_fp8 for shape in cache_layers(self.forward, self.settings).values())
+        return not has_fp8 and not self.forward.shapes().states
 
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
         """None if it is off, or if its timing-based choice could change the bits of a run that must be reproducible."""
@@ -447,21 +505,22 @@ def _state_bytes(forward: ForwardPass) -> int:
     return sum(shape.num_bytes for shape in forward.shapes().states.values())
 
 
-def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:
-    """Number of pages at which the largest possible batch never waits for a page."""
-    size = settings.page_size
+def _pages_wanted(groups: Sequence[tuple[PromptGroup, int]], num_together: int, size: int) -> int:
+    """Number of pages at which a batch of `num_together` samples never waits for a page. Each group has its number of
+    samples.
+    """
 
     def own(group: PromptGroup) -> int:
         return pages_for(group.prompt_length + group.max_new_tokens, size) - group.prompt_length // size + 1
 
-    total, slots = 0, settings.max_batch_size
-    for group in sorted(groups, key=own, reverse=True):
+    total, slots = 0, num_together
+    for group, num_samples in sorted(groups, key=lambda item: own(item[0]), reverse=True):
         together = min(num_samples, slots)
         total += pages_for(group.prompt_length, size) + together * own(group)
         slots -= together
         if slots == 0:
             break
-    return max(total + 1, max(pages_needed(group, size) for group in groups))
+    return max(total + 1, max(pages_needed(group, size) for group, _ in groups))
 
 
 def _check(sampling: Sampling, num_samples: int) -> None:

@@ -1,5 +1,5 @@
 """The paged KV cache: its tensors, per layer one pool of pages for keys and one for values; which pages are free, with
-reference counts; and the prefix cache of a session.
+reference counts; and the prefix cache.
 
 `scheduler.py` allocates the pages to sequences.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -74,8 +74,18 @@ class PageAllocator:
         self._free.append(page)
 
 
-# Key of a full page: its predecessor (a page, or the adapter at the start of a sequence) and its tokens.
+# Key of a page: its predecessor (a page, or the adapter at the start of a sequence) and its tokens.
 _Key = tuple[int | str, tuple[int, ...]]
+
+
+class CachedPrefix(NamedTuple):
+    """The first `num_tokens` of a sequence are in `pages`. The last page may be partly filled."""
+
+    pages: list[int]
+    num_tokens: int
+
+
+NOT_CACHED = CachedPrefix([], 0)
 
 
 class PrefixCache(PageAllocator):
@@ -83,6 +93,9 @@ class PrefixCache(PageAllocator):
 
     Sequences are released from their end, and a holder of a page holds all pages before it. So a page is evicted after
     the cached pages that follow it.
+
+    The last, partly filled page of a sequence that has ended is cached too. Who continues the sequence writes to it, so
+    it leaves the cache with its new holder.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -90,51 +103,121 @@ class PrefixCache(PageAllocator):
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
+        self._tails: dict[int | str, set[tuple[int, ...]]] = {}  # tokens of partly filled pages, by predecessor
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached, without a holder
 
     @property
     def num_free(self) -> int:
         return super().num_free + len(self._evictable)
 
-    def find(self, adapter: str, token_ids: Sequence[int]) -> list[int]:
-        """The cached pages of the longest prefix. The caller must share them before it allocates others."""
+    def find(self, adapter: str, token_ids: Sequence[int]) -> CachedPrefix:
+        """The longest cached prefix. The caller must `hold` it before it allocates pages."""
         pages: list[int] = []
         for key in self._keys(adapter, token_ids, pages):
             if (page := self._page_of.get(key)) is None:
                 break
             pages.append(page)
-        return pages
+        num_tokens, before = len(pages) * self._page_size, pages[-1] if pages else adapter
+        rest = tuple(token_ids[num_tokens : num_tokens + self._page_size])
+        tails = [tail for tail in self._tails.get(before, ()) if tail == rest[: len(tail)]]
+        if tails:
+            longest = max(tails, key=len)
+            pages.append(self._page_of[before, longest])
+            num_tokens += len(longest)
+        return CachedPrefix(pages, num_tokens)
+
+    def hold(self, prefix: CachedPrefix) -> None:
+        """Add a holder to each full page, and make it the only one of a partly filled page."""
+        num_full = prefix.num_tokens // self._page_size
+        self.share(prefix.pages[:num_full])
+        for page in prefix.pages[num_full:]:
+            self._uncache(page)
+            del self._evictable[page]
+            self._holders[page] = 1
 
     def insert(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Cache `pages`, which hold the keys and values of the tokens. Of pages with equal contents the first is kept.
-
-        A page that is to be cleared is not cached, nor are those after it.
+        """Cache the full pages among `pages`, which hold the keys and values of the tokens, up to the first page whose
+        contents are cached already in another one, or that is to be cleared.
         """
         for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
             if page in self._to_clear or self._page_of.setdefault(key, page) != page:
                 return
             self._key_of[page] = key
 
+    def insert_and_release(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """Cache the pages of a sequence that has ended, also the last one, and remove its holder.
+
+        Where contents are cached already, that page takes the place of the sequence's own, so that those after it can
+        be cached.
+        """
+        pages, size = list(pages), self._page_size
+        for index, key in enumerate(self._keys(adapter, token_ids, pages)):
+            own = pages[index]
+            if own in self._to_clear:
+                break
+            pages[index] = self._page_of.setdefault(key, own)
+            self._key_of[pages[index]] = key
+            if pages[index] != own:
+                self.share(pages[index : index + 1])
+                self.release((own,))
+        else:
+            num_full = len(token_ids) // size
+            key = (pages[num_full - 1] if num_full else adapter, tuple(token_ids[num_full * size :]))
+            page = pages[num_full] if key[1] else -1
+            is_own = page >= 0 and self._holders[page] == 1 and page not in self._key_of and page not in self._to_clear
+            if is_own and key not in self._page_of:
+                self._page_of[key], self._key_of[page] = page, key
+                self._tails.setdefault(key[0], set()).add(key[1])
+        self.release(pages)
+
     def _keys(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> Iterable[_Key]:
-        """Keys of the full pages. `pages` may grow during iteration."""
+        """Keys of the full pages. `pages` may change during iteration, up to the current one."""
         size = self._page_size
         for index in range(len(token_ids) // size):
             yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])
 
     def clear(self) -> None:
-        for page in self._evictable:
-            self._free.append(page)
-        self._evictable.clear()
+        self.keep_only(())
         self._page_of.clear()
         self._key_of.clear()
+        self._tails.clear()
+
+    def forget(self) -> None:
+        """The weights change: no page that is cached or held now is found later."""
+        self.clear()
+        for page, num_holders in enumerate(self._holders):
+            if num_holders:
+                self._to_clear.setdefault(page, lambda pages: None)
+
+    def keep_only(self, prefixes: Iterable[CachedPrefix]) -> None:
+        """Free the pages that have no holder and are in none of `prefixes`."""
+        kept = {page for prefix in prefixes for page in prefix.pages}
+        for page in [page for page in self._evictable if page not in kept]:
+            self._evict(page)
+
+    def grow(self, num_pages: int) -> None:
+        self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
+        self._holders += [0] * (num_pages - self.num_pages)
+        self.num_pages = num_pages
 
     def take(self, count: int) -> list[int]:
         assert count <= self.num_free, f"{count} pages requested, {self.num_free} free"
         while len(self._free) < count:
-            page, _ = self._evictable.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
-            self._free.append(page)
+            self._evict(next(iter(self._evictable)))
         return super().take(count)
+
+    def _evict(self, page: int) -> None:
+        del self._evictable[page]
+        self._uncache(page)
+        self._free.append(page)
+
+    def _uncache(self, page: int) -> None:
+        before, tokens = key = self._key_of.pop(page)
+        del self._page_of[key]
+        if len(tokens) < self._page_size:
+            self._tails[before].discard(tokens)
+            if not self._tails[before]:
+                del self._tails[before]
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -228,6 +311,17 @@ class PagedKvCache:
         source, target = to_device(torch.tensor(copies, dtype=torch.long).T.contiguous(), self.device)
         for pool in self._pools():
             pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def read_pages(self, pages: Sequence[int]) -> list[Tensor]:
+        """Their contents, in host memory."""
+        at = to_device(torch.tensor(pages, dtype=torch.long), self.device)
+        return [pool.index_select(0, at).cpu() for pool in self._pools()]
+
+    def write_pages(self, pages: Sequence[int], contents: Sequence[Tensor]) -> None:
+        """What `read_pages` returned."""
+        at = to_device(torch.tensor(pages, dtype=torch.long), self.device)
+        for pool, values in zip(self._pools(), contents, strict=bool(contents)):
+            pool.index_copy_(0, at, values.to(self.device))
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros: masked positions must be finite, see `zeros`."""

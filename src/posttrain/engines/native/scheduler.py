@@ -10,8 +10,8 @@ When a page is needed and none is free, pages are freed in this order: prompts o
 sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of
 the queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
 
-With `keeps_prefixes`, full pages stay cached by their tokens after their sequence has finished, until the memory is
-needed. A later prompt with the same prefix reuses them.
+With `prefixes`, pages stay cached by their tokens after their sequence has finished, until the memory is needed. A
+later prompt with the same prefix reuses them.
 
 A model with recurrent layers has a slot for the states of each active sample, and one for each prompt that is kept.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from posttrain.engines.native.kv_cache import PageAllocator, PrefixCache
+from posttrain.engines.native.kv_cache import NOT_CACHED, CachedPrefix, PageAllocator, PrefixCache
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 
@@ -106,7 +106,9 @@ class Admission:
 
 
 class Scheduler:
-    """`num_state_slots`: of a model with recurrent layers, the states that it has room for."""
+    """`prefixes` may hold pages of earlier sequences. `num_state_slots`: of a model with recurrent layers, the states
+    that it has room for.
+    """
 
     def __init__(
         self,
@@ -114,17 +116,18 @@ class Scheduler:
         page_size: int,
         max_batch_size: int,
         *,
-        keeps_prefixes: bool = False,
+        prefixes: PrefixCache | None = None,
         num_state_slots: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.max_batch_size = max_batch_size
-        self.prefixes = PrefixCache(num_pages, page_size) if keeps_prefixes else None
-        self.pages = self.prefixes or PageAllocator(num_pages)
+        self.prefixes = prefixes
+        self.pages = prefixes or PageAllocator(num_pages)
         self.state_slots = None if num_state_slots is None else list(reversed(range(num_state_slots)))  # free ones
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
+        self.num_prefilled_tokens = 0  # of prompts, and of samples that were preempted
         self.num_reused_tokens = 0  # prompt tokens found in the prefix cache
         self._num_admissions = 0
         self._groups: list[PromptGroup] = []
@@ -174,17 +177,20 @@ class Scheduler:
             group = sample.group
             if room is not None and (sample.token_ids or group.pages is not None or group.num_waiting > 1):
                 break
-            known = self._known_pages(group) if group.pages is None else []
-            if room is not None and (room := room - group.prompt_length + len(known) * self.page_size) < 0:
-                self.pages.release(known)
+            known = self._known(group) if group.pages is None else NOT_CACHED
+            if room is not None and (room := room - group.prompt_length + known.num_tokens) < 0:
                 break
             self.waiting.popleft()
             group.num_waiting -= 1
             group.num_active += 1
             if group.pages is None:
-                start = len(known) * self.page_size
+                if self.prefixes is not None:
+                    self.prefixes.hold(known)
+                start = known.num_tokens
                 self.num_reused_tokens += start
-                group.pages = known + self.pages.take(pages_for(group.prompt_length, self.page_size) - len(known))
+                self.num_prefilled_tokens += group.prompt_length - start
+                missing = pages_for(group.prompt_length, self.page_size) - len(known.pages)
+                group.pages = known.pages + self.pages.take(missing)
                 group.state_slot = self._take_state_slot()
                 # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(
@@ -197,22 +203,13 @@ class Scheduler:
             admission.samples.append(sample)
         return admission
 
-    def _known_pages(self, group: PromptGroup) -> list[int]:
-        """Cached pages of the prompt, held for the group. The last token is always computed, for its logits."""
-        if self.prefixes is None:
-            return []
-        known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
-        self.prefixes.share(known)
-        return known
+    def _known(self, group: PromptGroup) -> CachedPrefix:
+        """What is cached of the prompt. The last token is always computed, for its logits."""
+        return NOT_CACHED if self.prefixes is None else self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
 
     def _num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
-        if group.pages is not None:
-            return 0
-        if self.prefixes is None:
-            return group.prompt_length
-        known = self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
-        return group.prompt_length - len(known) * self.page_size
+        return group.prompt_length - self._known(group).num_tokens if group.pages is None else 0
 
     def remember_prompts(self, admission: Admission) -> None:
         """Called when the prompts of the admission have been computed."""
@@ -286,6 +283,7 @@ class Scheduler:
         if len(sample.token_ids) > 1:
             missing = pages_for(sample.num_cached, self.page_size) - len(sample.pages)
             sample.pages += self.pages.take(max(missing, 0))
+            self.num_prefilled_tokens += len(sample.token_ids) - 1
             admission.resumed[sample] = Prefill(
                 sample.token_ids[:-1], group.prompt_length, tuple(sample.pages), state_slot=sample.state_slot
             )
@@ -360,8 +358,9 @@ class Scheduler:
         """Remove the sample from the batch, finished or preempted, and free its pages."""
         if self.prefixes is not None:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
-            self.prefixes.insert(sample.group.adapter, written, sample.pages)
-        self.pages.release(sample.pages)
+            self.prefixes.insert_and_release(sample.group.adapter, written, sample.pages)
+        else:
+            self.pages.release(sample.pages)
         self._release_state_slot(sample)
         sample.pages = []
         sample.admission = -1

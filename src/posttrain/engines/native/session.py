@@ -24,6 +24,7 @@ from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_ca
 from posttrain.engines.native.forward import BackendPerAdapter
 from posttrain.engines.native.fp8 import fp8_weights
 from posttrain.engines.native.graphs import GraphsPerAdapter
+from posttrain.engines.native.kv_cache import PrefixCache
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import ModelLogprobs, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
@@ -160,11 +161,12 @@ class GenerationSession:
     def _new_driver(self) -> Driver:
         settings = self.settings
         states = self._cache.states
+        keeps = self._keeps_prefixes and states is None
         scheduler = Scheduler(
             self.num_pages,
             settings.page_size,
             settings.max_batch_size,
-            keeps_prefixes=self._keeps_prefixes and states is None,
+            prefixes=PrefixCache(self.num_pages, settings.page_size) if keeps else None,
             num_state_slots=None if states is None else states.num_slots,
         )
         # Prefill about one row of prompts at a time, which bounds the wait of active samples.
@@ -232,6 +234,11 @@ class GenerationSession:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.driver.cancel(request)
+
+    def forget_prefixes(self) -> None:
+        """Before weights or an adapter change: nothing computed so far is reused."""
+        if self.driver.scheduler.prefixes is not None:
+            self.driver.scheduler.prefixes.forget()
 
     def reset(self) -> list[str]:
         """Drop all requests, after `step` has raised. Returns their ids."""

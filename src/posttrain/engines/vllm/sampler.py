@@ -224,6 +224,9 @@ class VllmSampler:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
+    def keep_prefixes(self, wanted: bool) -> None:
+        """vLLM has a cache of its own, which is emptied when it takes weights (`enable_prefix_caching`)."""
+
     def generate(
         self,
         tasks: Sequence[Task],

@@ -14,7 +14,7 @@ from posttrain.apps.plan.phases import cache_pages, plan_memory
 from posttrain.apps.plan.workload import MeanLengths, MicroBatch, SharedPrompt, Workload
 from posttrain.config.policy import OptimizerConfig
 from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
-from posttrain.engines.native.engine import NativeSettings, _pages_wanted
+from posttrain.engines.native.engine import _pages_wanted
 from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.policy.memory.layer_bytes import LayerBytes, Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES, shape_of_config
@@ -249,7 +249,6 @@ def test_the_cache_has_the_pages_that_the_engine_asks_for(seed: int) -> None:
     rng = random.Random(seed)
     prompt, new, size = rng.randrange(1, 300), rng.randrange(1, 300), rng.choice([1, 8, 16, 64])
     groups, samples, rows = rng.randrange(1, 20), rng.randrange(1, 20), rng.randrange(1, 200)
-    settings = NativeSettings(page_size=size, max_batch_size=rows, max_total_tokens=prompt + new)
     tasks = [PromptGroup(Task(i, str(i), "", tuple([1] * prompt)), new) for i in range(groups)]
     step = workload(
         num_groups=groups,
@@ -258,7 +257,7 @@ def test_the_cache_has_the_pages_that_the_engine_asks_for(seed: int) -> None:
         max_new_tokens=new,
         max_total_tokens=prompt + new,
     )
-    assert cache_pages(step, size, rows)[0] == _pages_wanted(tasks, samples, settings)
+    assert cache_pages(step, size, rows)[0] == _pages_wanted([(task, samples) for task in tasks], rows, size)
 
 
 def test_the_rank_with_most_prompts_decides_the_cache() -> None:

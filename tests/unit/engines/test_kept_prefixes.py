@@ -1,0 +1,146 @@
+"""Conversations whose turns reuse what earlier calls of the engine have computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_decode_ahead import ahead
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
+from torch import nn
+
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.types import Completion, NoiseKey, PrefillTokens, Sampling, Task
+
+TOKENIZER = byte_tokenizer()
+KEY = NoiseKey(seed=3, step=5)
+SAMPLING = Sampling(9, temperature=1.3, stop_token_ids=tuple(range(0, VOCAB_SIZE, 20)))
+NUM_TURNS = 5
+# A page of 4 tokens of the tiny model takes 4 KiB here: 2 layers, keys and values, 2 heads of 8, fp32, and the dense
+# copy.
+PAGE_GIB = 4 * 2 * 2 * 2 * 8 * 4 * 2 / 2**30
+
+
+def engine_of(model: nn.Module, **settings: Any) -> NativeEngine:
+    return NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, **settings))
+
+
+def converse(engine: NativeEngine, num_samples: int = 3) -> tuple[list[list[Completion]], int]:
+    """Two prompts, `num_samples` conversations of each. Returns the turns of each conversation, and how many different
+    prompt tokens they had.
+    """
+    rng = random.Random(1)
+    tasks = [Task(draw, f"t:{draw}", "", tuple(rng.choices(range(VOCAB_SIZE), k=7 + 6 * draw))) for draw in range(2)]
+    num_tokens = sum(len(task.prompt_ids) for task in tasks)
+    turns: list[list[Completion]] = []
+    open_tasks: Sequence[Task] = tasks
+    for turn in range(NUM_TURNS):
+        sampled = engine.generate(open_tasks, num_samples if turn == 0 else 1, SAMPLING, KEY)
+        rows = [
+            (replace(task, first_sample=task.first_sample + sample), completion)
+            for task, completions in zip(open_tasks, sampled, strict=True)
+            for sample, completion in enumerate(completions)
+        ]
+        turns.append([completion for _, completion in rows])
+        following = []
+        for task, completion in rows:
+            observed = rng.choices(range(VOCAB_SIZE), k=rng.randrange(1, 12))
+            ids = (*completion.token_ids, *observed)
+            following.append(
+                replace(task, prompt_ids=(*task.prompt_ids, *ids), first_token=task.first_token + len(ids))
+            )
+            if turn < NUM_TURNS - 1:
+                num_tokens += 1 + len(observed)  # the last token of an answer has not been through the model
+        open_tasks = following
+    return turns, num_tokens
+
+
+def assert_same(turns: Sequence[Sequence[Completion]], expected: Sequence[Sequence[Completion]]) -> None:
+    for row, other in zip(turns, expected, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+@pytest.mark.parametrize("kind", ["in step", "ahead", "drafts"])
+def test_turns_compute_each_token_once_and_sample_the_same(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, kind: str, batch: int
+) -> None:
+    expected, num_tokens = converse(engine_of(model))
+    settings: dict[str, Any] = {"max_batch_size": batch, "num_speculative_tokens": 2 if kind == "drafts" else 0}
+    engine = ahead(model, monkeypatch, **settings) if kind == "ahead" else engine_of(model, **settings)
+    engine.keep_prefixes(True)
+    assert_same(converse(engine)[0], expected)
+    computed, reused = engine.keep_prefixes(False)
+    # One step ahead, the last token of an answer is computed too, or not known yet when it ends at its limit.
+    assert computed == (pytest.approx(num_tokens, rel=0.1) if kind == "ahead" else num_tokens)
+    assert computed + reused > 3 * num_tokens
+    assert engine.num_held_bytes == 0 or kind == "ahead"
+    assert_same(converse(engine)[0], expected)
+    assert engine.keep_prefixes(False).reused == 0
+
+
+@pytest.mark.parametrize("num_pages", [24, 36])
+def test_short_memory_costs_time_and_changes_nothing(model: nn.Module, num_pages: int) -> None:
+    expected, num_tokens = converse(engine_of(model))
+    found = []
+    for _ in range(2):
+        engine = engine_of(model, kv_cache_gib=num_pages * PAGE_GIB, max_total_tokens=100)
+        engine.keep_prefixes(True)
+        found.append(converse(engine)[0])
+        assert engine.keep_prefixes(False).computed > num_tokens
+    assert found[0] == found[1], "bit for bit"
+    assert_same(found[0], expected)
+
+
+def test_a_step_depends_on_nothing_before_it(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: a resumed run begins where another one has sampled before."""
+    for engine in (engine_of(model, max_batch_size=4), ahead(model, monkeypatch, max_batch_size=4, deterministic=True)):
+        engine.keep_prefixes(True)
+        first, _ = converse(engine)
+        prefilled = engine.keep_prefixes(True)
+        assert (converse(engine)[0], engine.keep_prefixes(False)) == (first, prefilled)
+
+
+@pytest.mark.parametrize("change", ["take_weights", "forget_weights", "make_room", "release"])
+def test_nothing_is_reused_after_weights_have_changed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    model = tiny_model("llama")
+    for engine in (engine_of(model), ahead(model, monkeypatch)):
+        engine.keep_prefixes(True)
+        before, _ = converse(engine)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(1.5)
+        getattr(engine, change)(*([1] if change == "take_weights" else []))
+        after, _ = converse(engine)
+        assert before != after
+        engine.keep_prefixes(False)
+        assert_same(after, converse(engine)[0])
+
+
+def test_states_of_recurrent_layers_are_not_kept() -> None:
+    engine = engine_of(tiny_model("qwen3.5"))
+    engine.keep_prefixes(True)
+    converse(engine)
+    assert engine.keep_prefixes(False).reused == 0
+
+
+def test_answers_that_begin_alike_are_all_kept(model: nn.Module) -> None:
+    """Greedy answers are equal; their observations are not."""
+    engine = engine_of(model)
+    prompt = tuple(range(5, 15))
+    engine.keep_prefixes(True)
+    [answers] = engine.generate([Task(0, "t", "", prompt)], 4, Sampling(20, temperature=0.0, ignore_eos=True), KEY)
+    ids = (*prompt, *answers[0].token_ids)
+    tasks = [Task(0, "t", "", (*ids, 60 + sample), first_sample=sample, first_token=20) for sample in range(4)]
+    assert engine.keep_prefixes(True) == PrefillTokens(len(prompt), 0)
+    engine.generate([Task(0, "t", "", prompt)], 4, Sampling(20, temperature=0.0, ignore_eos=True), KEY)
+    engine.generate(tasks, 1, SAMPLING, KEY)
+    computed, reused = engine.keep_prefixes(False)
+    assert (computed, reused) == (len(prompt) + 4 * 31 - reused, 29 + 3 * 28), (
+        "one of them has the page that is not full"
+    )
