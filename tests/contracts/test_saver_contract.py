@@ -16,10 +16,10 @@ from posttrain.types import StepReport
 REPORT = StepReport({"reward": 0.5}, {"generation": 1.0}, num_tokens=10)
 
 
-def checkpoints(folder: Path, *, in_background: bool) -> Saver:
+def checkpoints(folder: Path, *, in_background: bool, keep_top_k: int | None = None) -> Saver:
     events: Events = []
     recorder = FakeRecorder(events)
-    store = CheckpointStore(folder, save_period=2, say=recorder.say)
+    store = CheckpointStore(folder, keep_top_k, save_period=2, say=recorder.say)
     settings = SaverSettings(
         enabled=True, period=2, optimizer=True, samples_per_step=4, steps_per_epoch=2.5, in_background=in_background
     )
@@ -49,6 +49,17 @@ def test_the_last_step_is_saved_and_resumed_from(new_saver: Callable[[], Saver])
     for step in (1, 2, 3):
         saver.after_step(step, REPORT, None, is_last=step == 3)
     assert new_saver().resume() == 3
+
+
+@pytest.mark.parametrize("killed_at", ["before the removal", "in the removal"])
+def test_surplus_that_a_killed_run_left_is_removed(killed_at: str, tmp_path: Path) -> None:
+    saver = checkpoints(tmp_path, in_background=False)
+    for step in (2, 4):
+        saver.after_step(step, REPORT, None, is_last=step == 4)
+    if killed_at == "in the removal":
+        (tmp_path / "step_2").rename(tmp_path / "removing_step_2")
+    assert checkpoints(tmp_path, in_background=False, keep_top_k=1).resume() == 4
+    assert [path.name for path in tmp_path.glob("*step_*")] == ["step_4"]
 
 
 def test_timings_are_added_and_nothing_else_changes(new_saver: Callable[[], Saver]) -> None:

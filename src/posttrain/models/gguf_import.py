@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.files import durable
 from posttrain.files.json_files import JsonObject
 
@@ -51,14 +51,31 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     with durable.new_folder(target, _check_absent) as unfinished:
         with redirect_stderr(io.StringIO()):  # the progress bars of the libraries
             say("reading the tokenizer")
-            _tokenizer(gguf).save_pretrained(unfinished)
+            with _naming(gguf):
+                tokenizer = _tokenizer(gguf)
+            tokenizer.save_pretrained(unfinished)
             say("reading and dequantising the weights")
-            _plain_model(gguf).save_pretrained(unfinished)
+            with _naming(gguf):
+                model = _plain_model(gguf)
+            model.save_pretrained(unfinished)
         if card:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
         for file in unfinished.iterdir():
             file.chmod(0o644)  # safetensors makes its own private
     say(f"wrote {target}")
+
+
+@contextmanager
+def _naming(gguf: Path) -> Iterator[None]:
+    """A damaged file gives errors of any class in the libraries that read it."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {reason_of(error)})"
+        ) from error
 
 
 def _check_absent(target: Path) -> None:
@@ -70,8 +87,8 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     header = _header(gguf)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     if header.get("tokenizer.ggml.pre") == "smollm":
         # transformers reads every GPT-2 style vocabulary alike. This family was trained with every digit as a token of
         # its own, which decides how runs of spaces before a digit are split.
@@ -88,8 +105,17 @@ def _header(gguf: Path) -> JsonObject:
     """The scalar fields of the file's header; the long ones (vocabulary, merges) are left out."""
     from gguf import GGUFReader, GGUFValueType
 
-    fields = GGUFReader(str(gguf)).fields
-    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
+    reader = GGUFReader(str(gguf))
+    fields = reader.fields.items()
+    header = {name: field.contents() for name, field in fields if field.types[:1] != [GGUFValueType.ARRAY]}
+    num_layers = header.get(f"{header.get('general.architecture')}.block_count")
+    if not isinstance(num_layers, int) or not 0 < num_layers <= len(
+        reader.tensors
+    ):  # each is built before it is filled
+        raise InputError(
+            f"{gguf}: the header names {num_layers} layers, and the file has {len(reader.tensors)} tensors"
+        )
+    return header
 
 
 def _plain_model(gguf: Path) -> PreTrainedModel:
@@ -97,9 +123,11 @@ def _plain_model(gguf: Path) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    loaded, found = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
     )
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+        raise InputError(f"{gguf} has no weights for {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}")
     foreign = {"quantization_config", "_name_or_path", "_model_name_or_path"}
     settings = {name: value for name, value in loaded.config.to_dict().items() if name not in foreign}
     settings["dtype"] = "bfloat16"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import ray
 import torch
@@ -27,6 +29,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLOSING_S = 5.0
+_LOOK_PERIOD_S = 0.5
+_NEEDED = ("raylet", "gcs_server")
 CONTROL = "control"  # calls that run concurrently with the rank's current operation
 
 
@@ -109,14 +113,59 @@ def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
 
 def end_actors(workers: Sequence[RayWorker]) -> None:
     """Ray ends an actor's child processes with it, so a vLLM could not remove its files."""
+    if PrivateRayWatch.current is not None and PrivateRayWatch.current.loss is not None:
+        return  # without a GCS, calls wait for a minute; the workers end with their raylet
     wait([future_of(worker.actor.close.remote()) for worker in workers], timeout=_CLOSING_S)
     for worker in workers:
         ray.kill(worker.actor)
 
 
+class PrivateRayWatch:
+    """Fails all calls once the private Ray of this process has lost its raylet or its GCS.
+
+    Ray would notice a lost GCS after a minute, and a lost raylet not at all: until its parent, this process, has waited
+    for it, it counts as alive for its workers.
+    """
+
+    current: ClassVar[PrivateRayWatch | None] = None
+
+    def __init__(self) -> None:
+        self.loss: WorkerDiedError | None = None
+        self._calls: WeakSet[Future[Any]] = WeakSet()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        PrivateRayWatch.current = self
+        threading.Thread(target=self._watch, name="private-ray", daemon=True).start()
+
+    def _watch(self) -> None:
+        node = ray._private.worker._global_node
+        while not self._over.wait(_LOOK_PERIOD_S):
+            dead = [(name, process) for name, process in node.dead_processes() if name in _NEEDED]
+            for name, process in dead[:1]:
+                loss = f"the {name} process of its private Ray ended with exit code {process.returncode}"
+                with self._lock:
+                    self.loss = WorkerDiedError(loss)
+                    calls = list(self._calls)
+                for call in calls:
+                    settle(call, self.loss)
+                return
+
+    def add(self, call: Future[Any]) -> None:
+        with self._lock:
+            self._calls.add(call)
+        if self.loss is not None:
+            settle(call, self.loss)
+
+    def close(self) -> None:
+        self._over.set()
+        PrivateRayWatch.current = None
+
+
 def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
     """The result of a remote call. Raises the rank's original error."""
     outcome: Future[T] = Future()
+    if PrivateRayWatch.current is not None:
+        PrivateRayWatch.current.add(outcome)
 
     def pass_on(done: Future[T]) -> None:
         error = done.exception()

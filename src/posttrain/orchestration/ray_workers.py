@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from posttrain.orchestration import ray_cluster
-from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, start_actor
+from posttrain.orchestration.ray_actor import PrivateRayWatch, RayWorker, end_actors, future_of, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.ray_engines import RayEngines
 from posttrain.orchestration.workers import RankLayout, WorkerGroup, gather
@@ -38,6 +38,7 @@ class RayWorkers:
         self._places: Places | None = None
         self._leaves_ray = not ray.is_initialized()
         address = ray_cluster.connect(layout, say) if self._leaves_ray else ray.get_runtime_context().gcs_address
+        self._watch = PrivateRayWatch() if self._leaves_ray and address is None else None
         try:
             places = self._places = ray_cluster.reserve(layout, address, say)
             if build_engine is not None:
@@ -81,7 +82,9 @@ class RayWorkers:
         if self._engines is not None:
             self._engines.close()
         end_actors(self.workers)
-        if self._places is not None:
+        if self._places is not None and (self._watch is None or self._watch.loss is None):
             remove_placement_group(self._places.group)
         if self._leaves_ray:
             ray.shutdown()
+        if self._watch is not None:
+            self._watch.close()

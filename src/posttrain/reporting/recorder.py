@@ -223,9 +223,9 @@ class RunRecorder:
         is_finished = self._step >= self._run.max_steps and not is_stopped
         if not self._is_complete:
             self._confirm_folder()
-        rows = load_run(self.folder).rows
+        run = load_run(self.folder)
         code = ExitCode.DONE
-        if num_rollouts := num_all_unscored(rows):
+        if num_rollouts := num_all_unscored(run.rows):
             code = ExitCode.NO_PROGRESS
             reason += (
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. "
@@ -238,8 +238,9 @@ class RunRecorder:
         if not self._is_complete:
             if is_finished:
                 self._examine(None, ())
-            self._write_info(FINISHED if is_finished else "ended early", reason)
-            self._refresh_report(now=True)
+            status = FINISHED if is_finished else "ended early"
+            self._refresh_report(self._info_with(status, reason))
+            self._write_info(status, reason)  # last: a run that is said to be finished is not written to again
             self._end_loggers(is_finished=is_finished, limit_s=LOGGERS_LIMIT_S)
             if is_finished:
                 text = f"Max number of steps has been reached ({self._run.max_steps}), stopping training"
@@ -247,10 +248,9 @@ class RunRecorder:
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
-        findings = self._examination.findings
-        lines = (
-            results.final_lines(self._run.presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
-        )
+        findings = run.findings if self._is_complete else self._examination.findings
+        headline = self._run.presentation.headline
+        lines = results.final_lines(headline, run.rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return code
 
@@ -276,7 +276,7 @@ class RunRecorder:
             )
             self._write_info("ended early" if is_request else "crashed", reason)
             self._end_loggers(is_finished=False, limit_s=CRASH_LIMIT_S)
-            self._refresh_report(now=True)
+            self._refresh_report(self._info)
 
     # ------------------------------------------------------------------ single lines and progress
 
@@ -457,8 +457,8 @@ class RunRecorder:
             return False
         return any(change.is_training for change in self._run.changes_since(config.read_text("utf-8", "replace")))
 
-    def _write_info(self, status: str, reason: str = "") -> None:
-        self._info |= {
+    def _info_with(self, status: str, reason: str) -> Row:
+        return self._info | {
             "status": status,
             "reason": reason,
             LOST_STEP: self._lost_step,
@@ -467,19 +467,22 @@ class RunRecorder:
             "warnings": list(self._warnings.values()),
             "findings": dict(Counter(finding.severity for finding in self._examination.findings)),
         }
+
+    def _write_info(self, status: str, reason: str = "") -> None:
+        self._info = self._info_with(status, reason)
         write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 
     def _wall_s(self) -> float:
         return self._clock() - self._started if self._started is not None else 0.0
 
-    def _refresh_report(self, *, now: bool = False) -> None:
+    def _refresh_report(self, final: Row | None = None) -> None:
         started = self._clock()
-        if not now and started < self._next_report:
+        if final is None and started < self._next_report:
             return
         try:
-            if not now:
+            if final is None:
                 self._write_info("running")
-            write_report(self.folder)
+            write_report(self.folder, final)
         except Exception as error:  # a failing report must not end the run
             self.warn(f"{REPORT_FILE} could not be written: {type(error).__name__}: {error}")
         took_s = self._clock() - started

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from posttrain.files.json_files import JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.reporting.chart_specs import bands_at_start, chart, charts_of
 from posttrain.reporting.charts import label
 from posttrain.reporting.pages import ASSETS, render_page, when
@@ -20,10 +21,10 @@ MAX_REASONS = 20
 Tile = tuple[str, str, str, str]  # name, value, detail; good, bad, warn or nothing
 
 
-def write_report(folder: Path) -> Path:
-    """Write the report of the run in `folder` into that folder. Returns its path."""
-    target = folder / REPORT_FILE
-    write_text(target, render(load_run(folder)))
+def write_report(folder: Path, info: JsonMapping | None = None) -> Path:
+    """Write the report of the run in `folder` into that folder. Returns its path. `info`: instead of run.json."""
+    target, run = folder / REPORT_FILE, load_run(folder)
+    write_text(target, render(run if info is None else replace(run, info=info)))
     return target
 
 

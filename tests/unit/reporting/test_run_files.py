@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.changes import ConfigChange
+from posttrain.reporting.doctor import Finding
 from posttrain.reporting.examination import examine_folder
 from posttrain.reporting.run_data import groups_of
 from posttrain.reporting.run_files import append_rows, complete_row, open_run, parse_lines, read_rows
@@ -142,6 +143,34 @@ def test_run_killed_after_its_last_step_is_completed(bench: Any, report: Any) ->
     bench.recorder(max_steps=1).record_step(1, report(), None)
     bench.recorder(resumed_step=1, max_steps=1).finish("nothing to do")
     assert json.loads((bench.folder / "run.json").read_text())["status"] == "finished"
+
+
+def test_run_killed_before_its_last_report_gets_it(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(), None)
+
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr("posttrain.reporting.recorder.write_report", killed)
+        with pytest.raises(SystemExit):
+            recorder.finish("finished")
+    (bench.folder / "report.html").unlink(missing_ok=True)
+    bench.recorder(resumed_step=1, max_steps=1).finish("nothing to do")
+    page = (bench.folder / "report.html").read_text()
+    assert 'class="status finished"' in page
+    assert "1 / 1" in page
+
+
+def test_complete_run_is_shown_with_what_the_doctor_found(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(), None)
+    recorder.finish("finished")
+    finding = Finding(1, "kl-runaway", "error", "train/kl_penalty", 6.8, "the policy is leaving", ("lr=1e-6",), "guide")
+    append_rows(bench.folder / "findings.jsonl", [finding.to_json()])
+    bench.recorder(resumed_step=1, max_steps=1).finish("nothing to do")
+    assert "1 error" in bench.output.rpartition("nothing to do")[2]
 
 
 def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, report: Any) -> None:

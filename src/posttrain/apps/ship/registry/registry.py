@@ -173,6 +173,8 @@ class Registry:
             )
         target = to or STAGES[STAGES.index(chosen.stage) + 1]
         if chosen.stage == target:
+            with self._store.writing():  # the command that moved it may have been killed before this
+                self._align_aliases(name, self._replayed(name)[0])
             return None
         objection = chosen.lineage.objection
         if target in ("canary", "production"):
@@ -263,12 +265,15 @@ class Registry:
             stages, entries = self._replayed(name)
             entry = next(entry for entry in entries if entry.change.ordinal == ordinal)
             try:
-                self._store.set_aliases(name, {"production": stages.production, "canary": stages.canary})
+                self._align_aliases(name, stages)
             except RegistryBusy as busy:
                 raise RegistryBusy(f"{busy}. The change is made; MLflow's aliases follow with the next one") from busy
         if entry.refused:
             raise RegistryConflict(f"{name}: another change came first: {entry.refused}; nothing was changed")
         return entry
+
+    def _align_aliases(self, name: str, stages: Stages) -> None:
+        self._store.set_aliases(name, {"production": stages.production, "canary": stages.canary})
 
     def _replayed(self, name: str) -> tuple[Stages, list[HistoryEntry]]:
         rows = self._store.changes(name)

@@ -138,6 +138,24 @@ def test_versions_without_a_passing_gate_need_force(registry: Registry, make_mod
     assert registry.history("m")[0].change.forced
 
 
+def test_promoting_again_sets_the_alias_that_a_kill_left_out(
+    registry: Registry, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.add("m", make_model("a"), passed)
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(registry._store), "set_aliases", killed)
+        with pytest.raises(SystemExit):
+            registry.promote("m", 1, "canary", why="x")
+    assert registry.promote("m", 1, "canary", why="x") is None
+    assert len(registry.history("m")) == 1
+    aliases = registry._store.client.get_registered_model("m").aliases
+    assert {name: str(version) for name, version in aliases.items()} == {"canary": "1"}
+
+
 def test_promoting_what_is_there_already_changes_nothing(registry: Registry, make_model: Make, passed: Lineage) -> None:
     registry.add("m", make_model("a"), passed)
     registry.promote("m", 1, "production", why="x")
