@@ -151,7 +151,7 @@ class TrainingRun:
             unused_epochs=self.loaded.unused_epochs,
         )
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)
+        recorder = self._recording = self._recorder(recipe.shown(), workers, facts, max_steps, header, decode)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -376,19 +376,20 @@ def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
         chat.recorded_template,
         reward_model=config.scores_answers,
         answer_ends=chat.last_token_ids,
+        teacher=None if config.teacher_name is None else _absolute(config.teacher_name),
     )
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
     """Absolute paths: ranks may run in another working directory."""
-
-    def absolute(name: str) -> str:
-        return str(Path(name).absolute()) if Path(name).is_dir() else name
-
-    tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
-    changes: dict[str, object] = {"model_name": absolute(policy.model_name), "tokenizer": tokenizer}
+    tokenizer = policy.tokenizer.model_copy(update={"name": _absolute(policy.tokenizer.name)})
+    changes: dict[str, object] = {"model_name": _absolute(policy.model_name), "tokenizer": tokenizer}
     if policy.generation is not None and policy.generation.vllm_cfg.python is not None:
         python = str(Path(policy.generation.vllm_cfg.python).absolute())
         section = policy.generation.vllm_cfg.model_copy(update={"python": python})
         changes["generation"] = policy.generation.model_copy(update={"vllm_cfg": section})
     return policy.model_copy(update=changes)
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).absolute()) if Path(name).is_dir() else name

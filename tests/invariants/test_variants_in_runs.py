@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import (
+    LORA,
     assert_same_curves,
     count_rows,
     grpo,
@@ -57,6 +58,12 @@ VARIANTS: Mapping[str, list[str]] = {
         "grpo.async_grpo.enabled=true",
         "grpo.async_grpo.max_trajectory_age_steps=1",
     ],
+    "distillation": ["teacher.model_name={teacher}"],
+    "distillation, top k, rewards, adapters": [
+        "teacher={model_name: {teacher}, divergence: jsd, over: top_k, top_k: 7, reward_weight: 0.5}",
+        *LORA,
+    ],
+    "distillation, sampled token": ["teacher={model_name: {teacher}, divergence: forward, over: sampled}"],
 }
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 Arguments = Callable[[str, Path], list[str]]
@@ -65,12 +72,17 @@ Arguments = Callable[[str, Path], list[str]]
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> Arguments:
     model = save_model(tmp_path_factory.mktemp("model"))
+    teacher = save_model(tmp_path_factory.mktemp("teacher"), hidden_size=48, seed=7)
     data = save_data(tmp_path_factory.mktemp("data"))
     (data / "coarse.py").write_text(COARSE)
 
     def of(name: str, folder: Path) -> list[str]:
         usual = grpo(model, data, folder, steps=STEPS, reward=str(data / "coarse.py:coarse"))
-        return [*usual, "policy.optimizer.kwargs.lr=1e-3", *VARIANTS[name]]
+        return [
+            *usual,
+            "policy.optimizer.kwargs.lr=1e-3",
+            *(word.replace("{teacher}", str(teacher)) for word in VARIANTS[name]),
+        ]
 
     return of
 
@@ -111,6 +123,8 @@ def test_variants_exercise_their_features(whole: Callable[[str], Path]) -> None:
     assert "train/positive_nll_loss" in results_of(whole("dynamic sampling, gdpo, vapo"))[-1]
     assert "train/shaped_reward" in results_of(whole("dynamic sampling, one update"))[-1]
     assert "train/kl_penalty" in results_of(whole("rloo"))[-1]
+    divergences = [row["train/divergence"] for row in results_of(whole("distillation")) if "train/loss" in row]
+    assert divergences[-1] < divergences[0]
     assert results_of(whole("reinforce++"))[-1]["train/max_seq_mult_prob_error"] == pytest.approx(1, abs=1e-4)
 
 
@@ -159,6 +173,8 @@ def test_results_are_independent_of_packing_and_micro_batching(
         "dynamic sampling, gdpo, vapo",
         "reinforce++",
         "rloo",
+        "distillation",
+        "distillation, top k, rewards, adapters",
     ],
 )
 def test_two_ranks_equal_one_process(

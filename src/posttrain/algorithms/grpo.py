@@ -37,7 +37,7 @@ from posttrain.algorithms.step_reports import (
     token_traces,
 )
 from posttrain.data.reward_values import total
-from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.policy.objectives import ClippedPolicyGradient, Distillation
 from posttrain.policy.objectives.kl import kl_estimate
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, TokenTrace, UpdateReport
@@ -112,7 +112,12 @@ class Grpo:
             **taken.metrics,
             "num_updates": float(len(updates)),
         }
-        report = _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
+        report = _report(
+            groups,
+            metrics,
+            clock.finish(),
+            rollout_warnings(groups, step, has_teacher=isinstance(self.objective, Distillation)),
+        )
         return replace(report, tokens=traces, num_trained_tokens=sum(num_sequence_tokens(batch) for batch in batches))
 
     def validate(self, step: int) -> StepReport | None:

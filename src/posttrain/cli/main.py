@@ -107,6 +107,10 @@ TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest chec
 # The function in this package that adds the arguments of a command, and its line of help.
 COMMANDS = {
     **{kind: ("main.add_training", described.summary) for kind, described in KINDS.items()},
+    "distill": (
+        "main.add_distillation",
+        "on-policy distillation: learn the distributions of a teacher over own answers",
+    ),
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
     "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, under 5 minutes, no network)"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
@@ -168,9 +172,26 @@ def _fill(function: str, parser: OverridesParser) -> None:
 
 
 def add_training(parser: OverridesParser) -> None:
+    _add_training(parser, parser.prog.split()[-1])
+
+
+def add_distillation(parser: OverridesParser) -> None:
+    """`posttrain grpo` with a teacher."""
+    _add_training(parser, "grpo")
+    parser.set_defaults(run=_distill)
+
+
+def _distill(args: argparse.Namespace) -> int:
+    from posttrain.config import load_config
+
+    if load_config("grpo", args.config, args.words).config.teacher.model_name is None:
+        raise InputError("teacher.model_name is not set: name the model to learn from, e.g. teacher=models/large")
+    return train("grpo", args)
+
+
+def _add_training(parser: OverridesParser, kind: str) -> None:
     from posttrain.config.command_line import ALIASES_OF_KIND, short_names
 
-    kind = parser.prog.split()[-1]
     further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
     of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
     parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)

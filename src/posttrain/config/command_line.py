@@ -58,6 +58,7 @@ ALIASES_OF_KIND = {
         "generations": "grpo.num_generations_per_prompt",
         "temperature": "policy.generation.temperature",
         "max_new_tokens": "policy.generation.max_new_tokens",
+        "teacher": "teacher.model_name",
     },
     "dpo": {"beta": "dpo.reference_policy_kl_penalty"},
 }
@@ -205,7 +206,7 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     name = MISPLACED.get(name, name)
     if not equals or ("." in name):
         return [text]
-    if name in known:
+    if name in known and not (name == "teacher" and value.lstrip().startswith("{")):  # the section has that name too
         return [f"{known[name]}={value}"]
     if name == "lora":
         return _lora(text)

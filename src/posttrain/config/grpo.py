@@ -249,6 +249,26 @@ class GrpoConfig(ScheduleConfig):
             yield "grpo.num_generations_per_prompt: a group of 1 has advantage 0, so nothing is learnt from rewards"
 
 
+class TeacherConfig(Section):
+    """On-policy distillation."""
+
+    model_name: str | None = setting(
+        None, "Folder or hub name of a model with the policy's tokenizer to distil from; null: no distillation."
+    )
+    divergence: Literal["reverse", "forward", "jsd"] = setting(
+        "reverse", "KL(policy || teacher), KL(teacher || policy), or Jensen-Shannon, of each token."
+    )
+    over: Literal["vocabulary", "top_k", "sampled"] = setting(
+        "vocabulary",
+        "What a divergence is over: all tokens, the teacher's likeliest and the rest as one, or the sampled token.",
+    )
+    top_k: Annotated[PositiveInt, UsedIf("over", ("top_k",))] = setting(64, "Tokens of the teacher with over: top_k.")
+    weight: NonNegativeFloat = setting(1.0, "Weight of the divergence in the loss.")
+    reward_weight: NonNegativeFloat = setting(
+        0.0, "Weight of GRPO's loss beside it; 0: rewards are not trained on, and no `env` is needed."
+    )
+
+
 class LossFnConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = setting(
         0.01, "Weight of the KL term against the frozen reference (beta); 0 loads no reference at all."

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from posttrain.config.base import IsSetByUser, setting
 from posttrain.config.data import REWARD, TRACE_GROUPS
-from posttrain.config.grpo import GrpoConfig, LossFnConfig
+from posttrain.config.grpo import GrpoConfig, LossFnConfig, TeacherConfig
 from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE, GrpoPolicyConfig, NativeConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
@@ -18,7 +18,16 @@ class GrpoRunConfig(RunConfig):
     kind: ClassVar[str] = "grpo"
     grpo: GrpoConfig = setting(..., "Sampling, advantages, validation.")
     loss_fn: LossFnConfig = setting(..., "The clipped policy-gradient loss.")
+    teacher: TeacherConfig = setting(TeacherConfig, "A model that the policy is distilled from.")
     policy: GrpoPolicyConfig = setting(..., "The model that is trained and sampled from.")
+
+    @property
+    def teacher_name(self) -> str | None:
+        return self.teacher.model_name
+
+    @property
+    def trains_on_rewards(self) -> bool:
+        return self.teacher.model_name is None or self.teacher.reward_weight != 0
 
     @property
     def uses_recorded_answers(self) -> bool:
@@ -60,7 +69,7 @@ class GrpoRunConfig(RunConfig):
     @property
     def _scores_with_reference(self) -> bool:
         """In every step."""
-        return self.loss_fn.reference_policy_kl_penalty != 0 or self.uses_recorded_answers
+        return (self.trains_on_rewards and self.loss_fn.reference_policy_kl_penalty != 0) or self.uses_recorded_answers
 
     @property
     def kl_period(self) -> int:
@@ -110,6 +119,10 @@ class GrpoRunConfig(RunConfig):
                 "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty = 0, which "
                 f"is {kl_penalty:g}: set one of them"
             )
+        if self.teacher.model_name is not None and self.uses_recorded_answers:
+            yield "teacher.model_name distils from answers that the policy samples, and data.train has recorded ones"
+        if self.teacher.model_name is not None and not (self.teacher.weight or self.teacher.reward_weight):
+            yield "teacher.weight and teacher.reward_weight are 0: nothing would be learnt; set one of them"
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
         for name in self._names_with_turns if self.grpo.max_rollout_turns < 2 else ():

@@ -32,6 +32,7 @@ from posttrain.config.foreign.nemo_rl import (
 )
 from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.render import to_yaml_text, with_override_marks, without_credentials_of_config
+from posttrain.config.rewards import NO_REWARD
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     Node,
@@ -307,6 +308,18 @@ def _fit_defaults(kind: Kind, tree: Tree, is_set: Callable[[str], bool]) -> None
         chosen = [key for key in ("dataset_name", "data_path") if tree.get(("data", "train", key)) is not None]
         if isinstance(train, list) or any(tree.origin(("data", "train", key)) != DEFAULT for key in chosen):
             tree.put(validation, None, DEFAULT)
+    if (
+        kind == "grpo"
+        and tree.get(("teacher", "model_name")) is not None
+        and not tree.get(("teacher", "reward_weight"))
+    ):
+        # Distillation alone needs no rewards.
+        origins = [path for path, origin in tree.origins.items() if origin != DEFAULT]
+        if not any(path[0] == "env" or path[-1] == "env_name" for path in origins):
+            tree.put(("env", NO_REWARD), {"type": NO_REWARD}, "teacher.model_name")
+            tree.put(("data", "default", "env_name"), NO_REWARD, "teacher.model_name")
+            if not any(path[-1] == "output_key" for path in origins):
+                tree.put(("data", "default", "output_key"), "", "teacher.model_name")
     if kind != "grpo" or is_set(dotted(_CORRECTION)):
         return
     # A sampler in FP8, or in vLLM, or beside training in FP8, is another policy than the one that is trained: its

@@ -32,6 +32,9 @@ from posttrain.config.base import (
 WHAT_TYPE_MEANS = "What kind of reward this is."
 
 
+NO_REWARD = "none"
+
+
 class RewardConfig(Section):
     """One reward. The built-in ones give 0 to 1, and 1 is best, so that weights compare."""
 
@@ -314,6 +317,12 @@ class RepetitionRewardConfig(_RuleReward):
     unit: LengthUnit = setting("tokens", "What n-grams are made of.")
 
 
+class NoRewardConfig(_RuleReward):
+    """0 for every answer: for distillation, which needs no rewards."""
+
+    type: Literal["none"] = setting(..., WHAT_TYPE_MEANS)
+
+
 class PythonRewardConfig(RewardConfig):
     """What a Python function of yours returns."""
 
@@ -398,6 +407,7 @@ REWARD_TYPES: dict[str, type[RewardConfig]] = {
     "json_schema": JsonSchemaRewardConfig,
     "length": LengthRewardConfig,
     "repetition": RepetitionRewardConfig,
+    NO_REWARD: NoRewardConfig,
     "python": PythonRewardConfig,
     "reward_model": RewardModelRewardConfig,
     "code": CodeRewardConfig,

@@ -244,6 +244,11 @@ class RunConfig(Section):
         """Whether a frozen copy of the starting policy is kept."""
         return False
 
+    @property
+    def teacher_name(self) -> str | None:
+        """The model that the policy is distilled from."""
+        return None
+
     def step_sizes(self) -> StepSizes:
         return StepSizes(self.policy.train_global_batch_size)
 

@@ -34,6 +34,7 @@ WORKER_SCORERS: dict[str, str] = {
     "json_schema": "posttrain.environments.text_rewards:json_schema_scorer",
     "length": "posttrain.environments.text_rewards:length_scorer",
     "repetition": "posttrain.environments.text_rewards:repetition_scorer",
+    "none": "posttrain.environments.text_rewards:no_scorer",
     "python": "posttrain.environments.python_function:function_scorer",
     "code": "posttrain.environments.code_tests:code_scorer",
     "judge": "posttrain.environments.judge:judge_scorer",

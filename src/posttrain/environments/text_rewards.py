@@ -290,6 +290,10 @@ def repetition_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     return score
 
 
+def no_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
+    return lambda item: 0.0
+
+
 def units(item: ScoringItem, unit: str) -> Sequence[object]:
     """The completion in pieces: tokens, words, characters."""
     if unit == "words":

@@ -146,14 +146,19 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
 
 
 def load_model(
-    name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    overrides: JsonMapping | None = None,
+    *,
+    field: str = "policy.model_name",
 ) -> PreTrainedModel:
-    check_available(name, "policy.model_name")
+    check_available(name, field)
     if overrides and (problem := problem_in(overrides)) is not None:
         raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
-        config = checked_config(name, "policy.model_name")
-        _refuse_family(config, name, "policy.model_name")
+        config = checked_config(name, field)
+        _refuse_family(config, name, field)
         model, report = auto_class_of(config).from_pretrained(
             name,
             dtype=dtype,
@@ -164,33 +169,31 @@ def load_model(
     except SettingsError:
         raise
     except OSError as error:
-        raise explain_missing(name, "policy.model_name", error) from error
+        raise explain_missing(name, field, error) from error
     except pickle.UnpicklingError as error:
-        raise SettingsError(f"policy.model_name: {unsafe_pickle(Path(name))}") from error
+        raise SettingsError(f"{field}: {unsafe_pickle(Path(name))}") from error
     except ImportError as error:  # quantized weights need a package per format
-        raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
+        raise SettingsError(f"{field}: {name!r} cannot be loaded here: {reason_of(error)}") from error
     except (TypeError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
-            raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error
+            raise SettingsError(f"{field}: {damaged} is damaged: {error}") from error
         changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
-        raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
+        raise SettingsError(f"{field} {name!r}{changed}: {error}") from error
     except CONFIG_ERRORS as error:
-        raise _bad_config(name, "policy.model_name", error, overrides) from error
+        raise _bad_config(name, field, error, overrides) from error
     except RuntimeError as error:
         if "PytorchStreamReader" in str(error):
-            raise SettingsError(
-                f"policy.model_name: the weights in {name!r} are damaged: {reason_of(error)}"
-            ) from error
+            raise SettingsError(f"{field}: the weights in {name!r} are damaged: {reason_of(error)}") from error
         if "ignore_mismatched_sizes" not in str(error) and "automatic conversion of the weights" not in str(error):
             raise
         odd = _odd_expert(Path(name))
         raise SettingsError(
-            f"policy.model_name: the weights in {name!r} have other shapes than its config.json describes"
+            f"{field}: the weights in {name!r} have other shapes than its config.json describes"
             f"{'' if odd is None else f': {odd}'}"
         ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
-            f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters "
+            f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters "
             f"({', '.join(lacking[:3])}, …), "
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
+from posttrain.policy.objectives.distillation import Divergence
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.tensor_group import TensorGroup
 from posttrain.policy.runtime import triton_kernels
@@ -35,9 +37,37 @@ class TokenLogprobs(nn.Module):
         self.head = OutputHead(model)
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, row: PackedRow, temperature: float) -> Tensor:
-        logprobs = self._own_logprobs(row, temperature)
-        return logprobs if row.share is None else row.share.gathered(logprobs)
+    def forward(self, row: PackedRow, temperature: float, teaching: Teaching | None = None) -> Tensor:
+        """With a teacher, three rows: the log-probabilities, the loss of each token, and its divergence."""
+        if teaching is None:
+            logprobs = self._own_logprobs(row, temperature)
+            return logprobs if row.share is None else row.share.gathered(logprobs)
+        both = self._compared(row, temperature, teaching)
+        return both if row.share is None else torch.stack([row.share.gathered(part) for part in both])
+
+    def _compared(self, row: PackedRow, temperature: float, teaching: Teaching) -> Tensor:
+        hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        hidden = hidden.to(self.head.weight.dtype)
+        if (group := self.head.tensor_group) is not None:
+            hidden = group.copied(hidden)
+        chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // (4 * self.head.vocab_size))
+        pieces = zip(hidden.split(chunk), row.targets.split(chunk), teaching.hidden.split(chunk), strict=True)
+
+        def compare(hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
+            logits = self.head.logits(hidden)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+            with torch.no_grad():
+                wanted = teaching.head.logits(taught).to(logits.dtype) / temperature
+            logprobs = -F.cross_entropy(logits, targets, reduction="none")
+            if teaching.divergence.over == "sampled":
+                theirs = -F.cross_entropy(wanted, targets, reduction="none")
+                return torch.stack([logprobs, *teaching.divergence.of_sampled(logprobs, theirs)])
+            divergence = teaching.divergence.of_logits(logits, wanted)
+            return torch.stack([logprobs, divergence, divergence])
+
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(compare, *piece, use_reentrant=False) for piece in pieces], -1)
+        return torch.cat([compare(*piece) for piece in pieces], -1)
 
     def _own_logprobs(self, row: PackedRow, temperature: float) -> Tensor:
         hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
@@ -68,6 +98,30 @@ class TokenLogprobs(nn.Module):
 
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         return -F.cross_entropy(self.head.logits(hidden).float() / temperature, targets, reduction="none")
+
+
+class TeacherStates(nn.Module):
+    """A frozen model beside the policy: a packed row in, its hidden states of the response tokens out."""
+
+    reads_own_token = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = OutputHead(model)
+
+    def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
+        states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        return states.to(self.head.weight.dtype)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """What the teacher has computed of one packed row, and what the policy is compared by."""
+
+    hidden: Tensor
+    head: OutputHead
+    divergence: Divergence
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ from posttrain.policy.experts import compute_adapters_by_rows
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import Head, without_adapter_wrapper
-from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.logprobs import TeacherStates, Teaching, TokenLogprobs
 from posttrain.policy.memory.rank import should_checkpoint
 from posttrain.policy.model_support import check_length, observe_layers, refusing_errors, turn_off_noise
+from posttrain.policy.objectives import Distillation
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -57,6 +58,7 @@ from posttrain.types import TokenBatch
 
 CALLS_PER_AGREEMENT = 16  # tokens between two stop votes of ranks that share layers
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
+Root = TypeVar("Root", bound=TokenLogprobs | SequenceScores | TeacherStates)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RankSetup:
     in_host_memory: bool = False  # the weights of an engine whose vLLM needs all memory of several GPUs
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
+    teacher: str | None = None  # the model that the policy learns from, by distillation
 
     def for_sampling(self, layer_shares: int, *, in_host_memory: bool = False) -> RankSetup:
         """Of an engine on devices of its own, this many of which share its layers. Its model is not trained."""
@@ -78,7 +81,9 @@ class RankSetup:
         alone |= {"tensor_parallel_size": layer_shares, "context_parallel_size": 1}
         parallel = self.policy.dtensor_cfg.model_copy(update=alone)
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
-        return replace(self, policy=policy, needs_reference=False, trains=False, in_host_memory=in_host_memory)
+        return replace(
+            self, policy=policy, needs_reference=False, teacher=None, trains=False, in_host_memory=in_host_memory
+        )
 
     def without_vllm(self) -> RankSetup:
         """Of a rank that does not sample, because engines on devices of their own do."""
@@ -122,9 +127,14 @@ class PolicyTrainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         has_copy = setup.needs_reference and not config.dtensor_cfg.lora_cfg.enabled
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval() if has_copy else None
-        self.reference = None if frozen is None else self._shardable(frozen)
+        self.reference = None if frozen is None else self._shardable(self._root(frozen))
+        self.teacher: TeacherStates | None = None
+        if setup.teacher is not None:
+            device = torch.device("cpu") if self.mesh.tp > 1 else self.device
+            teacher = load_model(setup.teacher, DTYPES[config.precision], device, field="teacher.model_name")
+            self.teacher = self._shardable(TeacherStates(teacher.requires_grad_(False).eval()))
         self._experts: ExpertGroup | None = None  # of the model that is trained
-        self.forward = self._shardable(self.model)
+        self.forward = self._shardable(self._root(self.model))
         self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
@@ -166,9 +176,11 @@ class PolicyTrainer:
             scores_answers=setup.reward_model,
         )
 
-    def _shardable(self, model: nn.Module) -> Forward:
-        chunk_size = self.config.logprob_chunk_size
-        root: Forward = SequenceScores(model) if self._scores_answers else TokenLogprobs(model, chunk_size)
+    def _root(self, model: nn.Module) -> Forward:
+        return SequenceScores(model) if self._scores_answers else TokenLogprobs(model, self.config.logprob_chunk_size)
+
+    def _shardable(self, root: Root) -> Root:
+        model = root.model
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
         compute_adapters_by_rows(model)
         experts: list[nn.Module] = []
@@ -256,7 +268,7 @@ class PolicyTrainer:
     def _backward(self, part: TokenBatch | None, objective: Objective) -> Mapping[str, Tensor]:
         """Both passes of one micro-batch; nothing of its graph is left afterwards."""
         with self._row(part, self.forward) as row:
-            logprobs = self.forward(row, self.temperature)
+            logprobs, part = self._compared(row, part, objective)
             if part is None:
                 loss = logprobs.sum() * 0.0
                 metrics: Mapping[str, Tensor] = {"loss": torch.zeros_like(loss)}
@@ -265,6 +277,19 @@ class PolicyTrainer:
             # FSDP averages gradients over ranks; the loss is a sum over them.
             (loss * self.mesh.num_shards).backward()
         return metrics
+
+    def _compared(
+        self, row: PackedRow, part: TokenBatch | None, objective: Objective
+    ) -> tuple[Tensor, TokenBatch | None]:
+        """The policy's values of the row; and the micro-batch, with the teacher's columns if the objective has any."""
+        if not isinstance(objective, Distillation):
+            return self.forward(row, self.temperature), part
+        assert self.teacher is not None, "this trainer was built without a teacher"
+        with torch.no_grad():
+            hidden = self.teacher(row)
+        teaching = Teaching(hidden, self.teacher.head, objective.against)
+        logprobs, loss, estimate = self.forward(row, self.temperature, teaching)
+        return logprobs, part and part.with_columns(divergence=loss, divergence_estimate=estimate)
 
     @torch.no_grad()
     def evaluate(
@@ -275,7 +300,7 @@ class PolicyTrainer:
         with deterministic_algorithms(self.config.deterministic), self._products_in_fp8(self.forward):
             for part in parts:
                 with self._row(part, self.forward) as row:
-                    logprobs = self.forward(row, self.temperature)
+                    logprobs, part = self._compared(row, part, objective)
                 if part is not None:
                     metrics.append(_to_floats(objective(logprobs, part)[1]))
                 if progress is not None:
@@ -307,7 +332,7 @@ class PolicyTrainer:
         return model_fingerprint(model, settings, self.temperature)
 
     @torch.no_grad()
-    def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+    def _score(self, forward: Forward | TeacherStates, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         scores: list[Tensor | None] = []
         with self._phase("logprobs"), self._products_in_fp8(forward):
             for part in parts:
@@ -323,7 +348,7 @@ class PolicyTrainer:
             yield
 
     @contextmanager
-    def _products_in_fp8(self, forward: Forward, *, gradients: bool = False) -> Iterator[None]:
+    def _products_in_fp8(self, forward: Forward | TeacherStates, *, gradients: bool = False) -> Iterator[None]:
         """With `policy.fp8` inside: quantised now, released at the end: optimizer steps and engines need memory."""
         copies = None
         if self._in_fp8:
@@ -334,7 +359,7 @@ class PolicyTrainer:
             yield
 
     @contextmanager
-    def _row(self, part: TokenBatch | None, forward: Forward) -> Iterator[PackedRow]:
+    def _row(self, part: TokenBatch | None, forward: Forward | TeacherStates) -> Iterator[PackedRow]:
         """The packed row, with its attention in force: backward passes belong inside too."""
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)

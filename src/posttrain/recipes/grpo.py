@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,9 +22,12 @@ from posttrain.data.entries import Entries
 from posttrain.data.row_dataset import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.environments.router import ScoringRouter
+from posttrain.errors import InputError
+from posttrain.models.loading import check_model_exists, load_tokenizer
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.policy.objectives import ClippedPolicyGradient, Distillation
+from posttrain.policy.objectives.distillation import Divergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.roles import RolloutSource, Stateful
@@ -46,7 +49,14 @@ class GrpoRecipe(Recipe):
     def unit(self) -> str:
         return "prompts"
 
+    def shown(self) -> Presentation:
+        if self.config.trains_on_rewards:
+            return self.presentation
+        return replace(presentation_of("distill"), kind=self.config.kind)
+
     def check(self) -> None:
+        if self.config.teacher.model_name is not None:
+            check_model_exists(self.config.teacher.model_name, "teacher.model_name")
         check_environments(self.environments(), Path.cwd())
 
     def environments(self) -> dict[str, EnvironmentConfig]:
@@ -57,6 +67,8 @@ class GrpoRecipe(Recipe):
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, grpo = self.config, self.config.grpo
+        if config.teacher.model_name is not None:
+            _check_vocabulary(config.teacher.model_name, chat)
         train, validation = load_both(config.data, lambda entries: self.load_tasks(entries, chat))
         held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
         stream = Stream(train, grpo.seed, config.data.shuffle)
@@ -239,7 +251,24 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
     normalizer = ESTIMATORS[config.grpo.adv_estimator.name].loss_normalizer
     if normalizer is not None and config.loss_fn.loss_normalizer is None:
         changes["loss_normalizer"] = normalizer
-    return ClippedPolicyGradient(config.loss_fn.model_copy(update=changes))
+    loss_fn, teacher = config.loss_fn.model_copy(update=changes), config.teacher
+    if teacher.model_name is None:
+        return ClippedPolicyGradient(loss_fn)
+    if not teacher.reward_weight:
+        loss_fn = loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
+    divergence = Divergence(teacher.divergence, teacher.over, teacher.top_k)
+    return Distillation(loss_fn, divergence, teacher.weight, teacher.reward_weight)
+
+
+def _check_vocabulary(teacher: str, chat: ChatFormat) -> None:
+    """Distributions over tokens are compared, so a token must be the same in both models."""
+    own, theirs = chat.tokenizer.get_vocab(), load_tokenizer(teacher, "teacher.model_name").get_vocab()
+    if own != theirs:
+        different = sum(theirs.get(token) != number for token, number in own.items())
+        raise InputError(
+            f"teacher.model_name: {teacher!r} has another tokenizer than the policy: {different} of {len(own)} tokens "
+            f"differ, and it has {len(theirs)}; use a teacher of the same family"
+        )
 
 
 def _spread(config: AdvEstimatorConfig, own: Spread) -> Spread:

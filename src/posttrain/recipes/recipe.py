@@ -76,6 +76,11 @@ class Recipe(ABC):
 
     config: RunConfig
     presentation: ClassVar[Presentation]
+
+    def shown(self) -> Presentation:
+        """How this run is shown."""
+        return self.presentation
+
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 
     @property

@@ -117,7 +117,7 @@ GOLD: dict[str, tuple[dict[str, Any], str, Any]] = {
     "length": ({"limit": 5, "unit": "words"}, "three words here", None),
     "repetition": ({"unit": "words"}, "nothing is said twice here", None),
 }
-TESTED_ELSEWHERE = {"python", "code", "judge"}  # the user's function; a sandbox and an endpoint have tests of their own
+TESTED_ELSEWHERE = {"python", "code", "judge", "none"}  # the user's function; a sandbox; an endpoint; never 1
 
 
 @pytest.mark.parametrize("kind", GOLD)

@@ -6,8 +6,16 @@ optimizer batch, so adding up micro-batches and ranks gives the value of the bat
 """
 
 from posttrain.policy.objectives.clipped import ClippedPolicyGradient
+from posttrain.policy.objectives.distillation import Distillation
 from posttrain.policy.objectives.kto import KtoLoss
 from posttrain.policy.objectives.preference import PreferenceLoss
 from posttrain.policy.objectives.supervised import BradleyTerry, NegativeLogLikelihood
 
-__all__ = ["BradleyTerry", "ClippedPolicyGradient", "KtoLoss", "NegativeLogLikelihood", "PreferenceLoss"]
+__all__ = [
+    "BradleyTerry",
+    "ClippedPolicyGradient",
+    "Distillation",
+    "KtoLoss",
+    "NegativeLogLikelihood",
+    "PreferenceLoss",
+]

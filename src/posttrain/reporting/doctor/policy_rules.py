@@ -345,6 +345,8 @@ def unscored(run: History) -> Sighting | None:
     )
 
 
+# Nothing follows from rewards in a run that is not trained on them.
+ABOUT_REWARDS = (no_signal, wrong_template, truncated, reward_flat, reward_collapse, reward_hacking)
 POLICY_CHECKS = (
     kl_runaway,
     entropy_collapse,
