@@ -80,6 +80,18 @@ def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
     assert not torch.allclose(logits_of(model), logits_of(checkpoint(trained, 2)), atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["qwen3.5-vision", "gpt-oss", "nemotron-h"])
+def test_a_step_of_a_model_of_today(family: str, data: Path, tmp_path: Path) -> None:
+    """Short enough for `make test`: a delta net inside a vision model, sinks and experts, Mamba-2."""
+    save_model(family, tmp_path / "model")
+    short = ["checkpointing.enabled=false", "grpo.val_period=0", "grpo.num_prompts_per_step=2"]
+    sizes = ["policy.train_global_batch_size=8", *LENGTHS]
+    assert run([*grpo(tmp_path / "model", data, tmp_path / "run", steps=1), *short, *sizes]) == 0
+    [row] = rows_of(tmp_path / "run")
+    assert row["train/grad_norm"] > 0
+    assert row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.mark.invariant
 def test_resumed_run_equals_the_uninterrupted_one(model: Path, trained: Path, data: Path, tmp_path: Path) -> None:
     assert_resumes(lambda folder: grpo_command(model, data, folder), trained, tmp_path / "run", 2)
