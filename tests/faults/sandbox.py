@@ -247,6 +247,75 @@ count = 0
 while count < 50_000 and libc.syscall(129, os.getpid(), 34, signal_of) == 0:
     count += 1
 escaped(count == 50_000)""",
+    "timers": """
+count = 0
+while count < 50_000 and libc.syscall(222, 1, None, ctypes.byref(ctypes.c_int())) == 0:
+    count += 1
+escaped(count == 50_000)""",
+    "streams": _FILES_OF_15_PROCESSES
+    + """
+def stream():
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+        try:
+            while True:
+                end.send(bytes(60_000))
+        except BlockingIOError:
+            pass
+    return pair
+fill(stream)""",
+    "packets": _FILES_OF_15_PROCESSES
+    + """
+def packets():
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setblocking(False)
+        try:
+            while True:
+                end.send(b'x')
+        except BlockingIOError:
+            pass
+    return pair
+fill(packets)""",
+    "full-pipes": _FILES_OF_15_PROCESSES
+    + """
+def pipe():
+    ends = os.pipe()
+    os.write(ends[1], bytes(60_000))
+    return ends
+def pages():
+    return bytearray(b'x') * (14 << 20), [pipe() for _ in range(58)]
+fill(pages)""",
+    "hidden-processes": _FILES_OF_15_PROCESSES
+    + """
+def hidden():
+    libc.prctl(4, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+    return sockets()
+fill(hidden)""",
+    "hidden-pages": """
+libc.prctl(4, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+for _ in range(3):
+    if os.fork() == 0:
+        kept = bytearray(b'x') * (120 << 20)
+        time.sleep(4)
+        escaped()
+time.sleep(5)""",
+    "copied-on-write": """
+kept = bytearray(100 << 20)
+for _ in range(4):
+    if os.fork() == 0:
+        kept[::4096] = b'x' * len(kept[::4096])
+        time.sleep(4)
+        escaped()
+time.sleep(5)""",
+    "terminals": "escaped([os.openpty() for _ in range(10)])",
+    "other-sockets-in-a-pair": "escaped([socket.socketpair(family) for family in (16, 17, 38, 40)])",
+    "file-without-a-name": """
+file = os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR)
+for _ in range(200):
+    os.write(file, bytes(2**20))
+escaped()""",
     "message-queue": "escaped(libc.syscall(240, b'x', 0o102, 0o600, None) >= 0)",
     "messages": "escaped(libc.msgget(0, 0o1600) >= 0)",
     "shared-segment": "escaped(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600) >= 0)",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from posttrain.apps.options import Option, check_ranges
 from posttrain.apps.serve.canary import CanaryRules
@@ -104,8 +104,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """The host in a `Host` header, without the port; empty if it names none."""
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:  # such as "["
-        return ""
+    """The host in a `Host` header, without the port; empty if it names none. A URL's parser would find the host ::1 in
+    `[::1].example`, and localhost in `x@localhost`."""
+    found = re.fullmatch(r"(?:\[([\da-f:.]+)\]|([^\s:/?#@\\\[\]]+))(?::\d*)?", header.lower())
+    return (found[1] or found[2]) if found else ""

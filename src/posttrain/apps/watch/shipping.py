@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from posttrain.apps.ship.pipeline.kpi import KPI_FILE
 from posttrain.apps.ship.pipeline.records import (
@@ -16,13 +16,12 @@ from posttrain.apps.ship.pipeline.records import (
     Iteration,
     StageRecord,
 )
+from posttrain.apps.ship.registry import Registry
+from posttrain.apps.ship.registry.store import DATABASE
 from posttrain.apps.watch.places import LocalPlace, Unreadable, read_whole
 from posttrain.config.base import parse_as
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from posttrain.apps.ship.registry import Registry
 
 MAX_RECORD_BYTES = 4 * 2**20
 MAX_ITERATIONS = 100  # on a page
@@ -61,9 +60,10 @@ def _row(pipeline_id: str, home: LocalPlace, iterations: Sequence[Iteration], pr
 
 def _iterations(home: LocalPlace) -> tuple[list[Iteration], str]:
     """And why there are none."""
-    numbers = sorted(int(found[1]) for found in map(ITERATION_FOLDER.fullmatch, home.names()) if found)
+    matches = filter(None, map(ITERATION_FOLDER.fullmatch, home.names()))
+    folders = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
     try:
-        found = [_read(home, f"iteration_{number}", ITERATION_FILE, Iteration) for number in numbers]
+        found = [_read(home, folder, ITERATION_FILE, Iteration) for folder in folders]
     except InputError as error:
         return [], str(error)
     return [one for one in found if one is not None], ""
@@ -127,8 +127,6 @@ def _iteration(home: LocalPlace, iteration: Iteration) -> JsonObject:
 def registry_page(registry: str | LocalPlace) -> JsonObject:
     """Every model of a registry with its versions and its history. One in a folder is read from a copy of its database
     in memory: MLflow would open the file again, and write to it."""
-    from posttrain.apps.ship.registry import Registry
-
     try:
         shown = _copy_of(registry) or Registry(str(registry))
         models = []
@@ -170,18 +168,15 @@ def registry_page(registry: str | LocalPlace) -> JsonObject:
 
 def _copy_of(registry: str | LocalPlace) -> Registry | None:
     """None for a registry that is not a file of this machine."""
-    from posttrain.apps.ship.registry import Registry
-    from posttrain.apps.ship.registry.store import DATABASE
-
     if isinstance(registry, str) and "://" in registry:
         return None
     place = registry if isinstance(registry, LocalPlace) else LocalPlace(Path(registry).expanduser().absolute())
     for _ in range(READ_TRIES):
         before, journal = place.stamp(DATABASE), place.stamp(f"{DATABASE}-journal")
         if before is None:
-            return None  # Registry says so
+            raise Unreadable(f"{DATABASE}: not found; there is no registry in this folder")
         content = read_whole(place, DATABASE, MAX_DATABASE_BYTES)
         if journal is None and (before, journal) == (place.stamp(DATABASE), place.stamp(f"{DATABASE}-journal")):
-            return Registry(place.path, database=content)
+            return Registry(place.name, database=content)  # messages have no path
         time.sleep(0.1)
     raise Unreadable(f"{DATABASE}: it is being written; try again")

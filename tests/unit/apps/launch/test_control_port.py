@@ -132,7 +132,27 @@ ATTACKS: dict[str, Callable[[Head, ControlPeer], bytes]] = {
     "deep nesting": lambda head, peer: b"[" * 1000 + b"\n",
     "a long line": lambda head, peer: b"x" * 100_000 + b"\n",
     "a long line without an end": lambda head, peer: b"x" * 1_000_000,
+    "a proof in capitals": lambda head, peer: _changed_proof(peer, str.upper),
+    "a proof with a space behind it": lambda head, peer: _changed_proof(peer, lambda proof: f"{proof} "),
+    "a right join behind a wrong one": lambda head, peer: (
+        peer.join_line(peer.session(OTHER)) + peer.join_line(peer.session(SECRET))
+    ),
+    "a right join behind an empty line": lambda head, peer: b"\n" + peer.join_line(peer.session(SECRET)),
+    "a right join in UTF-16": lambda head, peer: peer.join_line(peer.session(SECRET)).decode().encode("utf-16"),
+    "a rank that is given twice": lambda head, peer: (
+        peer.join_line(peer.session(SECRET)).rstrip(b"}\n") + b', "rank": 2}\n'
+    ),
+    "an infinite rank": lambda head, peer: b'{"type":"join","run":"r","rank":1e400,"nonce":"n","proof":"p"}\n',
+    "a rank of 900 digits": _line(type="join", run="r", rank=10**900, nonce="n", proof="p"),
+    "a rank that is an object": _line(type="join", run="r", rank={"a": [1]}, nonce="n", proof="p"),
+    "a run with half a surrogate": _line(type="join", run="\ud800", rank=1, nonce="\udfff", proof="p"),
+    "the greeting of TLS": lambda head, peer: bytes.fromhex("16030102000100") + b"\n" + bytes(600),
 }
+
+
+def _changed_proof(peer: ControlPeer, change: Callable[[str], str]) -> bytes:
+    session = peer.session(SECRET)
+    return peer.join_line(session, proof=change(session.proof))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

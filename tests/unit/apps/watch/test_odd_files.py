@@ -716,6 +716,8 @@ def test_registry_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
     page = registry_page(found)
     assert "secret" not in json.dumps(page)
     assert page["problem"] == "registry.db: a link, which is not followed"
+    (tmp_path / "results" / "mine" / "registry.db").unlink()
+    assert "no registry in this folder" in registry_page(found)["problem"]
 
 
 def test_registry_is_not_written(tmp_path: Path) -> None:
@@ -731,7 +733,9 @@ def test_registry_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("record", ["{}", "[]", "nonsense", '{"files": {"a": 5}}', "\0"])
 def test_odd_record_of_a_registry_is_a_sentence(tmp_path: Path, record: str) -> None:
     write_database(tmp_path / "registry.db", record=record)
-    assert registry_page(registry_of(tmp_path))["problem"]
+    problem = registry_page(registry_of(tmp_path))["problem"]
+    assert problem
+    assert str(tmp_path.parent) not in problem
 
 
 @pytest.mark.parametrize("value", ["zeroblob(1000000000)", "printf('%.900000c', 'x')"])
@@ -749,6 +753,65 @@ def test_registry_that_computes_its_rows_takes_bounded_memory(
     peak()
     assert "registry.db: " in registry_page(registry_of(tmp_path))["problem"]
     assert peak() < 40
+
+
+REGISTRIES: dict[str, Callable[[Path], Any]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a socket": listening,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": lambda path: (path.touch(), os.truncate(path, 2**40)),
+    "empty": Path.touch,
+    "no database": lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 100),
+    "a write-ahead log": lambda path: (write_database(path), damage(path, 18, b"\2\2")),
+    "huge pages": lambda path: (write_database(path), damage(path, 16, b"\0\1")),
+    "a hot journal": lambda path: (write_database(path), path.with_name("registry.db-journal").write_bytes(b"x")),
+}
+
+
+def damage(path: Path, place: int, content: bytes) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[place : place + len(content)] = content
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_odd_database_is_a_sentence_and_stays(
+    tmp_path: Path, kind: str, peak: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.apps.watch.shipping.READ_TRIES", 2)
+    REGISTRIES[kind](tmp_path / "registry.db")
+    before = {path.name: os.lstat(path).st_mtime_ns for path in tmp_path.iterdir()}
+    peak()
+    page = registry_page(LocalPlace(tmp_path))
+    assert page["models"] == []
+    assert page["problem"]
+    assert peak() < 300
+    assert {path.name: os.lstat(path).st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["iteration_01", "iteration_\uff11", "iteration_" + "9" * 240, "iteration_1\n"])
+def test_iteration_of_an_odd_number_harms_no_other(tmp_path: Path, name: str) -> None:
+    write_pipeline(tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine" / "iteration_1", tmp_path / "mine" / name)
+    client = client_of(tmp_path)
+    (one,) = client.get("/api/pipelines").json()["pipelines"]
+    page = client.get(f"/api/pipelines/{one['id']}")
+    assert page.status_code == 200
+    assert page.json()["problem"] == ""
+    assert page.json()["iterations"]
+
+
+@pytest.mark.parametrize(
+    "name", [b"\xff\xfe", b"a\nb", b"\x1b[2J", b"x" * 255, b"<b>", b"%2e%2e", b"\xed\xa0\x80", b"-rf"]
+)
+def test_run_of_an_odd_name_is_listed(home: Path, name: bytes) -> None:
+    (home / "odd").rename(os.path.join(home, os.fsdecode(name)))
+    runs = client_of(home).get("/api/runs")
+    assert runs.status_code == 200
+    assert len(runs.json()["runs"]) == 2
+    for run in runs.json()["runs"]:
+        assert client_of(home).get(f"/api/runs/{run['id']}").status_code == 200
 
 
 # ---------------------------------------------------------------------- many folders

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from made_runs import append, conversation_group, make_run, metrics_row, write_attempt, write_groups, write_step
+from starlette.websockets import WebSocketDisconnect
 
+from posttrain.apps.serve.options import host_of, is_loopback
 from posttrain.apps.watch.access import Access
 from posttrain.apps.watch.app import create_app, stamps
 from posttrain.apps.watch.catalogue import Catalogue
@@ -304,3 +306,43 @@ def test_streams_of_changes_are_limited(tmp_path: Path, monkeypatch: pytest.Monk
     app.state.num_streams, app.state.is_ending = 0, lambda: True
     assert first.get("/api/events").text == "retry: 1000\n\n"
     assert app.state.num_streams == 0
+
+
+PATHS = "//api/runs /./api/runs /x/../api/runs /api%2Fruns /API/runs /api;x/runs /%61pi/runs /api/./runs"
+HOSTS = """localhost.evil.example evil.example#localhost localhost@evil.example evil@localhost [::1].evil.example
+127.0.0.1.evil.example:8411 ::1.evil.example 0x7f.1 [::1%25eth0] [::1]evil localhost/evil.example localhost:80:80"""
+
+
+@pytest.mark.parametrize("path", PATHS.split())
+def test_no_spelling_of_a_path_gets_round_the_token(results: Path, path: str) -> None:
+    answer = client_of(results, Access(TOKEN)).get(f"http://127.0.0.1{path}")
+    assert answer.status_code in (401, 404)
+    assert "runs" not in answer.text
+
+
+@pytest.mark.parametrize("host", [*HOSTS.split(), "", "localhost evil.example"])
+def test_no_spelling_of_a_host_passes_for_this_machine(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": host}).status_code == 421
+    assert not is_loopback(host_of(host)), "what posttrain serve asks"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"cookie": "posttrain_watch=" + "a" * 60_000},
+        {"cookie": 'posttrain_watch="\\377\\000"; posttrain_watch=x'},
+        {"cookie": ";=;,=,$Version=1;posttrain_watch"},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {TOKEN}"},
+        {"authorization": f"Bearer {TOKEN}, Bearer x"},
+        {"x-forwarded-host": "localhost", "x-forwarded-for": "127.0.0.1", "forwarded": "for=127.0.0.1;host=localhost"},
+        {"x-original-url": "/", "x-rewrite-url": "/", "x-http-method-override": "POST"},
+    ],
+)
+def test_no_header_replaces_the_token(results: Path, headers: dict[str, str]) -> None:
+    assert client_of(results, Access(TOKEN)).get("/api/runs", headers=headers).status_code == 401
+
+
+def test_there_is_no_socket_behind_the_guard(results: Path) -> None:
+    with pytest.raises(WebSocketDisconnect), client_of(results, Access(TOKEN)).websocket_connect("/api/events"):
+        pass

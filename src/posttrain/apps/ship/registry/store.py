@@ -273,7 +273,7 @@ class DatabaseCopy(MlflowStore):
         self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
         deadline = time.monotonic() + _READ_S
         self._database.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-        self._database.deserialize(content)
+        self._database.deserialize(content or bytes(512))  # an empty one is refused with a MemoryError
         self._rows("PRAGMA trusted_schema = OFF")
 
     def names(self) -> list[str]:
