@@ -17,16 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.processes import Child, ending_of, frame, take_frames
+from posttrain.reporting.wording import printable
 
 TIME_LIMIT_S = 10.0  # of the processor, for one conversation
 MEMORY_LIMIT_BYTES = 1 << 30  # of the process
-MAX_CHARACTERS = 1 << 22  # of a rendered conversation, and
-CHARACTERS_PER_BYTE = 16  # more for each byte of the request: template, variables and conversations
+MAX_TEXT_BYTES = 1 << 22  # of the texts of one request, and
+TEXT_BYTES_PER_BYTE = 16  # more for each byte of the request: template, variables and conversations
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_CONVERSATION_BYTES = 1 << 27
 _GROUP, _GROUP_BYTES = 32, 1 << 22  # conversations of one request
@@ -36,6 +38,7 @@ _WAITS = 12  # as long as the limit of processor time: a busy machine
 _START_LIMIT_S = 120.0
 _KILL_GRACE_S = 5.0
 _KEPT_VARIABLES = ("TZ", "LD_LIBRARY_PATH", "PYTHONHOME")  # no credentials
+_SHOWN_CHARACTERS = 1000
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -59,9 +62,9 @@ class TemplateRenderer:
         self,
         time_limit_s: float = TIME_LIMIT_S,
         memory_bytes: int = MEMORY_LIMIT_BYTES,
-        max_characters: int = MAX_CHARACTERS,
+        max_text_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
-        self._time_limit_s, self._memory_bytes, self._max_characters = time_limit_s, memory_bytes, max_characters
+        self._time_limit_s, self._memory_bytes, self._max_text_bytes = time_limit_s, memory_bytes, max_text_bytes
         self.forget()
 
     def render(
@@ -70,15 +73,11 @@ class TemplateRenderer:
         """The texts of conversations, each with whether the text opens an answer. Some go through the pipe at once."""
         if len(template) > MAX_TEMPLATE_CHARACTERS:
             raise TemplateRefused(f"it has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are accepted")
-        shared = {"tools": None, "documents": None, **plain(variables)}
+        shared = _packed(lambda: {"tools": None, "documents": None, **plain(variables)}, 0)
         group: list[bytes] = []
         num_bytes = 0
         for index, (messages, opens_answer) in enumerate(conversations):
-            try:
-                given = {"messages": [_message(one) for one in messages], "add_generation_prompt": opens_answer}
-                group.append(marshal.dumps(given, _MARSHAL_VERSION))
-            except (RecursionError, ValueError):
-                raise TemplateRefused("its lists and maps are nested too deep", index) from None
+            group.append(_packed(partial(_variables, messages, opens_answer), index))
             num_bytes += len(group[-1])
             if len(group[-1]) > MAX_CONVERSATION_BYTES:
                 raise TemplateRefused(f"{len(group[-1])} bytes are more than {MAX_CONVERSATION_BYTES}", index)
@@ -112,21 +111,22 @@ class TemplateRenderer:
         """The texts of one request, whose first conversation has this index."""
         texts: list[str] = []
         wait_s = _WAITS * self._time_limit_s
-        max_characters = self._max_characters + CHARACTERS_PER_BYTE * len(request)
+        max_bytes = self._max_text_bytes + TEXT_BYTES_PER_BYTE * len(request)
         if self._process is None:
             self._start()
         try:
             self._channel.settimeout(wait_s)
-            self._channel.sendall(frame(marshal.dumps((max_characters, request))))
+            self._channel.sendall(frame(marshal.dumps((max_bytes, request))))
             while len(texts) < count:
-                for reply in self._receive(wait_s, 4 * max_characters + 1):
+                for reply in self._receive(wait_s, max_bytes + 1):
                     kind, text = reply[:1], reply[1:].decode("utf-8", "surrogatepass")
                     if kind == b"m":
                         raise _Died(f"it needs more than {self._memory_bytes >> 20} MiB of memory", first + len(texts))
                     if kind == b"l":
-                        text = f"its text has more than {max_characters} characters"
+                        text = f"its text has more than {max_bytes} bytes"
                     if kind != b"t":
-                        raise TemplateRefused(text, first + len(texts), is_syntax=kind == b"s")
+                        reason = printable(text[:_SHOWN_CHARACTERS])
+                        raise TemplateRefused(reason, first + len(texts), is_syntax=kind == b"s")
                     texts.append(text)
             return texts
         except TimeoutError:
@@ -190,6 +190,17 @@ class TemplateRenderer:
 RENDERER = TemplateRenderer()
 atexit.register(RENDERER.close)
 os.register_at_fork(after_in_child=RENDERER.forget)
+
+
+def _packed(make: Callable[[], dict[str, Any]], index: int) -> bytes:
+    try:
+        return marshal.dumps(make(), _MARSHAL_VERSION)
+    except (RecursionError, ValueError):
+        raise TemplateRefused("lists and maps are nested too deep", index) from None
+
+
+def _variables(messages: Sequence[Any], opens_answer: bool) -> dict[str, Any]:
+    return {"messages": [_message(one) for one in messages], "add_generation_prompt": opens_answer}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

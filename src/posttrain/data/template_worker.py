@@ -1,6 +1,6 @@
 """The main program of the process that renders chat templates (`template_renderer.py` starts it).
 
-It is run as a file and imports Jinja and the standard library only. A request is marshalled: the longest text that is
+It is run as a file and imports Jinja and the standard library only. A request is marshalled: how many bytes of text are
 accepted, a template, variables, and conversations. The reply has one frame for each conversation: a byte that tells
 what follows, and UTF-8. The first one that is no text is the last. The environment is that of `apply_chat_template` in
 transformers.
@@ -61,28 +61,28 @@ def main() -> None:
     processes.write_frame(channel, b"")  # ready
     compiled: dict[str, jinja2.Template] = {}
     while (request := processes.read_frame(channel)) is not None:
-        max_characters, data = marshal.loads(request)
-        template, variables, conversations = marshal.loads(data)
+        left_bytes, data = marshal.loads(request)
+        template, shared, conversations = marshal.loads(data)
+        variables = marshal.loads(shared)
         for given in conversations:
             signal.setitimer(signal.ITIMER_PROF, time_limit_s)
-            reply = render(compiled, template, {**variables, **marshal.loads(given)}, max_characters)
+            reply = render(compiled, template, {**variables, **marshal.loads(given)}, left_bytes)
             signal.setitimer(signal.ITIMER_PROF, 0)
             processes.write_frame(channel, reply)
+            left_bytes -= len(reply) - 1
             if not reply.startswith(b"t"):
                 break
 
 
-def render(
-    compiled: dict[str, jinja2.Template], template: str, variables: dict[str, Any], max_characters: int
-) -> bytes:
+def render(compiled: dict[str, jinja2.Template], template: str, variables: dict[str, Any], max_bytes: int) -> bytes:
     try:
         try:
             if template not in compiled:
                 if len(compiled) == _MAX_TEMPLATES:
                     compiled.clear()
                 compiled[template] = environment().from_string(template)
-            text = compiled[template].render(variables)
-            return b"l" if len(text) > max_characters else b"t" + text.encode("utf-8", "surrogatepass")
+            text = compiled[template].render(variables).encode("utf-8", "surrogatepass")
+            return b"l" if len(text) > max_bytes else b"t" + text
         except MemoryError:
             return b"m"
         except TemplateSyntaxError as error:

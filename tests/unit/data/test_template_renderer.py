@@ -96,8 +96,8 @@ MORE_HOSTILE = [
     ("{{ '%2000000000d' % 1 }}", MEMORY),
     ("{{ '%*d' % (9999999, 1) }}", TEXT),
     ("{{ ('%s' * 999) % (('a' * 9999,) * 999) }}", TEXT),
-    (OFTEN + "{% set x = 'b' in a %}{% endfor %}", TIME),
-    (OFTEN + "{% set x = a[1:] %}{% endfor %}", TIME),
+    (OFTEN + "{% set x = 'ab' in a %}{% endfor %}", TIME),
+    (OFTEN + "{% set x = a[1:] ~ a %}{% endfor %}", TIME),
     (OFTEN + "{% set x = a == a ~ 'a' %}{% endfor %}", TIME),
     # output
     (GROWN + "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}", f"{MEMORY}|{TIME}"),
@@ -154,7 +154,7 @@ MORE_HOSTILE = [
     (DOUBLED + "{{ {}[n] }}{{ {1: 1}.missing.x }}", "hash|undefined|no attribute"),
     # the text of the template
     ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion"),
-    ("{% for a in [1] %}" * 60 + "{% endfor %}" * 40, "nested"),
+    ("{% for a in [1] %}" * 60 + "{% endfor %}" * 60, "nested"),
     ("x" * 2**21, "2097.* characters"),
 ]
 
@@ -179,7 +179,7 @@ def one(renderer: TemplateRenderer, text: str = "x", template: str = "<{{ messag
 
 @pytest.fixture(scope="module")
 def renderer() -> Any:
-    found = Measured(time_limit_s=0.2, memory_bytes=MEMORY_BYTES, max_characters=10**6)
+    found = Measured(time_limit_s=0.2, memory_bytes=MEMORY_BYTES, max_text_bytes=10**6)
     yield found
     found.close()
 
@@ -232,6 +232,30 @@ def test_every_text_comes_back(text: str, renderer: Measured) -> None:
     template = "{{ messages[0].content }}|{{ '\\ud800' }}\x00"
     asked = [([{"role": "user", "content": text}], False)]
     assert list(renderer.render(template, {}, asked)) == [f"{text}|\ud800\x00"]
+
+
+@pytest.mark.parametrize("place", ["message", "variable"])
+def test_what_is_nested_too_deep_is_refused(place: str, renderer: Measured) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    messages = [{"role": "user", "content": "a", **({"n": deep} if place == "message" else {})}]
+    with pytest.raises(TemplateRefused, match="nested too deep"):
+        list(renderer.render("", {"n": deep} if place == "variable" else {}, [(messages, True)]))
+
+
+def test_the_texts_of_many_conversations_have_one_limit(renderer: Measured) -> None:
+    asked = [([{"role": "user", "content": "a"}], False)] * 32
+    with pytest.raises(TemplateRefused, match="its text has more than") as caught:
+        list(renderer.render("{{ 'a' * 100000 }}", {}, asked))
+    assert caught.value.index in (10, 11)
+
+
+def test_an_error_cannot_move_the_cursor(renderer: Measured) -> None:
+    with pytest.raises(TemplateRefused) as caught:
+        one(renderer, template=r"{{ raise_exception('\x1b[2Jno\ud800' ~ 'a' * 9999) }}")
+    assert str(caught.value).startswith(r"\x1b[2Jno\ud800a")
+    assert len(str(caught.value)) < 1100
 
 
 def test_a_refusal_names_the_conversation_among_many(renderer: Measured) -> None:
