@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults import (
     archives,
+    clock,
     control,
     damage,
     disks,
@@ -32,6 +33,7 @@ PARTS = {
         archives.PART,
         disks.PART,
         signals.PART,
+        clock.PART,
         rewards.PART,
         secrets.PART,
         sandbox.PART,

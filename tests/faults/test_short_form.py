@@ -19,8 +19,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
-# Of spot: integration/test_spot_is_exact.py. Those of ranks start Ray.
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in ("spot", "ranks")])
+# Of spot: integration/test_spot_is_exact.py. Those of ranks start Ray, those of clock new interpreters.
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in ("spot", "ranks", "clock")])
 def test_promises_hold(name: str, lab: Lab) -> None:
     result = run_part(PARTS[name], lab, SEED, short=True)
     failed = [f"{one.case}: {one.message}\n{result.repro(one)}" for one in result.outcomes if one.verdict == "failed"]

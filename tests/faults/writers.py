@@ -26,6 +26,8 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
         yield Case(f"two-at-once-{number}", partial(at_once, lab, 2))
     for number in range(0 if short else 4):
         yield Case(f"four-at-once-{number}", partial(at_once, lab, 4))
+    for number in range(1 if short else 6):
+        yield Case(f"two-resumes-{number}", partial(two_resumes, lab))
     yield Case("suspended", partial(suspended, lab))
     yield Case("killed", partial(killed, lab))
 
@@ -97,3 +99,19 @@ def killed(lab: Lab, folder: Path, chance: random.Random) -> None:
     holder.wait_for(lambda: tiny_runs.count_rows(run) >= 2)
     holder.kill_all()
     lab.assert_same_end("dpo", run, processes.run(lab.arguments("dpo", run), folder / "log", limit_s=60))
+
+
+def two_resumes(lab: Lab, folder: Path, chance: random.Random) -> None:
+    """Of a run that was killed, started at the same instant: as two operators, or a scheduler and an operator, do."""
+    run = folder / "run"
+    dead = processes.begin(lab.arguments("dpo", run), folder / "dead.log")
+    dead.wait_for(lambda: any(run.glob("step_*")))
+    dead.kill_all()
+    running = [processes.begin(lab.arguments("dpo", run), folder / f"log_{number}") for number in range(2)]
+    finished = [one.finish() for one in running]
+    winners = [end for end in finished if end.code == 0]
+    assert winners, f"both were refused: {[str(end) for end in finished]}"
+    for end in finished:
+        if end.code:
+            assert_refused_by(end)
+    lab.assert_same_end("dpo", run, winners[0])
