@@ -81,7 +81,6 @@ def test_the_keys_of_a_large_map_are_compared_in_linear_time() -> None:
     """A map of 20,000 keys, compared one by one, took a minute."""
     text = "".join(f"k{number}: 1\n" for number in range(15_000))
     before = time.process_time()
-    assert len(parse_document(text, "x.yaml").values) == 15_000
     with pytest.raises(ConfigError, match="`k14999` is set twice"):
         parse_document(f"{text}k14999: 2\n", "x.yaml")
     pairs: list[tuple[str, object]] = [(f"k{number}", 1) for number in range(15_000)]

@@ -111,14 +111,14 @@ def test_a_user_who_may_not_change_objects_can_launch(server: ApiServer, profile
     assert server.named("jobsets") == ["grpo-math"]
 
 
-def test_stop_leaves_a_secret_that_is_not_of_the_run(server: ApiServer, profile: str) -> None:
-    assert launch(profile) == 0
-    for labels in ({}, {"labels": None}, {"labels": {"posttrain.dev/run": "other"}}):
-        server.objects[f"{SPACE}/secrets/grpo-math-control"] = {"metadata": {"name": "grpo-math-control", **labels}}
-        assert main(["launch", "stop", "grpo-math"]) == 0
-        assert "grpo-math-control" in server.named("secrets")
-        del server.objects[f"{SPACE}/secrets/grpo-math-control"]
-        assert launch(profile) == 0
+@pytest.mark.parametrize("labels", [{}, {"labels": None}, {"labels": {"posttrain.dev/run": "other"}}])
+def test_stop_leaves_a_secret_that_is_not_of_the_run(server: ApiServer, profile: str, labels: dict[str, Any]) -> None:
+    run = {"metadata": {"name": "grpo-math", "namespace": "training", "labels": {"posttrain.dev/run": "grpo-math"}}}
+    server.put("/apis/jobset.x-k8s.io/v1alpha2/namespaces/training/jobsets/grpo-math", run)
+    server.put(f"{SPACE}/secrets/grpo-math-control", {"metadata": {"name": "grpo-math-control", **labels}})
+    assert main(["launch", "stop", "grpo-math"]) == 0
+    assert server.named("jobsets") == []
+    assert server.named("secrets") == ["hf", "grpo-math-control"]
 
 
 def test_objects_are_checked_by_the_server_before_the_first_is_created(server: ApiServer, profile: str) -> None:
