@@ -6,10 +6,15 @@ import ctypes
 import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import tiny_runs
 
 from faults import processes
 from faults.campaign import Case, NotPossibleHere, Part
@@ -32,6 +37,9 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
             yield Case(f"files-up-to-{size}k:{kind}", partial(limited_files, lab, kind, size * KIB))
         for size in (900,) if short else SIZES_KIB:
             yield Case(f"disk-of-{size}k:{kind}", partial(small_disk, lab, kind, size * KIB))
+    for kind in KINDS[:0] if short else KINDS:
+        for change in ("full", "read-only"):
+            yield Case(f"{change}-in-mid-run:{kind}", partial(changed_disk, lab, kind, change))
     yield Case("read-only:run-folder", partial(read_only, lab, "run"))
     for target in () if short else ("convert", "rewards", "pairs", "registry", "eval"):
         yield Case(f"read-only:{target}", partial(read_only, lab, target))
@@ -114,6 +122,52 @@ def _run_on_small_disk(arguments: list[str], disk: str, size: int, copy: str) ->
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if os.path.isdir(f"{disk}/run"):
         shutil.copytree(f"{disk}/run", copy)
+    return code
+
+
+def changed_disk(lab: Lab, kind: str, change: str, folder: Path, chance: random.Random) -> None:
+    """A file system that becomes full or read-only after the second row, as one does whose device has errors."""
+    lab.whole(kind)
+    disk, run = folder / "disk", folder / "run"
+    disk.mkdir()
+    finished = processes.begin_function(
+        _run_on_changing_disk, (lab.arguments(kind, disk / "run"), str(disk), change, str(run)), folder / "failed.log"
+    ).finish()
+    if finished.code == CANNOT_MOUNT:
+        raise NotPossibleHere(f"no tmpfs in a user namespace: {finished.output.strip()}")
+    assert_said_and_resumes(lab, kind, run, finished, folder)
+
+
+def _run_on_changing_disk(arguments: list[str], disk: str, change: str, copy: str) -> int:
+    try:
+        libc = _own_mounts()
+        _mount(libc, "tmpfs", disk, "tmpfs", 0, f"size={64 << 20}")
+    except OSError as error:
+        print(error, flush=True)
+        return CANNOT_MOUNT
+    child = os.fork()
+    if child == 0:
+        from posttrain.cli.main import main
+
+        os._exit(main(arguments))
+    while tiny_runs.count_rows(Path(disk) / "run") < 2:
+        time.sleep(0.002)
+    os.kill(child, signal.SIGSTOP)  # its next step comes after the change
+    if change == "full":
+        with suppress(OSError), open(f"{disk}/ballast", "wb", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(4096))
+    while change == "read-only":
+        try:
+            _mount(libc, None, disk, None, MS_REMOUNT | MS_RDONLY)
+            break
+        except OSError:  # a file is open for writing: a little later
+            os.kill(child, signal.SIGCONT)
+            time.sleep(0.002)
+            os.kill(child, signal.SIGSTOP)
+    os.kill(child, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    shutil.copytree(f"{disk}/run", copy)
     return code
 
 
