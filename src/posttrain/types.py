@@ -92,8 +92,17 @@ class Completion:
     # weights.
     versions: tuple[tuple[int, int], ...] = ()
     error: str | None = None  # why no answer came (a request to a server failed); such a completion stays unscored
+    prompt_ids: tuple[int, ...] = ()  # what `token_ids` follow, where an agent wrote it; empty: the task's prompt
+    # Where an agent asked with another history: what was sampled there, one branch for each. A token is trained in one
+    # of them.
+    branches: tuple[Completion, ...] = ()
 
     is_finished: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> tuple[Completion, ...]:
+        """The sequences to train on."""
+        return (self, *self.branches)
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -102,7 +111,8 @@ class Completion:
     @property
     def num_sampled(self) -> int:
         """Tokens that the model wrote; the environment's do not count as its length."""
-        return sum(self.mask) if self.mask else len(self.token_ids)
+        own = sum(self.mask) if self.mask else len(self.token_ids)
+        return own + sum(branch.num_sampled for branch in self.branches)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The batches that algorithms train on: of rollouts, and of given answers for the algorithms that sample nothing.
 
-**Rollouts**: one row per scored rollout, cut into one batch per optimizer update. A row has the log-probabilities of
-its behaviour policy, which sampled it. For recorded answers, whose behaviour policy is unknown, the initial policy is
-used instead. Ratios are taken against `prev_logprobs`, the anchor: the policy before the first update of the step for
-on-policy samples, the behaviour policy for all others. With importance sampling correction, the anchor of answers that
-earlier weights sampled is the policy before the first update as well, and the loss weighs them by the ratio of the two.
-`prev_is_current` marks rows anchored at the policy of the update itself, which needs no separate forward pass if there
-is only one update.
+**Rollouts**: one row per scored rollout (per branch of an agent's), cut into one batch per optimizer update. A row has
+the log-probabilities of its behaviour policy, which sampled it. For recorded answers, whose behaviour policy is
+unknown, the initial policy is used instead. Ratios are taken against `prev_logprobs`, the anchor: the policy before the
+first update of the step for on-policy samples, the behaviour policy for all others. With importance sampling
+correction, the anchor of answers that earlier weights sampled is the policy before the first update as well, and the
+loss weighs them by the ratio of the two. `prev_is_current` marks rows anchored at the policy of the update itself,
+which needs no separate forward pass if there is only one update.
 """
 
 from __future__ import annotations
@@ -18,38 +18,42 @@ import torch
 from torch import Tensor
 
 from posttrain.data.packing import PACK
-from posttrain.types import Example, Group, Judged, Pair, TokenBatch
+from posttrain.types import Completion, Example, Group, Judged, Pair, TokenBatch
 
 Place = tuple[int, int]  # (group, rollout)
 
 
-def scored_places(groups: Sequence[Group]) -> list[Place]:
-    """The rollouts that form the rows of a batch: all scored ones, in order."""
+def scored_rows(groups: Sequence[Group]) -> list[tuple[Place, Completion]]:
+    """The rows of a batch: of all scored rollouts, in order, each branch."""
     return [
-        (g, r) for g, group in enumerate(groups) for r, rollout in enumerate(group.rollouts) if rollout.score.scored
+        ((g, r), row)
+        for g, group in enumerate(groups)
+        for r, rollout in enumerate(group.rollouts)
+        if rollout.score.scored
+        for row in rollout.completion.rows
     ]
+
+
+def scored_places(groups: Sequence[Group]) -> list[Place]:
+    """The rollout of each row."""
+    return [place for place, _ in scored_rows(groups)]
 
 
 def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) -> TokenBatch:
     """All scored rollouts of the step. Those dropped by `overlong_filtering` are masked, and count for advantages."""
-    places = scored_places(groups)
-    prompts = {g: groups[g].task.prompt_ids for g, _ in places}
-    index = {g: i for i, g in enumerate(prompts)}
-    rollouts = [groups[g].rollouts[r] for g, r in places]
+    rows = [row for _, row in scored_rows(groups)]
+    prompt_of = [(g, row.prompt_ids or groups[g].task.prompt_ids) for (g, _), row in scored_rows(groups)]
+    index = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt_of))}
     mask = [
-        float(trained and not (overlong_filtering and rollout.truncated))
-        for rollout in rollouts
-        for trained in rollout.completion.trained
+        float(trained and not (overlong_filtering and row.finish_reason == "length"))
+        for row in rows
+        for trained in row.trained
     ]
-    sampler = [
-        logprob
-        for rollout in rollouts
-        for logprob in rollout.completion.logprobs or (0.0,) * len(rollout.completion.token_ids)
-    ]
+    sampler = [logprob for row in rows for logprob in row.logprobs or (0.0,) * len(row.token_ids)]
     return TokenBatch.build(
-        prompts=list(prompts.values()),
-        responses=[rollout.completion.token_ids for rollout in rollouts],
-        prompt_of=[index[g] for g, _ in places],
+        prompts=[prompt for _, prompt in index],
+        responses=[row.token_ids for row in rows],
+        prompt_of=[index[prompt] for prompt in prompt_of],
         columns={
             "mask": torch.tensor(mask, dtype=torch.float32),
             "generation_logprobs": torch.tensor(sampler, dtype=torch.float32),
@@ -117,11 +121,13 @@ def minibatches(
     """
     places = [(g, r) for g, group in enumerate(groups) for r in range(len(group.rollouts))]
     per_update = -(-len(places) // num_updates)
-    row_of = {place: row for row, place in enumerate(scored_places(groups))}
+    rows_of: dict[Place, list[int]] = {}
+    for row, place in enumerate(scored_places(groups)):
+        rows_of.setdefault(place, []).append(row)
     batches = []
     for start in range(0, len(places), per_update):
-        chosen = [place for place in places[start : start + per_update] if place in row_of]
-        part = batch.select([row_of[place] for place in chosen], recount=True)
+        chosen = [place for place in places[start : start + per_update] for _ in rows_of.get(place, ())]
+        part = batch.select([row for place in dict.fromkeys(chosen) for row in rows_of[place]], recount=True)
         if part.num_tokens == 0:
             continue  # an update without gradient would still apply weight decay and momentum
         if with_rewarded:

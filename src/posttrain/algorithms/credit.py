@@ -12,6 +12,7 @@ rollouts stay unscored. Deviation from NeMo RL: answer length counts all of the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -169,7 +170,8 @@ class Credit:
         lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
         values = torch.tensor([of_rollouts[g][r] for g, r in places], dtype=torch.float64)
         if self.whitening is not None and self.whitening.over == "rollouts":
-            values = self.whitening(values, torch.ones_like(values))
+            num_rows = Counter(places)  # a rollout counts once, however many branches it has
+            values = self.whitening(values, torch.tensor([1 / num_rows[place] for place in places], dtype=values.dtype))
         tokens = values.repeat_interleave(lengths)
         if kl is not None and self.kl is not None and self.kl.charged_to != "sequence":
             charged = kl

@@ -232,7 +232,11 @@ def _report(
         metrics=metrics,
         timings_s=timings_s,
         groups=tuple(groups),
-        num_tokens=sum(len(group.task.prompt_ids) + len(rollout.completion.token_ids) for group, rollout in samples),
+        num_tokens=sum(
+            len(row.prompt_ids or group.task.prompt_ids) + len(row.token_ids)
+            for group, rollout in samples
+            for row in rollout.completion.rows
+        ),
         num_samples=len(samples),
         warnings=tuple(warnings),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from posttrain.algorithms.advantages import has_signal
-from posttrain.algorithms.batches import scored_places
+from posttrain.algorithms.batches import scored_rows
 from posttrain.types import Group, StepReport, TokenBatch, TokenTrace
 
 
@@ -120,7 +120,9 @@ def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     names = dict.fromkeys(name for _, conversation in found for name in conversation.counts)
     return {
         "turns": statistics.fmean(conversation.num_turns for _, conversation in found),
-        "environment_tokens": statistics.fmean(len(c.token_ids) - c.num_sampled for c, _ in found),
+        "environment_tokens": statistics.fmean(
+            sum(len(row.token_ids) for row in c.rows) - c.num_sampled for c, _ in found
+        ),
         **{name: statistics.fmean(conversation.counts.get(name, 0.0) for _, conversation in found) for name in names},
     }
 
@@ -167,8 +169,8 @@ def token_traces(
     """
     count = min(num_groups, len(groups))
     chosen = {len(groups) * index // count for index in range(count)}
-    places = scored_places(groups)
-    rows = [row for row, (g, r) in enumerate(places) if g in chosen and groups[g].rollouts[r].completion.logprobs]
+    scored = scored_rows(groups)
+    rows = [row for row, ((g, _), answer) in enumerate(scored) if g in chosen and answer.logprobs]
     if not rows:
         return ()
     part = batch.select(rows)
@@ -177,8 +179,7 @@ def token_traces(
     columns = {name: [piece.tolist() for piece in part.column_parts(name)] for name in part.columns}
     found = []
     for index, row in enumerate(rows):
-        g, r = places[row]
-        completion = groups[g].rollouts[r].completion
+        (g, r), completion = scored[row]
         found.append(
             TokenTrace(
                 draw=groups[g].task.draw,

@@ -199,11 +199,22 @@ class EnvironmentConfig(OpenSection):
         None, "Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single turn."
     )
     turns_kwargs: FreeMap = setting(dict, "Arguments of that class.")
+    agent: str | list[str] | None = setting(
+        None, "Agent that asks the model by OpenAI's chat API: `file.py:function`, or the words of a command."
+    )
+    agent_kwargs: FreeMap = setting(dict, "Further arguments of that function.")
+    turn_timeout_s: PositiveFloat | None = setting(
+        None, "Seconds that an agent may work between two requests; null is no limit besides timeout_s."
+    )
 
     @model_validator(mode="after")
     def _rewards_can_be_read(self) -> EnvironmentConfig:
         self.reward_configs("")
         return self
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.turns is not None or self.agent is not None
 
     def turns_problems(self, name: str) -> Iterator[str]:
         """Of the environment `name`, in a run that uses it."""
@@ -216,6 +227,21 @@ class EnvironmentConfig(OpenSection):
             )
         if self.turns_kwargs and self.turns is None:
             yield f"env.{name}.turns_kwargs are arguments of a class that is not named: set env.{name}.turns"
+        if self.agent is None:
+            for key in ("agent_kwargs", "turn_timeout_s"):
+                if getattr(self, key):
+                    yield f"env.{name}.{key} is for an agent, and none is named: set env.{name}.agent"
+            return
+        if self.turns is not None:
+            yield f"env.{name} has both `turns` and `agent`: an agent takes its own turns, so remove one of them"
+        if isinstance(self.agent, str) and not {":", "."} & set(self.agent):
+            yield (
+                f"env.{name}.agent = {self.agent!r} names no function: write 'file.py:solve' or "
+                f"'package.module:solve'; a command is a list of words: [{self.agent}]"
+            )
+        if isinstance(self.agent, list) and (not self.agent or not self.agent[0] or self.agent_kwargs):
+            problem = "takes no agent_kwargs" if self.agent_kwargs else "is a list without words"
+            yield f"env.{name}.agent {problem}: a command is a list of words, such as [python, agent.py]"
 
     def reward_configs(self, name: str) -> dict[str, RewardConfig]:
         """The rewards by name, a single one under the empty name. Empty if no key decides what they are.

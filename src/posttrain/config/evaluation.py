@@ -37,7 +37,9 @@ class EvalConfig(Section):
     pass_threshold: float = setting(1.0, "A sample passes if its reward is at least this.")
     confidence: float = setting(0.95, "Confidence of the intervals, as a share.", gt=0, lt=1)
     bootstrap_resamples: PositiveInt = setting(10_000, "How often the problems are drawn again for the intervals.")
-    max_rollout_turns: PositiveInt = setting(1, "Turns of the model in one answer, if the environment has `turns`.")
+    max_rollout_turns: PositiveInt = setting(
+        1, "Turns of the model in one answer, if the environment has `turns` or `agent`."
+    )
     max_problems: PositiveInt | None = setting(None, "Only so many problems, the first of the dataset; null is all.")
     gpu_hour_price: NonNegativeFloat | None = setting(
         None, "Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
@@ -177,18 +179,19 @@ class EvalRunConfig(Section):
             yield f"data.env_name: judged by env.{self.judge}, which is not there; under env: there is {known}"
         if self.data.env_name is None and len(self.env) > 2:
             yield f"data.env_name is null and env has {', '.join(self.env)}: say which of them judges"
-        turns = self.env[self.judge].turns if self.judge in self.env else None
-        if turns is not None and self.server_url is not None:
+        block = self.env.get(self.judge)
+        key = "" if block is None or not block.takes_turns else "turns" if block.turns is not None else "agent"
+        if key and self.server_url is not None:
             yield (
-                f"env.{self.judge}.turns = {turns!r}: a conversation of several turns continues the model's own "
-                "tokens, and a server gives text alone; name the weights instead of a URL, with generation.backend "
-                "native or vllm"
+                f"env.{self.judge}.{key} = {getattr(block, key)!r}: a conversation of several turns continues the "
+                "model's own tokens, and a server gives text alone; name the weights instead of a URL, with "
+                "generation.backend native or vllm"
             )
-        if turns is not None and wanted.max_rollout_turns < 2:
+        if key and wanted.max_rollout_turns < 2:
             yield (
-                f"env.{self.judge}.turns takes turns with the model, but eval.max_rollout_turns = "
+                f"env.{self.judge}.{key} takes turns with the model, but eval.max_rollout_turns = "
                 f"{wanted.max_rollout_turns} ends a conversation before the model can read what the environment "
-                "returns: set it to 2 or more, or remove the turns"
+                f"returns: set it to 2 or more, or remove the {key}"
             )
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:

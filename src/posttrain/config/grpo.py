@@ -147,7 +147,9 @@ class GrpoConfig(ScheduleConfig):
     num_recorded_per_prompt: PositiveInt | None = setting(
         None, "Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh."
     )
-    max_rollout_turns: PositiveInt = setting(1, "Turns of the model in one rollout, if the environment has `turns`.")
+    max_rollout_turns: PositiveInt = setting(
+        1, "Turns of the model in one rollout, if the environment has `turns` or `agent`."
+    )
     normalize_rewards: bool = setting(
         True, "Default of adv_estimator.normalize_rewards: divides by the group's standard deviation."
     )

@@ -126,17 +126,18 @@ class GrpoRunConfig(RunConfig):
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
         for name in self._names_with_turns if self.grpo.max_rollout_turns < 2 else ():
+            key = "turns" if self.env[name].turns is not None else "agent"
             yield (
-                f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = "
+                f"env.{name}.{key} takes turns with the model, but grpo.max_rollout_turns = "
                 f"{self.grpo.max_rollout_turns} ends a conversation before the model can read what the environment "
-                "returns: set it to 2 or more, or remove the turns"
+                f"returns: set it to 2 or more, or remove the {key}"
             )
 
     @property
     def _names_with_turns(self) -> list[str]:
         """Of the environments in use."""
         named = {entry.env_name for entry in [*self.data.train_sets(), *self.data.validation_sets()]}
-        return [name for name, block in self.env.items() if block.turns is not None and name in named]
+        return [name for name, block in self.env.items() if block.takes_turns and name in named]
 
     def _batch_problems(self) -> Iterator[str]:
         grpo, size = self.grpo, self.policy.train_global_batch_size
@@ -234,6 +235,8 @@ class GrpoRunConfig(RunConfig):
             yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; unset one"
         if self.uses_recorded_answers:
             yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
+        for name in (name for name in self._names_with_turns if self.env[name].agent is not None):
+            yield f"{field}: an agent (env.{name}.agent) cannot be carried over to other weights; set it to false"
         if self.loss_fn.force_on_policy_ratio:
             yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
         if grpo.num_prompts_per_step % max(self.num_samplers, 1):

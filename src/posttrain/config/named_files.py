@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Only these are looked up as folders or patterns: any word may happen to be the name of a folder (`split: train`).
 DATA_OR_MODEL = (".data_path", ".dataset_name", ".model_name", ".tokenizer.name")
-_FUNCTION = ".function"
+_FUNCTION = (".function", ".agent")
 _WRITTEN = (".cache_path", ".usage_file")  # by the run itself: other content does not make it another run
 _OF_A_CHECKPOINT = ("policy/weights", "policy/tokenizer")  # what reading a model from it reads
 

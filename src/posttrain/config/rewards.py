@@ -398,6 +398,19 @@ class TurnsConfig(RewardConfig):
     kwargs: FreeMap = setting(dict, "Arguments of the class.")
 
 
+class AgentConfig(RewardConfig):
+    """The agent of a block, as it is sent to its worker processes. Not a type of reward: no block names it."""
+
+    default_timeout_s: ClassVar[float] = 900.0
+    default_num_workers: ClassVar[int] = 16
+    mostly_waits: ClassVar[bool] = True
+
+    type: Literal["agent"] = setting("agent", "Tells the workers what they are.")
+    agent: str | list[str] = setting(..., "`file.py:function`, `package.module:function`, or the words of a command.")
+    kwargs: FreeMap = setting(dict, "Further arguments of the function.")
+    turn_timeout_s: PositiveFloat | None = setting(None, "Seconds between two requests; null is no limit.")
+
+
 REWARD_TYPES: dict[str, type[RewardConfig]] = {
     "math": MathRewardConfig,
     "math_cosine": CosineMathRewardConfig,

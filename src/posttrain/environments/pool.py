@@ -53,7 +53,7 @@ class ScoringPool:
         """One score per item, in the order of the items."""
         assert not self._closed, "this environment has been closed"
         with self._lock:
-            batch = _Batch(items, progress)
+            batch = Batch(items, progress)
             for worker in list(self._workers):
                 worker.exchange()
                 if worker.gone:
@@ -81,7 +81,7 @@ class ScoringPool:
             self._closed = True
             self._finalizer()
 
-    def _start_workers(self, batch: _Batch) -> None:
+    def _start_workers(self, batch: Batch) -> None:
         wanted = min(self.num_workers, len(batch.waiting) + len(batch.running))
         while len(self._workers) < wanted and self._failed_starts < _MAX_FAILED_STARTS:
             try:
@@ -92,7 +92,7 @@ class ScoringPool:
             while batch.waiting:
                 batch.finish(batch.waiting.popleft(), self._start_failure)
 
-    def _hand_out(self, batch: _Batch) -> None:
+    def _hand_out(self, batch: Batch) -> None:
         for worker in list(self._workers):
             if not batch.waiting:
                 return
@@ -102,12 +102,12 @@ class ScoringPool:
             batch.running[worker] = (number, time.monotonic() + self.settings.timeout_s)
             worker.send(number, batch.payloads[number])
 
-    def _collect(self, batch: _Batch) -> None:
+    def _collect(self, batch: Batch) -> None:
         """Wait until something happens; then replies, deaths, limits, in this order: a reply in time always counts."""
         if not self._workers:
             return
-        now = time.monotonic()
-        wait_for(self._workers, min([_LONGEST_WAIT_S, *(limit - now + 0.001 for _, limit in batch.running.values())]))
+        left = [self._left_s(number, limit) + 0.001 for number, limit in batch.running.values()]
+        wait_for(self._workers, min([_LONGEST_WAIT_S, *left]))
         now = time.monotonic()
         for worker in list(self._workers):
             for number, reply in worker.exchange():
@@ -117,15 +117,22 @@ class ScoringPool:
                 self._discard(worker)
             elif worker.gone:
                 self._bury(batch, worker)
-            elif worker in batch.running and batch.running[worker][1] < now:
-                limit = f"timeout after {self.settings.timeout_s:g} s"
-                self._conclude(batch, worker, Score(None, error=limit, traceback=worker.stack()))
+            elif worker in batch.running and self._left_s(*batch.running[worker]) < 0:
+                problem = self._limit_text(*batch.running[worker])
+                self._conclude(batch, worker, Score(None, error=problem, traceback=worker.stack()))
                 self._discard(worker)
             elif not worker.ready and worker.started_at + START_LIMIT_S < now:
                 self._note_failed_start(f"it was not ready after {START_LIMIT_S:g} s", worker.stack())
                 self._discard(worker)
 
-    def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: JsonObject) -> None:
+    def _left_s(self, number: int, limit: float) -> float:
+        """Seconds until the item is given up, by the time `limit` that it got when it was handed out."""
+        return limit - time.monotonic()
+
+    def _limit_text(self, number: int, limit: float) -> str:
+        return f"timeout after {self.settings.timeout_s:g} s"
+
+    def _accept(self, batch: Batch, worker: WorkerProcess, number: int, reply: JsonObject) -> None:
         expected, _ = batch.running.get(worker, (None, 0.0))
         if number != expected:
             worker.gone = True  # a reply without a request: something else writes to our pipe
@@ -138,13 +145,13 @@ class ScoringPool:
     def _read(self, reply: JsonObject) -> Score:
         return to_score(reply)
 
-    def _conclude(self, batch: _Batch, worker: WorkerProcess, score: Score) -> None:
+    def _conclude(self, batch: Batch, worker: WorkerProcess, score: Score) -> None:
         number, _ = batch.running.pop(worker)
         batch.finish(number, score)
         worker.has_worked = True
         self._failed_starts = 0
 
-    def _bury(self, batch: _Batch, worker: WorkerProcess) -> None:
+    def _bury(self, batch: Batch, worker: WorkerProcess) -> None:
         reason, last_words = worker.death()
         if worker in batch.running:
             self._conclude(batch, worker, Score(None, error=reason, traceback=last_words))
@@ -174,7 +181,7 @@ class ScoringPool:
             print(f"[{self.settings.path}] {line[:500]}", file=sys.stderr)
 
 
-class _Batch:
+class Batch:
     """The items of one call: waiting, running (by worker), and finished. Numbers count from 1."""
 
     def __init__(self, items: Sequence[object], progress: Progress | None) -> None:

@@ -39,6 +39,7 @@ WORKER_SCORERS: dict[str, str] = {
     "code": "posttrain.environments.code_tests:code_scorer",
     "judge": "posttrain.environments.judge:judge_scorer",
     "turns": "posttrain.environments.turns.worker_side:turn_taker",  # no reward: `env.<name>.turns`
+    "agent": "posttrain.environments.agents.runner:agent_runner",  # no reward: `env.<name>.agent`
 }
 
 IN_PROCESS: dict[str, str] = {

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from posttrain.config.base import explain_errors
 from posttrain.config.data import BUILT_IN_TURNS, EnvironmentConfig
-from posttrain.config.rewards import RewardConfig, TurnsConfig
+from posttrain.config.rewards import AgentConfig, RewardConfig, TurnsConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import name_credentials
@@ -52,7 +52,8 @@ Blocks = Mapping[str, Block] | None
 def read_settings(blocks: Blocks, base_folder: Path | None) -> dict[str, EnvironmentSettings]:
     """The rewards of each environment under `env:`. Sections of a config are taken as they are, maps are validated.
 
-    An environment that takes turns with the model may give all rewards itself: then it is not in the result.
+    An environment that takes turns with the model, or an agent, may give all rewards itself: then it is not in the
+    result.
     """
     folder = _absolute(base_folder)
     found = {
@@ -74,6 +75,27 @@ def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Rew
         )
         found[str(name)] = RewardSettings(
             path=f"env.{name}.turns",
+            config=config,
+            num_workers=environment.num_workers,
+            timeout_s=environment.timeout_s or config.default_timeout_s,
+            base_folder=folder,
+        )
+    return found
+
+
+def read_agents(blocks: Blocks, base_folder: Path | None = None) -> dict[str, RewardSettings]:
+    """For each environment with an `agent`, its settings."""
+    folder = _absolute(base_folder)
+    found = {}
+    for name, block in _named(blocks):
+        environment = environment_config(name, block)
+        if environment.agent is None:
+            continue
+        config = AgentConfig(
+            agent=environment.agent, kwargs=environment.agent_kwargs, turn_timeout_s=environment.turn_timeout_s
+        )
+        found[str(name)] = RewardSettings(
+            path=f"env.{name}.agent",
             config=config,
             num_workers=environment.num_workers,
             timeout_s=environment.timeout_s or config.default_timeout_s,
@@ -111,7 +133,7 @@ def _rewards_of(name: str, config: EnvironmentConfig, base_folder: Path) -> Envi
         rewards = config.reward_configs(name)
     except ValidationError as error:  # keys of a block without a type, under a name that decides none
         raise InputError("\n".join(explain_errors(error, path))) from error
-    if not rewards and config.turns is None:
+    if not rewards and config.turns is None and config.agent is None:
         raise InputError(
             f"{path} does not say how to judge a completion: set {path}.type to a type of reward (`posttrain rewards "
             f"list` shows them), {path}.function to a Python function ('rewards.py:my_reward'), or {path}.rewards to "

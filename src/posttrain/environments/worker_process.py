@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -22,7 +23,7 @@ import psutil  # type: ignore[import-untyped]
 from posttrain.config.rewards import PythonRewardConfig
 from posttrain.environments import worker as worker_program
 from posttrain.environments.reward_types import WORKER_SCORERS
-from posttrain.environments.settings import RewardSettings, read_settings, read_turns
+from posttrain.environments.settings import RewardSettings, read_agents, read_settings, read_turns
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.processes import Child, ending_of, frame, take_frames
@@ -33,6 +34,7 @@ _MAX_REPLY_BYTES = 1 << 20
 _EXIT_GRACE_S = 1.0
 _KILL_GRACE_S = 5.0
 _DUMP_GRACE_S = 0.1
+_MARK = "POSTTRAIN_WORKER"  # variable in the environment of a worker and of what it starts
 
 
 class WorkerProcess:
@@ -44,6 +46,7 @@ class WorkerProcess:
         self.has_worked = False  # the pool's note: it came as far as a completion
         self.failed_start: JsonObject | None = None
         self.started_at = time.monotonic()
+        self._mark = token_hex(8)
         self.output = bytearray()  # the end of what it printed since `take_output`
         self._closed = False
         self._output_ended = False
@@ -55,7 +58,7 @@ class WorkerProcess:
         # -P keeps the folder of the program, full of our modules, off sys.path; -u: what it prints survives its death.
         command = [sys.executable, "-P", "-u", str(Path(worker_program.__file__).resolve())]
         # Many workers share the cores, and the order of sets must not depend on the worker.
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ, _MARK: self._mark}
         try:
             self.process = Child(command, (request_fd, reply_fd), output_fd, environment)
         except BaseException:
@@ -139,11 +142,18 @@ class WorkerProcess:
         if self.process.poll() is None:
             with contextlib.suppress(psutil.Error):
                 strays = psutil.Process(self.process.pid).children(recursive=True)
+        else:  # its children have no parent that tells us of them
+            strays = [process for process in psutil.process_iter() if self._is_marked(process)]
         self.process.kill_group(_KILL_GRACE_S)
         for stray in strays:
             with contextlib.suppress(Exception):
                 stray.kill()
         self._close_pipes()
+
+    def _is_marked(self, process: Any) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return bool(process.environ().get(_MARK) == self._mark)
+        return False
 
     def _flush(self) -> None:
         while self._outgoing:
@@ -235,7 +245,7 @@ def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
             # In-process rewards are checked when they are built; workers cannot start them.
             if settings.config.type in WORKER_SCORERS:
                 _start_once(settings)
-    for settings in read_turns(mapping, base_folder).values():
+    for settings in (*read_turns(mapping, base_folder).values(), *read_agents(mapping, base_folder).values()):
         _start_once(settings)
 
 

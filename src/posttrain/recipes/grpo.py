@@ -15,6 +15,7 @@ from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
 from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.step_reports import TokenSampling
+from posttrain.checkpointing.run_folder import run_folder
 from posttrain.config import AdvEstimatorConfig, EnvironmentConfig, GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
@@ -23,6 +24,7 @@ from posttrain.data.row_dataset import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.environments.router import ScoringRouter
 from posttrain.errors import InputError
+from posttrain.files.digests import digest
 from posttrain.models.loading import check_model_exists, load_tokenizer
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
@@ -31,9 +33,10 @@ from posttrain.policy.objectives.distillation import Divergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.roles import RolloutSource, Stateful
+from posttrain.rollouts.agents import build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
-from posttrain.rollouts.multi_turn import TurnTaking, build_turns
+from posttrain.rollouts.multi_turn import TurnTaking
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
@@ -115,20 +118,25 @@ class GrpoRecipe(Recipe):
         warn: Callable[[str], None],
         cleanup: ExitStack,
         when_stopped: Callable[[Callable[[], None]], None],
-    ) -> tuple[ScoringRouter, TurnTaking | None]:
-        """The environments, and their multi-turn counterparts."""
-        environments = self.environments()
+        journals: Path | None = None,
+    ) -> tuple[ScoringRouter, TurnTaking]:
+        """The environments, and what makes conversations of single turns where they ask for it. `journals`: the folder
+        for those of agents."""
+        environments, model = self.environments(), self.config.policy.model_name
         environment = build_environments(environments, base_folder=Path.cwd())
         cleanup.callback(environment.close)
         when_stopped(environment.interrupt)
-        turns = build_turns(
+        identity = digest(self.config.model_dump_json(exclude={"logger", "checkpointing", "cluster"}))
+        turns = build_conversations(
             environments,
             chat,
+            model=model,
             max_turns=self.config.grpo.max_rollout_turns,
             max_total_tokens=self.config.policy.max_total_sequence_length,
             warn=warn,
             cleanup=cleanup,
             when_stopped=when_stopped,
+            journals=None if journals is None else (journals, identity),
         )
         return environment, turns
 
@@ -137,7 +145,8 @@ class GrpoRecipe(Recipe):
     ) -> tuple[RolloutSource, RolloutSource]:
         """The rollout sources of training and validation."""
         config, grpo = self.config, self.config.grpo
-        environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped)
+        folder = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir) / "agent_calls"
+        environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped, folder)
         rollouts = FreshRollouts(
             stream,
             parts.engine,
@@ -158,8 +167,7 @@ class GrpoRecipe(Recipe):
             label="validation",
             after_step=True,
         )
-        if turns is not None:
-            rollouts, validation_rollouts = turns(rollouts), turns(validation_rollouts)
+        rollouts, validation_rollouts = turns(rollouts), turns(validation_rollouts)
         if not config.uses_recorded_answers:
             return with_rounds(config, rollouts, position, parts), validation_rollouts
         fresh = rollouts if grpo.num_fresh_per_prompt else None

@@ -5,12 +5,13 @@ environment. A failed request or a completion that cannot be scored becomes an u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.errors import InputError
-from posttrain.roles import Engine, Environment, Progress, RoundEngine, ShowProgress, no_progress
+from posttrain.roles import Engine, Environment, KeepsPrefixes, Progress, RoundEngine, ShowProgress, no_progress
 from posttrain.types import (
     Completion,
     Group,
@@ -111,6 +112,20 @@ class FreshRollouts:
         with self.show_progress(label, len(tasks) * num_samples) as progress:
             sampled = self.engine.generate(tasks, num_samples, self.sampling, key, progress)
         return [[replace(completion, versions=versions) for completion in samples] for samples in sampled]
+
+    @contextmanager
+    def _kept_prefixes(self, engine: Engine) -> Iterator[None]:
+        """What a turn has computed is reused in the next one. Nothing is left from one step to another, so a resumed
+        run computes the same.
+        """
+        if not isinstance(engine, KeepsPrefixes):
+            yield
+            return
+        engine.keep_prefixes(True)
+        yield
+        counts = engine.keep_prefixes(False)
+        names = {} if counts is None else counts._asdict()
+        self.metrics = {f"prefill_tokens_{name}": float(count) for name, count in names.items()}
 
     def versions(self, step: int) -> tuple[tuple[int, int], ...]:
         """`Completion.versions` for one call: the weights do not change during a call."""

@@ -14,8 +14,8 @@ the reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.settings import read_settings, read_turns
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
-from posttrain.roles import Engine, KeepsPrefixes, RoundEngine
+from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolPrompts
 from posttrain.types import (
@@ -188,20 +188,6 @@ class MultiTurnRollouts(FreshRollouts):
                 groups = self._take_turn(groups, sample, version)
         return groups
 
-    @contextmanager
-    def _kept_prefixes(self, engine: Engine) -> Iterator[None]:
-        """What a turn has computed is reused in the next one. Nothing is left from one step to another, so a resumed
-        run computes the same.
-        """
-        if not isinstance(engine, KeepsPrefixes):
-            yield
-            return
-        engine.keep_prefixes(True)
-        yield
-        counts = engine.keep_prefixes(False)
-        names = {} if counts is None else counts._asdict()
-        self.metrics = {f"prefill_tokens_{name}": float(count) for name, count in names.items()}
-
     def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:
         if not (dialogues := _dialogues(group)):
             return super().unscored(group)
@@ -325,7 +311,7 @@ def _dialogues(group: OpenGroup) -> list[Dialogue]:
     return [answer for answer in group.answers if isinstance(answer, Dialogue)]
 
 
-TurnTaking = Callable[[FreshRollouts], MultiTurnRollouts]  # of a single-turn source a multi-turn one
+TurnTaking = Callable[[FreshRollouts], FreshRollouts]  # of a single-turn source a multi-turn one
 
 
 def build_turns(
@@ -337,11 +323,11 @@ def build_turns(
     warn: Callable[[str], None],
     cleanup: ExitStack,
     when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
-) -> TurnTaking | None:
-    """None if no environment in use is multi-turn."""
+) -> TurnTaking:
+    """Gives the source itself back if no environment in use is multi-turn."""
     settings = read_turns(environments, base_folder=Path.cwd())
     if not settings:
-        return None
+        return lambda fresh: fresh
     renderer = NextTurn(chat)
     if renderer.caution is not None:
         warn(renderer.caution)

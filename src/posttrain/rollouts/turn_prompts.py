@@ -28,6 +28,7 @@ from posttrain.types import Message, Task
 
 # Letters and digits only, as in chat.py: no template trims or escapes it, and no observation holds it by chance.
 _PLACEHOLDER = "posttrain5d0c8e17b2turn"
+_TURN: Message = {"role": "assistant", "content": _PLACEHOLDER}
 _THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
@@ -45,12 +46,26 @@ class NextTurn:
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
         # Raises if the template cannot render a conversation.
-        self._after_turn([{"role": "user", "content": "?"}], [Exchange(({"role": "", "content": "?"},))])
+        self._after_turn([{"role": "user", "content": "?"}], [{"role": "", "content": "?"}])
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        body = self._after_turn(prompt, exchanges)
+        before = list(prompt)
+        for exchange in exchanges[:-1]:
+            before += [_TURN, *exchange.messages]
+        return self.after(before, exchanges[-1].messages, sampled)
+
+    def after(
+        self,
+        before: Sequence[Message],
+        following: Sequence[Message],
+        sampled: Sequence[int],
+        render: Callable[[Sequence[Message]], str] | None = None,
+    ) -> Ids:
+        """The tokens to append to `sampled`, the model's answer to `before`, so that it reads `following` next.
+        `render` writes the conversation, where tools are in it."""
+        body = self._after_turn(before, following, render)
         if not self._end or not body.startswith(self._end):  # contents only, without turn markers
             return self._chat.encode_prompts([body])[0]
         body = body[len(self._end) :]
@@ -61,13 +76,15 @@ class NextTurn:
         text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def _after_turn(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> str:
+    def _after_turn(
+        self,
+        before: Sequence[Message],
+        following: Sequence[Message],
+        render: Callable[[Sequence[Message]], str] | None = None,
+    ) -> str:
         """The template's output after the model's last turn, including the opening of the next turn."""
-        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
-        messages = list(prompt)
-        for exchange in exchanges:
-            messages += [turn, *({**message, "role": message["role"] or self.role} for message in exchange.messages)]
-        whole = self._chat.render(messages)
+        messages = [{**message, "role": message["role"] or self.role} for message in (*before, _TURN, *following)]
+        whole = (render or self._chat.render)(messages)
         _, found, after = whole.rpartition(_PLACEHOLDER)
         if not found:
             raise DataError(
@@ -92,10 +109,9 @@ class NextTurn:
     def _find_role(self) -> str:
         """`tool` if the template supports it, else `user`."""
         asked: Message = {"role": "user", "content": "?"}
-        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
         for role in ("tool", "user"):
             try:
-                written = self._chat.render([asked, turn, {"role": role, "content": "0bserved"}])
+                written = self._chat.render([asked, _TURN, {"role": role, "content": "0bserved"}])
             except DataError:
                 continue
             if "0bserved" in written.rpartition(_PLACEHOLDER)[2]:

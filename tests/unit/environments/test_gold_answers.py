@@ -128,7 +128,7 @@ def test_every_rule_gives_one_to_its_gold_answer(kind: str) -> None:
 
 
 def test_every_reward_type_has_a_scorer_and_a_gold_answer() -> None:
-    assert set(REWARD_TYPES) == (set(WORKER_SCORERS) | set(IN_PROCESS)) - {"turns"}
+    assert set(REWARD_TYPES) == (set(WORKER_SCORERS) | set(IN_PROCESS)) - {"turns", "agent"}
     assert set(REWARD_TYPES) == set(GOLD) | TESTED_ELSEWHERE | set(IN_PROCESS)
     for kind, section in REWARD_TYPES.items():
         assert section.model_fields["type"].annotation.__args__ == (kind,)  # type: ignore[union-attr]

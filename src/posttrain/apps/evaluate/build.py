@@ -29,8 +29,8 @@ from posttrain.errors import InputError
 from posttrain.files.durable import write_text
 from posttrain.files.redaction import redact, without_credentials
 from posttrain.roles import Progress, ShowProgress
+from posttrain.rollouts.agents import build_conversations
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.multi_turn import build_turns
 from posttrain.types import Sampling, Task
 
 DEFAULT_FOLDER = Path("results/eval")
@@ -60,7 +60,7 @@ class EvaluationBuild:
     def environment_config(self) -> EnvironmentConfig:
         """The environment that scores. Multiple choice gets its own verifier, unless the config names another."""
         config = self.config.env[self.config.judge]
-        is_given = config.type or config.rewards or config.function or config.verifier_type or config.turns
+        is_given = config.type or config.rewards or config.function or config.verifier_type or config.takes_turns
         if self.problem_set.is_choice and not is_given:
             judge = self.problem_set.benchmark.judge
             return config.model_copy(update={"verifier_type": "english_multichoice" if judge == "math" else judge})
@@ -98,7 +98,7 @@ class EvaluationBuild:
             "num_tests_per_prompt": config.eval.num_tests_per_prompt,
             "problems_per_step": self.problems_per_step,
             "judge": judge_of(self.environment_config.model_dump()),
-            **({} if self.environment_config.turns is None else {"max_rollout_turns": config.eval.max_rollout_turns}),
+            **({"max_rollout_turns": config.eval.max_rollout_turns} if self.environment_config.takes_turns else {}),
         }
         plain: dict[str, object] = without_credentials(found)
         return plain
@@ -171,15 +171,15 @@ class EvaluationBuild:
             after_step=True,
         )
         if chat is not None:
-            turns = build_turns(
+            source = build_conversations(
                 environments,
                 chat,
+                model=self.config.generation.model_name,
                 max_turns=self.config.eval.max_rollout_turns,
                 max_total_tokens=self._max_total_tokens,
                 warn=self.say,
                 cleanup=cleanup,
-            )
-            source = source if turns is None else turns(source)
+            )(source)
         runner = EvaluationRunner(self.problem_set, source, self.answer_reader(), folder)
         try:
             with show_progress(ANSWERS, num_answers) as progress:

@@ -66,6 +66,7 @@ _MAY_DIFFER = (
 # … but not these: they cut answers off, or ask for others.
 _MATTERS = ("generation.vllm_cfg.max_model_len", "generation.openai_cfg.extra_body")
 _ADDED_LATER = {"eval.max_rollout_turns": 1}  # keys that older folders lack, with the value that they stand for
+_AGENT = ("agent", "agent_kwargs", "turn_timeout_s")  # older folders lack them too
 _DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
 _NAMED, _CONTENT, _PART = "named", "content", "part"
 
@@ -87,7 +88,10 @@ def files_digest(values: object) -> dict[str, str]:
 def judge_settings(env: Mapping[str, object]) -> dict[str, object]:
     """By dotted key, without settings of speed and cost."""
     flat = {dotted(path): value for path, value in leaves(dict(env))}
-    return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _SPEED_AND_COST}
+    unset = [key for key, value in flat.items() if key.rpartition(".")[2] in _AGENT and not value]
+    return {
+        key: value for key, value in flat.items() if key not in unset and key.rpartition(".")[2] not in _SPEED_AND_COST
+    }
 
 
 def judge_of(env: Mapping[str, object]) -> dict[str, object]:

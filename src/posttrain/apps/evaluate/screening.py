@@ -190,7 +190,7 @@ class Screening:
             label=ANSWERS,
             after_step=True,
         )
-        source = source if turns is None else turns(source)
+        source = turns(source)
         limit_s = None if self.minutes is None else 60 * self.minutes
         with show_progress(ANSWERS, len(tasks) * self.num_samples) as progress, interruption:
             source.show_progress = partial(first_answers, progress)

@@ -1,0 +1,1 @@
+"""Agents that run their own loop and reach the model by OpenAI's chat API: `env.<name>.agent`."""

@@ -1,0 +1,127 @@
+"""Runs an agent in a worker process: a Python function of a task and an endpoint, or a command line.
+
+A function `solve(task, endpoint)` may be `async def`. A command gets the task as JSON on its standard input and the
+endpoint as OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and prints its result as JSON in its last line. A result
+is a number or named numbers (the reward), or a text (an answer for the judge of the block).
+
+What an agent leaves running is killed when it has returned. The driver limits its time. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
+from posttrain.environments.python_function import awaiting_caller, load_function, seed_noise
+from posttrain.environments.turns.interface import TurnTask
+from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.processes import ending_of
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_ANSWER_CHARACTERS = 500_000
+_KILL_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent reaches the model that is being trained. The key is that of one rollout."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+
+
+@dataclass(frozen=True)
+class AgentItem:
+    """One rollout for a worker."""
+
+    task: TurnTask
+    endpoint: Endpoint
+    noise_key: str  # seeds `random`
+
+
+def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
+    agent, folder = setup["agent"], Path(setup["base_folder"])
+    run = _function(agent, setup["kwargs"], folder) if isinstance(agent, str) else _command(agent, folder)
+    if sys.platform == "linux":  # what a dead child of the agent has started becomes a child of this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def answer(item: AgentItem) -> PlainReply:
+        seed_noise(item.noise_key)
+        os.environ |= item.endpoint.variables
+        try:
+            return PlainReply(_result(run(item.task, item.endpoint)))
+        finally:
+            _kill_children()
+
+    return answer
+
+
+def _function(spec: str, kwargs: JsonMapping, folder: Path) -> Callable[[TurnTask, Endpoint], object]:
+    function = load_function(spec, folder)
+    with contextlib.suppress(ValueError):  # no signature is known
+        try:
+            inspect.signature(function).bind(None, None, **kwargs)
+        except TypeError as error:
+            given = f" and agent_kwargs {', '.join(kwargs)}" if kwargs else ""
+            raise BadSetup(f"{spec} cannot be called with a task, an endpoint{given}: {error}") from error
+    call = awaiting_caller()
+    return lambda task, endpoint: call(function, task, endpoint, **kwargs)
+
+
+def _command(words: Sequence[str], folder: Path) -> Callable[[TurnTask, Endpoint], object]:
+    def run(task: TurnTask, endpoint: Endpoint) -> object:
+        given = json.dumps(asdict(task), default=str).encode()
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
+        except OSError as error:
+            raise Unscored(f"the agent {words[0]!r} cannot be started: {error}") from error
+        written, _ = process.communicate(given)  # without a limit here: the driver kills this process in time
+        if process.returncode:
+            raise Unscored(f"the agent ended with {ending_of(process.returncode)}")
+        last = written.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        try:
+            return json.loads(last)
+        except (ValueError, RecursionError):
+            raise Unscored(f"the last line that the agent printed is not JSON: {last[:200]!r}") from None
+
+    return run
+
+
+def _result(value: object) -> JsonObject:
+    if isinstance(value, Mapping) and set(value) == {"answer"}:
+        value = value["answer"]
+    if isinstance(value, str):
+        if len(value) > _MAX_ANSWER_CHARACTERS:
+            raise Unscored(f"the agent's answer has {len(value)} characters: at most {_MAX_ANSWER_CHARACTERS} are read")
+        return {"answer": encodable(value)}
+    if value is None:
+        raise Unscored("the agent returned None: a number, named numbers, or a text to judge is needed")
+    reward, parts = to_reward(value)
+    return {"reward": reward, "parts": {encodable(name)[:100]: part for name, part in parts.items()}}
+
+
+def _kill_children() -> None:
+    """What the agent has started. Again until there is none: a child may start another before it dies."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        _, alive = psutil.wait_procs(children, timeout=_KILL_GRACE_S)
+        if alive:
+            return

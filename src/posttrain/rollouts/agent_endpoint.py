@@ -1,0 +1,312 @@
+"""The endpoint that agents ask during rollouts: OpenAI's chat completions over HTTP, on this machine only.
+
+Each rollout has a key of its own, made at random, which opens that rollout and ends with it. A request waits for its
+turn in a batch; `next_batch` hands requests to whoever samples. A batch holds one request or more of every agent that
+runs, so that what is sampled together does not depend on the clock; an agent that works for longer than `max_wait_s` is
+not waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
+from typing import Any
+
+from posttrain.data.errors import DataError
+from posttrain.environments.agents.pool import AgentClock
+from posttrain.environments.agents.runner import Endpoint
+from posttrain.files.json_files import JsonObject
+from posttrain.rollouts.agent_requests import ChatAnswer, ChatRequest, RefusedRequest, read_request
+from posttrain.rollouts.call_journal import CallJournal
+from posttrain.rollouts.call_tree import CallKey, CallTree, Prompt, PromptWriter
+from posttrain.types import Completion, Sampling, Task
+
+_MAX_BODY_BYTES = 32 << 20
+_MAX_CONNECTIONS = 2048
+_READ_LIMIT_S = 600.0  # of a connection that sends nothing
+_POLL_S = 0.5
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """One rollout: its key, its requests so far, and the time that it has waited for the model."""
+
+    task: Task
+    sample: int
+    tree: CallTree
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    clock: AgentClock = field(default_factory=AgentClock)
+    counts: Counter[str] = field(
+        default_factory=lambda: Counter(
+            agent_calls=0, tool_calls=0, malformed_tool_calls=0, overridden_sampling=0, out_of_turns=0, out_of_tokens=0
+        )
+    )
+    is_over: bool = False
+    asked: dict[str, list[PendingCall]] = field(default_factory=dict)  # by digest of the prompt
+
+    @property
+    def rollout(self) -> tuple[int, int]:
+        return self.task.draw, self.sample
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A request that waits for its answer, or has it."""
+
+    session: AgentSession
+    request: ChatRequest
+    prompt: Prompt
+    key: CallKey
+    sampling: Sampling
+    since: float = field(default_factory=time.monotonic)
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: ChatAnswer | None = None
+
+    @property
+    def order(self) -> tuple[int, int, str, int]:
+        return (*self.session.rollout, *self.key)
+
+    def task(self) -> Task:
+        return task_of_call(self.session.task, self.session.sample, self.key, self.prompt.ids)
+
+
+def task_of_call(task: Task, sample: int, key: CallKey, prompt_ids: tuple[int, ...]) -> Task:
+    """For an engine. Noise is keyed by the rollout and the prompt, not by the order of requests."""
+    first = int.from_bytes(hashlib.blake2b(f"{key}".encode(), digest_size=8).digest(), "big") >> 4
+    return replace(task, prompt="", prompt_ids=prompt_ids, first_sample=sample, first_token=first)
+
+
+class AgentEndpoint:
+    """Listens from its creation to `close`. Handler threads wait in `ask`; one other thread calls the rest."""
+
+    def __init__(
+        self, writer: PromptWriter, model: str, *, max_calls: int, max_total_tokens: int, max_wait_s: float
+    ) -> None:
+        self.writer, self.model = writer, model
+        self.max_calls, self.max_total_tokens, self.max_wait_s = max_calls, max_total_tokens, max_wait_s
+        self.sampling = Sampling(1)
+        self.journal: CallJournal | None = None
+        self._sessions: dict[str, AgentSession] = {}  # by key
+        self._pending: list[PendingCall] = []
+        self._changed = threading.Condition()
+        self._server = _Server(self)
+        threading.Thread(target=self._server.serve_forever, name="agent endpoint", daemon=True).start()
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    def open(self, task: Task, sample: int) -> AgentSession:
+        session = AgentSession(task, sample, CallTree(self.writer))
+        self._sessions[session.key] = session
+        return session
+
+    def address(self, session: AgentSession) -> Endpoint:
+        return Endpoint(f"http://127.0.0.1:{self._server.server_port}/v1", session.key, self.model)
+
+    def end(self, session: AgentSession) -> None:
+        """Its key is refused from here on; requests that wait get an error."""
+        with self._changed:
+            session.is_over = True
+            self._sessions.pop(session.key, None)
+            for call in (call for calls in session.asked.values() for call in calls):
+                call.answered.set()
+            self._pending = [call for call in self._pending if call.session is not session]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        for session in list(self._sessions.values()):
+            self.end(session)
+        self._server.shutdown()
+        self._server.server_close()
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, num_expected: Callable[[], int], is_over: Callable[[], bool]) -> list[PendingCall]:
+        """Requests to sample together, in an order that does not depend on the clock; none if `is_over`."""
+        with self._changed:
+            while True:
+                ready = len({id(call.session) for call in self._pending})
+                waited_s = time.monotonic() - min((call.since for call in self._pending), default=time.monotonic())
+                if ready and (ready >= num_expected() or waited_s > self.max_wait_s):
+                    batch, self._pending = self._pending, []
+                    return sorted(batch, key=lambda call: call.order)
+                if is_over():
+                    return []
+                self._changed.wait(_POLL_S)
+
+    def wake(self) -> None:
+        """Something that `next_batch` waits for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def reply(self, answers: Sequence[tuple[PendingCall, Completion]]) -> None:
+        """Record the answers of requests that were sampled together, then let the agents have them."""
+        read = [self.writer.read(call.prompt.ids, answer, call.request.tools) for call, answer in answers]
+        with self._changed:
+            added = []
+            for (call, answer), parts in zip(answers, read, strict=True):
+                session = call.session
+                if session.is_over:
+                    continue
+                message = parts.message(str(call.key))
+                node = session.tree.add(call.prompt, call.key, call.sampling, answer, message)
+                added.append((session.rollout, node))
+                session.counts["tool_calls"] += len(parts.tool_calls)
+                session.counts["malformed_tool_calls"] += parts.num_malformed
+                called = parts.tool_calls and answer.finish_reason == "stop"
+                name = f"chatcmpl-{call.key[0][:24]}-{call.key[1]}"
+                finish = "tool_calls" if called else answer.finish_reason
+                call.answer = ChatAnswer(name, self.model, message, finish, call.prompt.ids, answer.token_ids)
+                session.clock.answered()
+            if self.journal is not None:
+                self.journal.add(added)
+            for call, _ in answers:
+                call.answered.set()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def ask(self, key: str, body: bytes, *, is_retry: bool) -> tuple[ChatRequest, ChatAnswer]:
+        """Called by a thread of the server, which waits here for the answer."""
+        session = self._sessions.get(key)
+        if session is None:
+            raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
+        request = read_request(body)
+        try:
+            prompt = session.tree.prompt(request.messages, request.tools)
+        except DataError as error:
+            raise RefusedRequest(str(error), "messages") from error
+        if len(prompt.ids) >= self.max_total_tokens:
+            session.counts["out_of_tokens"] = 1
+            raise RefusedRequest(
+                f"the prompt has {len(prompt.ids)} tokens, which leaves no room in {self.max_total_tokens} "
+                "(policy.max_total_sequence_length)",
+                "messages",
+                "context_length_exceeded",
+            )
+        call = self._enter(session, request, prompt, is_retry=is_retry)
+        if call is None:
+            return request, self._last_word()
+        while not call.answered.wait(_POLL_S):
+            pass
+        if call.answer is None:
+            raise RefusedRequest("the rollout is over", code="rollout_over", status=401)
+        return request, call.answer
+
+    def _enter(
+        self, session: AgentSession, request: ChatRequest, prompt: Prompt, *, is_retry: bool
+    ) -> PendingCall | None:
+        """The call that answers the request: a new one, or the one that it repeats. None: there were too many."""
+        with self._changed:
+            earlier = session.asked.setdefault(prompt.digest, [])
+            if is_retry and earlier:
+                return earlier[-1]
+            if session.is_over or session.counts["agent_calls"] >= self.max_calls:
+                session.counts["out_of_turns"] = 1
+                return None
+            key = (prompt.digest, len(earlier))
+            call = PendingCall(session, request, prompt, key, self._sampling_of(request))
+            earlier.append(call)
+            session.counts["agent_calls"] += 1
+            session.counts["overridden_sampling"] += request.num_overridden
+            session.clock.ask()
+            known = self.journal.answer(session.rollout, key) if self.journal is not None else None
+            if known is None:
+                self._pending.append(call)
+                self._changed.notify_all()
+        if known is not None:
+            self.reply([(call, known)])
+        return call
+
+    def _sampling_of(self, request: ChatRequest) -> Sampling:
+        sampling = self.sampling
+        new = min(sampling.max_new_tokens, request.max_tokens or sampling.max_new_tokens)
+        stops = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop)))
+        return replace(sampling, max_new_tokens=new, stop_strings=stops)
+
+    def _last_word(self) -> ChatAnswer:
+        """To requests over the limit. It is not the model's, and not trained."""
+        text = f"The limit of {self.max_calls} requests (grpo.max_rollout_turns) is reached."
+        return ChatAnswer("chatcmpl-limit", self.model, {"role": "assistant", "content": text}, "length")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, endpoint: AgentEndpoint) -> None:
+        self.endpoint = endpoint
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: socket | Any, client_address: Any) -> None:
+        """A connection that its client has closed."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _READ_LIMIT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        model = {"id": self.server.endpoint.model, "object": "model", "created": 0, "owned_by": "posttrain"}
+        if self.path.rstrip("/") == "/v1/models":
+            self._send(200, {"object": "list", "data": [model]})
+        else:
+            self._send(404, RefusedRequest(f"there is no {self.path}", status=404).body)
+
+    def do_POST(self) -> None:
+        try:
+            body = self._read_body()
+            if self.path.rstrip("/") != "/v1/chat/completions":
+                raise RefusedRequest(f"there is no {self.path}: agents ask /v1/chat/completions", status=404)
+            bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            is_retry = self.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            key = bearer or self.headers.get("x-api-key", "")
+            request, answer = self.server.endpoint.ask(key, body, is_retry=is_retry)
+        except RefusedRequest as error:
+            self._send(error.status, error.body)
+            return
+        if request.is_stream:
+            self._send(200, answer.stream(request))
+        else:
+            self._send(200, answer.body(request))
+
+    def _read_body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            raise RefusedRequest(f"a body with a Content-Length of at most {_MAX_BODY_BYTES} is needed", status=413)
+        return self.rfile.read(int(length))
+
+    def _send(self, status: int, content: JsonObject | str) -> None:
+        is_stream = isinstance(content, str)
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        with suppress(OSError):  # the agent has gone
+            self.send_response(status)
+            self.send_header("Content-Type", "text/event-stream" if is_stream else "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a line for each request would hide the run's."""

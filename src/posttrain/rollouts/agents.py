@@ -1,0 +1,239 @@
+"""Rollouts of agents that run their own loop: they ask the model over HTTP and return a reward or an answer.
+
+The agents run in worker processes (`environments/agents/`), the endpoint answers them (`agent_endpoint.py`), and this
+thread samples: batch after batch of their requests, with the engine and the weights of the step, until all agents have
+ended. An agent that raises, exits, hangs or never asks leaves its rollout unscored, with the reason.
+
+All agents of a step end before it trains. A resumed run repeats none that had ended before the kill, and answers the
+others from the journal as far as they ask the same (`call_journal.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from posttrain.config import EnvironmentConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.environments.agents.pool import AgentOutcome, AgentPool
+from posttrain.environments.agents.runner import AgentItem
+from posttrain.environments.settings import read_agents, read_settings
+from posttrain.environments.turns.interface import TurnTask
+from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
+from posttrain.rollouts.call_journal import CallJournal
+from posttrain.rollouts.call_tree import PromptWriter
+from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
+from posttrain.rollouts.multi_turn import TurnTaking, build_turns
+from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
+
+MAX_WAIT_S = 10.0  # for agents that work, while others wait for the model
+
+
+@dataclass
+class AgentRollouts(FreshRollouts):
+    """Tasks of an environment in `pools` are given to its agent, all others to `others`."""
+
+    others: FreshRollouts = field(kw_only=True)
+    pools: Mapping[str, AgentPool] = field(kw_only=True)  # by environment
+    endpoint: AgentEndpoint = field(kw_only=True)
+    judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
+    journal: CallJournal | None = field(kw_only=True, default=None)
+
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
+        own = [task for task in tasks if task.environment in self.pools]
+        rest = [task for task in tasks if task.environment not in self.pools]
+        self.others.show_progress = self.show_progress
+        sampled = iter(self.others.sample(rest, step) if rest else ())
+        sessions = [self.endpoint.open(task, sample) for task in own for sample in range(self.num_samples)]
+        results = iter(self._run(sessions, step))
+        return [
+            [next(results) for _ in range(self.num_samples)] if task.environment in self.pools else next(sampled)
+            for task in tasks
+        ]
+
+    # -- agents --------------------------------------------------------------------------------------------------------
+
+    def _run(self, sessions: Sequence[AgentSession], step: int) -> list[UnscoredRollout]:
+        self.endpoint.sampling, self.endpoint.journal = self.sampling, self.journal
+        results: dict[int, Score] = {}  # by place
+        if self.journal is not None:
+            self.journal.begin(step, self.sampling)
+            for place, session in enumerate(sessions):
+                if (ended := self.journal.ended(session.rollout, session.tree)) is not None:
+                    results[place] = ended[0]
+                    session.counts.update(ended[1])
+        places: dict[str, list[int]] = {}
+        for place, session in enumerate(sessions):
+            if place not in results:
+                places.setdefault(session.task.environment, []).append(place)
+        try:
+            with self._kept_prefixes(self.engine):
+                self._repeat(sessions, step)
+                if places:
+                    self._answer_agents(sessions, places, results, step)
+        finally:
+            for session in sessions:
+                self.endpoint.end(session)
+        return [self._unscored(session, results[place], step) for place, session in enumerate(sessions)]
+
+    def _repeat(self, sessions: Sequence[AgentSession], step: int) -> None:
+        """Sample the batches of the journal again, for the cached prefixes that later ones continue: with others, their
+        last bits would differ."""
+        tasks = {session.rollout: session.task for session in sessions}
+        for batch in self.journal.batches(tasks) if self.journal is not None else ():
+            calls = sorted(batch, key=lambda entry: (entry[0], entry[1].key))
+            self._generate_calls(
+                [(task_of_call(tasks[id_], id_[1], call.key, call.prompt_ids), call.sampling) for id_, call in calls],
+                step,
+            )
+
+    def _answer_agents(
+        self, sessions: Sequence[AgentSession], places: Mapping[str, list[int]], results: dict[int, Score], step: int
+    ) -> None:
+        """Run the agents of these places, and answer their requests until all have ended."""
+        pools = [self.pools[name] for name in places]
+
+        def run(name: str, own: Sequence[int]) -> None:
+            def ended(index: int, score: Score) -> None:
+                session = sessions[own[index]]
+                self.endpoint.end(session)
+                if self.journal is not None:
+                    self.journal.end(session.rollout, session.tree, session.counts, score)
+
+            chosen = [sessions[place] for place in own]
+            items = [self._item(session, step) for session in chosen]
+            scores = self.pools[name].run(items, [session.clock for session in chosen], ended)
+            results.update(zip(own, scores, strict=True))
+
+        for name, own in places.items():
+            self.pools[name].expect(len(own))
+        with ThreadPoolExecutor(len(places), "agents") as threads:
+            running = [threads.submit(run, name, own) for name, own in places.items()]
+            for future in running:
+                future.add_done_callback(lambda _: self.endpoint.wake())
+            num_agents = sum(map(len, places.values()))
+            try:
+                with self.show_progress(self.label, num_agents) as progress:
+                    num_ended = 0
+                    while not all(future.done() for future in running):
+                        batch = self.endpoint.next_batch(
+                            lambda: sum(pool.num_expected for pool in pools),
+                            lambda: all(future.done() for future in running),
+                        )
+                        answers = self._generate_calls([(call.task(), call.sampling) for call in batch], step)
+                        self.endpoint.reply(list(zip(batch, answers, strict=True)))
+                        over = sum(sessions[place].is_over for own in places.values() for place in own)
+                        if over > num_ended:
+                            progress(over - num_ended)
+                            num_ended = over
+            except BaseException:
+                for pool in pools:
+                    pool.interrupt()
+                raise
+            for future in running:
+                future.result(timeout=0)
+
+    def _generate_calls(self, calls: Sequence[tuple[Task, Sampling]], step: int) -> list[Completion]:
+        """One call of the engine for all with equal settings."""
+        places: dict[Sampling, list[int]] = {}
+        for place, (_, sampling) in enumerate(calls):
+            places.setdefault(sampling, []).append(place)
+        answers: dict[int, Completion] = {}
+        for sampling, own in places.items():
+            tasks = [calls[place][0] for place in own]
+            sampled = self.engine.generate(tasks, 1, sampling, NoiseKey(self.seed, step))
+            answers.update(zip(own, (samples[0] for samples in sampled), strict=True))
+        return [answers[place] for place in range(len(calls))]
+
+    def _item(self, session: AgentSession, step: int) -> AgentItem:
+        task = session.task
+        about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
+        noise_key = f"{self.seed}\0{step}\0{task.draw}\0{session.sample}"
+        return AgentItem(about, self.endpoint.address(session), noise_key)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _unscored(self, session: AgentSession, score: Score, step: int) -> UnscoredRollout:
+        completion = self._completion(session, score, step)
+        answer = score.answer if isinstance(score, AgentOutcome) else None
+        if score.error is None and not session.tree.calls:
+            return UnscoredRollout(completion, None, Score(None, error="the agent never asked the model"))
+        if answer is None:
+            return UnscoredRollout(completion, None, Score(score.reward, score.parts, score.error, score.traceback))
+        name = session.task.environment
+        if name not in self.judged:
+            problem = f"env.{name} has no judge for the agent's answer: set its `type` or `function`"
+            return UnscoredRollout(completion, None, Score(None, error=problem))
+        return UnscoredRollout(completion, replace(completion, text=answer), None)
+
+    def _completion(self, session: AgentSession, score: Score, step: int) -> Completion:
+        """All that the rollout sampled: the longest branch, and the others."""
+        rows = session.tree.branches()
+        first = rows[0] if rows else Completion((), (), "", "stop")
+        counts = {**session.counts, "branches": len(rows)}
+        rows = [replace(row, versions=self.versions(step)) for row in rows[1:]]
+        said: list[Utterance] = []
+        for call in session.tree.calls:  # of all branches, as they were answered
+            said += [call.said, Utterance("assistant", call.answer.text, len(call.answer.token_ids))]
+        return replace(
+            first,
+            versions=self.versions(step),
+            branches=tuple(rows),
+            conversation=Conversation(tuple(said), counts),
+        )
+
+
+def build_conversations(
+    environments: Mapping[str, EnvironmentConfig],
+    chat: ChatFormat,
+    *,
+    model: str,
+    max_turns: int,
+    max_total_tokens: int,
+    warn: Callable[[str], None],
+    cleanup: ExitStack,
+    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
+    journals: tuple[Path, str] | None = None,
+) -> TurnTaking:
+    """Of a single-turn source one with turns and agents, as far as the environments have them.
+
+    `journals`: the folder for those of agents, and the identity of the run.
+    """
+    turns = build_turns(
+        environments,
+        chat,
+        max_turns=max_turns,
+        max_total_tokens=max_total_tokens,
+        warn=warn,
+        cleanup=cleanup,
+        when_stopped=when_stopped,
+    )
+    settings = read_agents(environments, base_folder=Path.cwd())
+    if not settings:
+        return turns
+    writer = PromptWriter(chat)
+    if writer.caution is not None:
+        warn(writer.caution)
+    pools = {name: AgentPool(one) for name, one in settings.items()}
+    endpoint = AgentEndpoint(
+        writer, model, max_calls=max_turns, max_total_tokens=max_total_tokens, max_wait_s=MAX_WAIT_S
+    )
+    cleanup.callback(endpoint.close)
+    for pool in pools.values():
+        cleanup.callback(pool.close)
+        when_stopped(pool.interrupt)
+    judged = frozenset(read_settings(environments, Path.cwd()))
+
+    def over(fresh: FreshRollouts) -> FreshRollouts:
+        others, journal = turns(fresh), None
+        if journals is not None:
+            folder, identity = journals
+            journal = CallJournal(folder / f"{fresh.label}.jsonl", identity)
+            cleanup.callback(journal.close)
+        shared = {each.name: getattr(others, each.name) for each in fields(FreshRollouts) if each.init}
+        return AgentRollouts(**shared, others=others, pools=pools, endpoint=endpoint, judged=judged, journal=journal)
+
+    return over

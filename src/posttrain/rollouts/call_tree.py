@@ -1,0 +1,177 @@
+"""The requests of one agent's rollout as sequences of tokens. No HTTP and no model.
+
+An agent sends its whole history with every request. A history that continues an earlier one of the same rollout keeps
+its tokens: the prompt is the earlier prompt, the tokens that were sampled then, and what the chat template writes for
+the new messages. What was sampled is never rendered or tokenised again. Any other history (rewritten, compacted, of a
+sub-agent) continues the longest one that it begins with, or is rendered from its first message on.
+
+So the answered requests form trees, and each path from a root to a leaf is a branch to train on. An answer that lies on
+several branches is trained in the first; in the others it is context, like everything that the rollout did not sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from posttrain.data.chat import ChatFormat
+from posttrain.data.tool_calls import Answer, Tools
+from posttrain.data.tool_prompts import ToolChat, answer_text, parsed_arguments
+from posttrain.files.json_files import JsonMapping
+from posttrain.rollouts.turn_prompts import NextTurn
+from posttrain.types import Completion, Message, Sampling, Utterance
+
+Messages = Sequence[JsonMapping]
+CallKey = tuple[str, int]  # digest of the prompt, and how many requests of the rollout had it before
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An answered request."""
+
+    parent: Call | None
+    context_ids: tuple[int, ...]  # between the parent's answer and this one; the whole prompt without a parent
+    said: Utterance  # the same as text
+    answer: Completion
+    key: CallKey
+    sampling: Sampling
+
+    @property
+    def path(self) -> list[Call]:
+        """From its root to this call."""
+        return [*(self.parent.path if self.parent is not None else ()), self]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return (*(self.parent.token_ids if self.parent is not None else ()), *self.context_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt and the answer."""
+        return (*self.prompt_ids, *self.answer.token_ids)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a request, and where it continues."""
+
+    parent: Call | None
+    context_ids: tuple[int, ...]
+    said: Utterance
+    ids: tuple[int, ...]
+    digest: str
+    history: tuple[str, ...]  # its messages, for comparison
+
+
+class PromptWriter:
+    """Messages to tokens, and tokens to messages, for all rollouts. Threads may share it."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = ToolChat(chat)
+        self._next_turn = NextTurn(chat)
+        self._lock = threading.Lock()  # tokenizers are not made for several threads
+
+    @property
+    def caution(self) -> str | None:
+        return self._next_turn.caution
+
+    def first(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self.chat.chat.encode_prompts([self.chat.render(messages, tools)])[0])
+
+    def following(self, before: Messages, after: Messages, tools: Tools, sampled: Sequence[int]) -> tuple[int, ...]:
+        """What `after` adds to `sampled`, the answer to `before`."""
+
+        def render(messages: Sequence[Message]) -> str:
+            return self.chat.render(messages, tools)
+
+        with self._lock:
+            return tuple(self._next_turn.after(before, after, sampled, render))
+
+    def read(self, prompt: Sequence[int], answer: Completion, tools: Tools) -> Answer:
+        """The model's answer as text, reasoning and calls."""
+        form, tokenizer = self.chat.answers, self.chat.chat.tokenizer
+        with self._lock:
+            end = str(tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
+            text = answer_text(tokenizer, answer.token_ids, form)
+            return form.parse(text, tools, prompt=end, reads_calls=bool(tools))
+
+
+@dataclass(eq=False)
+class CallTree:
+    """The answered requests of one rollout."""
+
+    writer: PromptWriter
+    calls: list[Call] = field(default_factory=list)  # as they were answered
+    _heads: dict[tuple[str, ...], Call] = field(default_factory=dict)  # by tools and all messages, the answer included
+
+    def prompt(self, messages: Messages, tools: Tools) -> Prompt:
+        """The tokens of a request. DataError if the chat template cannot write it."""
+        history = (json.dumps(tools, sort_keys=True), *map(_compared, messages))
+        length = next((n for n in range(len(history), 1, -1) if history[:n] in self._heads), 0)
+        parent = self._heads[history[:length]] if length else None
+        new = messages[length - 1 :] if parent is not None else messages
+        if parent is None:
+            context = self.writer.first(messages, tools)
+        else:
+            context = self.writer.following(messages[: length - 2], new, tools, parent.answer.token_ids)
+        said = Utterance(str(new[0]["role"]) if new else "", "\n".join(map(_text, new)), len(context))
+        ids = (*(parent.token_ids if parent is not None else ()), *context)
+        return Prompt(parent, context, said, ids, hashlib.sha256(array("q", ids).tobytes()).hexdigest(), history)
+
+    def add(self, prompt: Prompt, key: CallKey, sampling: Sampling, answer: Completion, message: JsonMapping) -> Call:
+        """`message`: the answer as the agent gets it."""
+        call = Call(prompt.parent, prompt.context_ids, prompt.said, answer, key, sampling)
+        self.calls.append(call)
+        self._heads[(*prompt.history, _compared(message))] = call
+        return call
+
+    def branches(self) -> list[Completion]:
+        """What to train on, in an order that does not depend on that of the requests: the longest first."""
+        parents = {id(call.parent) for call in self.calls}
+        paths = [call.path for call in self.calls if id(call) not in parents]
+        paths.sort(key=lambda path: (-len(path[-1].token_ids), path[-1].token_ids, path[-1].key))
+        seen: Counter[int] = Counter()
+        return [_branch(path, seen) for path in paths]
+
+
+def _branch(path: Sequence[Call], seen: Counter[int]) -> Completion:
+    root = path[0]
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    for call in path:
+        context = call.context_ids if call is not root else ()
+        ids += (*context, *call.answer.token_ids)
+        logprobs += (*(0.0 for _ in context), *call.answer.logprobs)
+        mask += (*(False for _ in context), *(not seen[id(call)] for _ in call.answer.token_ids))
+        seen[id(call)] += 1
+    last = path[-1].answer
+    return Completion(
+        tuple(ids),
+        tuple(logprobs),
+        last.text,
+        last.finish_reason,
+        mask=() if all(mask) else tuple(mask),
+        prompt_ids=root.context_ids,
+    )
+
+
+def _compared(message: JsonMapping) -> str:
+    """A message without what agents leave out or change: ids of calls, reasoning, null fields, the form of arguments,
+    white space around an answer."""
+    kept: dict[str, object] = {"role": message["role"], "text": _text(message)}
+    if message["role"] == "assistant":
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        kept["text"] = _text(message).strip()
+        kept["calls"] = [(function["name"], parsed_arguments(function["arguments"])) for function in functions]
+    return json.dumps(kept, sort_keys=True)
+
+
+def _text(message: JsonMapping) -> str:
+    return str(message.get("content") or "")

@@ -1,0 +1,408 @@
+"""Agents that own their loop: what they are answered, what is captured, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chat_tokenizers import CHATML
+from tiny_models import byte_tokenizer, tiny_model
+
+from posttrain.algorithms.batches import rollout_batch
+from posttrain.config.data import EnvironmentConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.rollouts.agents import AgentRollouts, build_conversations
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
+
+BYTES = byte_tokenizer()
+CHAT = ChatFormat(BYTES, CHATML)
+
+
+class Recorded:
+    """An engine that keeps what it was asked and what it answered."""
+
+    def __init__(self) -> None:
+        model = tiny_model("llama", vocab_size=len(BYTES), eos_token_id=BYTES.eos_token_id)
+        self.engine = NativeEngine(model, BYTES, NativeSettings(page_size=4, max_total_tokens=512))
+        self.log: dict[tuple[int, ...], Completion] = {}
+        self.batches: list[int] = []
+
+    def generate(
+        self, tasks: Sequence[Task], num_samples: int, sampling: Sampling, key: NoiseKey, progress: Any = None
+    ) -> list[list[Completion]]:
+        answers = self.engine.generate(tasks, num_samples, sampling, key, progress)
+        self.batches.append(len(tasks))
+        for task, (answer,) in zip(tasks, answers, strict=True):
+            self.log[(*task.prompt_ids, *answer.token_ids)] = answer
+        return answers
+
+
+class Judge:
+    def score(self, tasks: Any, completions: Sequence[Completion], progress: Any = None) -> list[Score]:
+        return [Score(float(len(completion.text))) for completion in completions]
+
+    def close(self) -> None: ...
+
+
+class Tasks:
+    def take(self, count: int) -> Sequence[Task]:
+        made = []
+        for draw in range(count):
+            messages: list[Message] = [{"role": "user", "content": "ab" * (draw + 1)}]
+            text, ids = CHAT.prompt(messages)
+            made.append(Task(draw, f"t:{draw}", text, tuple(ids), "ref", "agent", tuple(messages), {"row": draw}))
+        return made
+
+
+# The openai client takes seconds to import: most agents here do without it.
+OPENING = """
+import json, os, subprocess, sys, threading, time, urllib.request
+
+def post(endpoint, body, **headers):
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", **headers}
+    request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+def ask(endpoint, messages, **fields):
+    return post(endpoint, {"model": "any", "messages": messages, **fields})["choices"][0]["message"]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+"""
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def source(
+    folder: Path, code: str, cleanup: ExitStack, *, num_samples: int = 2, max_calls: int = 8, **block: Any
+) -> AgentRollouts:
+    file = folder / "agent.py"
+    file.write_text(OPENING + textwrap.dedent(code))
+    environment = EnvironmentConfig.model_validate(
+        {"agent": f"{file}:solve", "num_workers": 2, "type": "length", "limit": 5, **block}
+    )
+    fresh = FreshRollouts(
+        Tasks(), Recorded(), Judge(), num_samples, Sampling(8, end_of_turn_ids=CHAT.stop_token_ids), seed=3
+    )
+    made = build_conversations(
+        {"agent": environment},
+        CHAT,
+        model="tiny",
+        max_turns=max_calls,
+        max_total_tokens=500,
+        warn=lambda text: None,
+        cleanup=cleanup,
+    )(fresh)
+    assert isinstance(made, AgentRollouts)
+    return made
+
+
+def last_answer(rollout: Any) -> Completion:
+    ids = rollout.completion.token_ids
+    return Completion(
+        ids[max(i for i, mine in enumerate(rollout.completion.trained) if not mine) + 1 :], (), "", "stop"
+    )
+
+
+def rows_of(groups: Sequence[Group]) -> list[Completion]:
+    return [row for group in groups for rollout in group.rollouts for row in rollout.completion.rows]
+
+
+def assert_captured(groups: Sequence[Group], engine: Any) -> None:
+    """Every sampled token of every branch is the engine's, with its log-probability; each is trained once."""
+    trained = 0
+    for row in rows_of(groups):
+        place, ids = 0, (*row.prompt_ids, *row.token_ids)
+        begin = len(row.prompt_ids)
+        while place < len(row.token_ids):
+            ends = [end for end in range(len(ids), begin + place, -1) if ids[:end] in engine.log]
+            answers = [
+                engine.log[ids[:end]] for end in ends if end - len(engine.log[ids[:end]].token_ids) == begin + place
+            ]
+            if not answers:  # context
+                assert not row.trained[place]
+                assert row.logprobs[place] == 0.0
+                place += 1
+                continue
+            (answer,) = answers
+            length = len(answer.token_ids)
+            assert row.logprobs[place : place + length] == answer.logprobs
+            trained += sum(row.trained[place : place + length])
+            place += length
+    assert trained == sum(len(answer.token_ids) for answer in engine.log.values())
+    assert rollout_batch(groups).num_tokens == trained
+
+
+TALK = """
+def solve(task, endpoint):
+    messages = list(task.messages)
+    for turn in range(3):
+        messages += [ask(endpoint, messages), user(f"more {turn}")]
+    return float(task.metadata["row"])
+"""
+
+
+def test_a_conversation_is_one_branch_of_exactly_the_tokens_that_were_sampled(
+    tmp_path: Path, cleanup: ExitStack
+) -> None:
+    agents = source(tmp_path, TALK, cleanup)
+    groups = agents.take(2, step=1).groups
+    assert [rollout.score for group in groups for rollout in group.rollouts] == [
+        Score(float(row)) for row in (0, 0, 1, 1)
+    ]
+    assert_captured(groups, agents.engine)
+    assert agents.engine.batches == [2, 2, 2, 2, 2, 2]  # type: ignore[attr-defined]
+    for rollout in groups[0].rollouts:
+        completion = rollout.completion
+        assert completion.branches == ()
+        assert completion.prompt_ids == groups[0].task.prompt_ids
+        assert completion.conversation is not None
+        assert completion.conversation.num_turns == 3
+        assert completion.conversation.counts["agent_calls"] == 3
+    first, second = (rollout.completion.token_ids for rollout in groups[0].rollouts)
+    assert first != second
+
+
+OPENAI = """
+import asyncio, openai
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+async def solve(task, endpoint):
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages = list(task.messages)
+    for _ in range(2):
+        whole = await client.chat.completions.create(
+            model=endpoint.model, messages=messages, tools=[TOOL], temperature=0.3, seed=1,
+            extra_body={"return_token_ids": True},
+        )
+        assert whole.usage.completion_tokens == len(whole.choices[0].token_ids)
+        messages += [whole.choices[0].message, {"role": "tool", "tool_call_id": "x", "content": "result"}]
+    stream = await client.chat.completions.create(model="x", messages=messages, stream=True, tools=[TOOL])
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    return "final " + text
+"""
+
+
+@pytest.mark.full
+def test_the_openai_client_with_tools_and_streams(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, OPENAI, cleanup, num_samples=1)
+    groups = agents.take(2, step=1).groups
+    assert_captured(groups, agents.engine)
+    for group in groups:
+        (rollout,) = group.rollouts
+        assert rollout.score.reward == len("final ") + len(
+            agents.endpoint.writer.read((), last_answer(rollout), ()).content
+        )
+        assert rollout.completion.branches == ()
+        assert rollout.completion.conversation is not None
+        assert rollout.completion.conversation.counts["overridden_sampling"] == 4
+
+
+REWRITES = """
+def solve(task, endpoint):
+    messages = list(task.messages)
+    for turn in range(2):
+        messages += [ask(endpoint, messages), user(f"more {turn}")]
+    ask(endpoint, messages)
+    rewritten = [*messages[:2], user("else")]  # keeps the first answer
+    messages = [*rewritten, ask(endpoint, rewritten), user("more")]
+    ask(endpoint, messages)
+    ask(endpoint, [{"role": "system", "content": "summary"}, user("go on")])  # compacted
+    ask(endpoint, [{"role": "system", "content": "summary"}, user("go on")])  # the same once more
+    return 1
+"""
+
+
+def test_a_rewritten_history_is_a_new_branch_and_every_sampled_token_is_trained_once(
+    tmp_path: Path, cleanup: ExitStack
+) -> None:
+    agents = source(tmp_path, REWRITES, cleanup)
+    groups = agents.take(1, step=1).groups
+    assert_captured(groups, agents.engine)
+    for rollout in groups[0].rollouts:
+        rows = rollout.completion.rows
+        assert len(rows) == 4
+        assert len({row.token_ids for row in rows}) == 4  # equal prompts draw anew
+        shared = [row for row in rows if row.prompt_ids == groups[0].task.prompt_ids]
+        assert len(shared) == 2
+        assert rollout.completion.num_sampled == sum(sum(row.trained) for row in rows)
+
+
+FAILING = {
+    "raises": ("raise ValueError('no idea')", "ValueError: no idea"),
+    "exits": ("sys.exit(3)", "SystemExit: 3"),
+    "dies": ("os._exit(4)", "the worker process exited with code 4"),
+    "killed": ("os.kill(os.getpid(), 9)", "killed by signal 9"),
+    "hangs": ("time.sleep(1000)", "timeout after 2 s"),
+    "nothing": ("return None", "the agent returned None"),
+    "text": ("return object()", "a number, or a dict of named numbers, is needed"),
+}
+
+
+@pytest.mark.parametrize("ending", FAILING)
+def test_an_agent_that_fails_leaves_an_unscored_rollout_with_the_reason(
+    ending: str, tmp_path: Path, cleanup: ExitStack
+) -> None:
+    code, reason = FAILING[ending]
+    script = f"""
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        if task.metadata["row"] == 0:
+            {code}
+        return 2.0
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, timeout_s=2)
+    failed, fine = (group.rollouts[0] for group in agents.take(2, step=1).groups)
+    assert failed.score.reward is None
+    assert reason in str(failed.score.error)
+    assert fine.score == Score(2.0)
+    assert len(failed.completion.token_ids) > 0  # what it sampled is shown, not trained
+
+
+def test_an_agent_that_works_too_long_between_requests_is_ended(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        time.sleep(1000)
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, turn_timeout_s=0.5)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score.error == "the agent asked nothing for 0.5 s (turn_timeout_s)"
+
+
+FORKS = """
+def solve(task, endpoint):
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(0)
+    os.waitpid(child, 0)
+    ask(endpoint, task.messages)
+    with open(task.metadata["pids"], "a") as file:
+        print(started.pid, file=file)
+    END
+"""
+
+
+@pytest.mark.parametrize("ending", ["return 1.0", "raise ValueError", "os._exit(1)", "time.sleep(1000)"])
+def test_children_of_an_agent_end_with_it(ending: str, tmp_path: Path, cleanup: ExitStack) -> None:
+    script = FORKS.replace("END", ending).replace('task.metadata["pids"]', repr(str(tmp_path / "pids")))
+    agents = source(tmp_path, script, cleanup, num_samples=1, timeout_s=3)
+    (group,) = agents.take(1, step=1).groups
+    assert (group.rollouts[0].score.reward == 1.0) == (ending == "return 1.0"), group.rollouts[0].score
+    started = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(started) == 1
+    psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=30)
+    assert not psutil.pid_exists(started[0])
+    mine = psutil.Process().children(recursive=True)
+    assert not [child for child in mine if "time.sleep(1000)" in " ".join(child.cmdline())]
+
+
+KEYS = """
+def solve(task, endpoint):
+    import dataclasses
+    ask(endpoint, task.messages)
+    status = []
+    for key in (ENDED, "", "guessed"):
+        try:
+            ask(dataclasses.replace(endpoint, api_key=key), task.messages)
+        except urllib.error.HTTPError as error:
+            status.append(error.code)
+    return float(status == [401, 401, 401])
+"""
+
+
+def test_the_key_of_another_rollout_that_ended_or_of_none_is_refused(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, "def solve(task, endpoint): pass", cleanup, num_samples=1)
+    ended = agents.endpoint.open(agents.stream.take(1)[0], 0)
+    agents.endpoint.end(ended)
+    (tmp_path / "agent.py").write_text(OPENING + KEYS.replace("ENDED", repr(ended.key)))
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(1.0)
+
+
+def test_limits_of_calls_and_tokens(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        first, second, last = (ask(endpoint, task.messages) for _ in range(3))
+        try:
+            ask(endpoint, [user("x" * 600)])
+        except urllib.error.HTTPError as error:
+            code = json.load(error)["error"]["code"]
+        return float("limit of 2 requests" in last["content"] and code == "context_length_exceeded")
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, max_calls=2)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(1.0)
+    assert_captured([group], agents.engine)
+    conversation = group.rollouts[0].completion.conversation
+    assert conversation is not None
+    assert {"agent_calls": 2, "out_of_turns": 1, "out_of_tokens": 1}.items() <= conversation.counts.items()
+
+
+def test_a_retry_gets_the_first_answer_again(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        body = {"messages": list(task.messages), "return_token_ids": True}
+        first, other = post(endpoint, body), post(endpoint, body)
+        again = post(endpoint, body, **{"x-stainless-retry-count": "1"})
+        return float(again == other and first["choices"] != other["choices"])
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(1.0)
+    assert len(group.rollouts[0].completion.rows) == 2
+
+
+def test_an_agent_that_never_asks_is_unscored(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, "def solve(task, endpoint): return 1.0", cleanup, num_samples=1)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score.error == "the agent never asked the model"
+
+
+def test_a_command_gets_the_task_and_prints_its_result(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, "", cleanup, num_samples=1, agent=["python3", str(tmp_path / "command.py")])
+    (tmp_path / "command.py").write_text(
+        OPENING
+        + """
+from types import SimpleNamespace
+task = json.load(sys.stdin)
+endpoint = SimpleNamespace(base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+print("progress")
+if task["metadata"]["row"] == 1:
+    sys.exit(2)
+if task["metadata"]["row"] == 2:
+    print("no json")
+else:
+    ask(endpoint, task["messages"])
+    print(json.dumps({"answer": "four"}))
+"""
+    )
+    scores = [group.rollouts[0].score for group in agents.take(3, step=1).groups]
+    assert scores[0] == Score(4.0)
+    assert scores[1].error == "the agent ended with exit code 2"
+    assert scores[2].error == "the last line that the agent printed is not JSON: 'no json'"
+
+
+def test_answers_do_not_depend_on_which_agents_run_beside(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, TALK, cleanup, num_samples=3)
+    beside = {row.token_ids for row in rows_of(agents.take(2, step=1).groups[:1])}
+    agents.num_samples = 2
+    alone = {row.token_ids for row in rows_of(agents.take(1, step=1).groups)}
+    assert alone < beside
