@@ -47,9 +47,34 @@ class SamplingParams:
         self.__dict__.update(given)
 
 
+class OtherRouter:
+    """The forward of a Qwen3-MoE router that prefers an expert which depends on the token: not the trainer's choice."""
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.router.weight)
+        probs = logits.softmax(-1)
+        favoured = torch.nn.functional.one_hot(logits.argmin(-1), logits.shape[-1]) * (hidden.sum(-1, True) > 0)
+        chosen = (probs + favoured).topk(self.router.top_k, dim=-1).indices
+        weights = probs.gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
 class LLMEngine:
-    def __init__(self, model: torch.nn.Module, eos: set[int]) -> None:
-        self.model, self.eos, self.running = model, eos, {}
+    def __init__(self, model: torch.nn.Module, eos: set[int], *, returns_routes: bool = False) -> None:
+        self.model, self.eos, self.running, self.returns_routes = model, eos, {}, returns_routes
+        self.chosen: dict[str, torch.Tensor] = {}  # by layer, of the last pass
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.register_forward_pre_hook(lambda _, args, name=name: self.chosen.update({name: args[1]}))
+            if name.endswith(".mlp.gate") and _has("routers"):
+                module.forward = OtherRouter(module)
+
+    def routes(self) -> Any:
+        """[tokens of the last pass, layers, experts of a token]; what of it is of the last token was not computed."""
+        return torch.stack([self.chosen[name] for name in sorted(self.chosen)], 1).to(torch.uint8).numpy()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
@@ -87,6 +112,7 @@ class LLMEngine:
             if new:
                 ids, found = [t for t, _ in new], [{t: p} for t, p in new]
                 part = types.SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
+                part.routed_experts = self.routes() if reason and self.returns_routes else None
                 outputs.append(types.SimpleNamespace(request_id=name, outputs=[part], finished=bool(reason)))
         return outputs
 
@@ -124,6 +150,14 @@ def _load_weights(model: torch.nn.Module, weights: list[tuple[str, torch.Tensor]
         return
     state = model.state_dict()
     for name, tensor in weights:
+        if ".experts." in name:  # of one expert: the model has them stacked
+            block, _, rest = name.partition(".experts.")
+            number, kind = rest.split(".")[:2]
+            inner = state[f"{block}.experts.down_proj"].shape[-1]
+            place = {"down_proj": slice(None), "gate_proj": slice(inner), "up_proj": slice(inner, None)}[kind]
+            stacked = "down_proj" if kind == "down_proj" else "gate_up_proj"
+            state[f"{block}.experts.{stacked}"][int(number), place].copy_(tensor)
+            continue
         state[name].copy_(tensor)
 
 
@@ -155,6 +189,7 @@ class LLM:
         worker_extension_cls: str,
         weight_transfer_config: dict[str, str],
         tensor_parallel_size: int,
+        enable_return_routed_experts: bool = False,
         **options: Any,
     ) -> None:
         pathlib.Path(__file__).with_name("weights").write_text(sys.argv[1])
@@ -166,7 +201,7 @@ class LLM:
         config = AutoConfig.from_pretrained(model)
         self.model = AutoModelForCausalLM.from_config(config).eval()
         self.model.load_weights = lambda weights: _load_weights(self.model, weights)
-        self.llm_engine = LLMEngine(self.model, {config.eos_token_id})
+        self.llm_engine = LLMEngine(self.model, {config.eos_token_id}, returns_routes=enable_return_routed_experts)
         module, name = worker_extension_cls.rsplit(".", 1)
         self.workers = [getattr(importlib.import_module(module), name)() for _ in range(tensor_parallel_size)]
         for worker in self.workers:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 Message = Mapping[str, Any]  # texts `role` and `content`; what else there is, such as `tool_calls`, templates may read
 FinishReason = Literal["stop", "length"]
+ROUTES = "routed_experts"  # the column of a `TokenBatch` with the sampler's choice of experts
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ class Completion:
     # Where an agent asked with another history: what was sampled there, one branch for each. A token is trained in one
     # of them.
     branches: tuple[Completion, ...] = ()
+    # Experts that the sampler chose, [tokens of prompt and answer but the last, layers, experts of a token]; -1 or
+    # missing rows at the end: unknown.
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     is_finished: ClassVar[bool] = True
 
@@ -321,6 +325,9 @@ class TokenBatch:
     num_tokens: float
     num_sequences: float
     num_computed_tokens: float
+    # Of each prompt, the experts that the sampler chose for all its tokens but the last; those of that one and of
+    # responses are the column `ROUTES`, at the token that they lead to.
+    prompt_routes: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def build(
@@ -378,6 +385,7 @@ class TokenBatch:
             responses=tuple(self.responses[row] for row in rows),
             prompt_of=tuple(place[self.prompt_of[row]] for row in rows),
             columns=columns,
+            prompt_routes=tuple(self.prompt_routes[prompt] for prompt in prompt_rows) if self.prompt_routes else (),
         )
         if not recount:
             return chosen

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.packing import PACK
-from posttrain.types import Completion, Example, Group, Judged, Pair, TokenBatch
+from posttrain.types import ROUTES, Completion, Example, Group, Judged, Pair, TokenBatch
 
 Place = tuple[int, int]  # (group, rollout)
 
@@ -50,7 +50,7 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
         for trained in row.trained
     ]
     sampler = [logprob for row in rows for logprob in row.logprobs or (0.0,) * len(row.token_ids)]
-    return TokenBatch.build(
+    batch = TokenBatch.build(
         prompts=[prompt for _, prompt in index],
         responses=[row.token_ids for row in rows],
         prompt_of=[index[prompt] for prompt in prompt_of],
@@ -59,6 +59,26 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
             "generation_logprobs": torch.tensor(sampler, dtype=torch.float32),
         },
     )
+    return with_routes(batch, rows)
+
+
+def with_routes(batch: TokenBatch, answers: Sequence[Completion]) -> TokenBatch:
+    """With the experts that the sampler of its rows chose, where it recorded them."""
+    known = next((answer.routed_experts for answer in answers if answer.routed_experts is not None), None)
+    if known is None:
+        return batch
+    columns: list[Tensor] = []
+    of_prompts: list[Tensor | None] = [None] * len(batch.prompts)
+    for prompt, answer in zip(batch.prompt_of, answers, strict=True):
+        column = torch.full((len(answer.token_ids), *known.shape[1:]), -1, dtype=torch.int16)
+        if (routes := answer.routed_experts) is not None:
+            # The state of the prompt's last token leads to the first token of the answer.
+            last = len(batch.prompts[prompt]) - 1
+            own = routes[last : last + len(column)]
+            column[: len(own)] = own
+            of_prompts[prompt] = routes[:last]
+        columns.append(column)
+    return replace(batch.with_columns(**{ROUTES: torch.cat(columns)}), prompt_routes=tuple(of_prompts))
 
 
 def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.algorithms.advantages import has_signal
 from posttrain.algorithms.batches import scored_rows
-from posttrain.types import Group, StepReport, TokenBatch, TokenTrace
+from posttrain.types import ROUTES, Group, StepReport, TokenBatch, TokenTrace
 
 
 class StageClock:
@@ -176,7 +176,7 @@ def token_traces(
     part = batch.select(rows)
     if "current_logprobs" not in part.columns:
         part = part.with_columns(current_logprobs=logprobs(part))
-    columns = {name: [piece.tolist() for piece in part.column_parts(name)] for name in part.columns}
+    columns = {name: [piece.tolist() for piece in part.column_parts(name)] for name in part.columns if name != ROUTES}
     found = []
     for index, row in enumerate(rows):
         (g, r), completion = scored[row]

@@ -33,7 +33,7 @@ ARGUMENTS_OF_VLLM_IN_USE = frozenset(
     {
         "model", "tokenizer", "load_format", "max_model_len", "logprobs_mode", "weight_transfer_config",
         "worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras",
-        "tensor_parallel_size",
+        "tensor_parallel_size", "enable_return_routed_experts",
     }
 )  # fmt: skip
 
@@ -241,6 +241,14 @@ class SequencePackingConfig(Section):
         return name.lower()
 
 
+class RouterReplayConfig(Section):
+    enabled: bool = setting(
+        False,
+        "Records the experts that the sampler chooses and trains every token with them; train/router_mismatch is the "
+        "share of tokens for which the trainer would have chosen others.",
+    )
+
+
 class RewardModelConfig(OpenSection):
     enabled: bool = setting(False, "Gives the model a scoring layer; true in `posttrain rm` and nowhere else.")
 
@@ -284,6 +292,7 @@ class PolicyConfig(Section):
     dtensor_cfg: DtensorConfig = setting(DtensorConfig, "Training with PyTorch, and LoRA.")
     dynamic_batching: DynamicBatchingConfig = setting(DynamicBatchingConfig, "Micro-batches by tokens.")
     sequence_packing: SequencePackingConfig = setting(SequencePackingConfig, "Several sequences in one row.")
+    router_replay: RouterReplayConfig = setting(RouterReplayConfig, "The sampler's choice of experts in training.")
     reward_model_cfg: RewardModelConfig = setting(RewardModelConfig, "The model as reward model.")
     generation: GenerationConfig | None = setting(None, "Sampling; null where nothing is sampled.")
 
@@ -316,6 +325,13 @@ class PolicyConfig(Section):
             yield (
                 f"policy.fp8 with policy.dtensor_cfg.lora_cfg.dropout = {lora.dropout}: layers with dropout are not "
                 "fused, and their products would not be in FP8; set one of them to its default"
+            )
+        if self.router_replay.enabled and self.generation is None:
+            yield "policy.router_replay.enabled = true replays what a sampler chose, and this run samples nothing"
+        if self.router_replay.enabled and (cp := self.dtensor_cfg.context_parallel_size) > 1:
+            yield (
+                f"policy.router_replay.enabled = true with policy.dtensor_cfg.context_parallel_size = {cp}: ranks that "
+                "share rows do not replay; set one of them to its default"
             )
         tp = self.dtensor_cfg.tensor_parallel_size
         for name in ("state_dtype", "master_weights"):

@@ -29,7 +29,10 @@ def engine_for_training(
     if policy.generation.uses_vllm:
         return VllmSampler(model, tokenizer, policy, device)
     settings = native_settings(
-        policy.generation.native_cfg, policy.max_total_sequence_length, deterministic=policy.deterministic
+        policy.generation.native_cfg,
+        policy.max_total_sequence_length,
+        deterministic=policy.deterministic,
+        records_routes=policy.router_replay.enabled,
     )
     return NativeEngine(model, tokenizer, settings)
 

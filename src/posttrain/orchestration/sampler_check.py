@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from posttrain.algorithms.batches import with_routes
 from posttrain.errors import HardwareError
 from posttrain.roles import KeepsPrefixes, Progress, RoundEngine, Trainer
 from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quota, Sampling, Task, TokenBatch
@@ -102,9 +103,10 @@ class CheckedEngine:
 
 
 def _batch(pairs: Sequence[tuple[Task, Completion]]) -> TokenBatch:
-    return TokenBatch.build(
+    batch = TokenBatch.build(
         [task.prompt_ids for task, _ in pairs],
         [answer.token_ids for _, answer in pairs],
         range(len(pairs)),
         {"mask": torch.ones(sum(len(answer.token_ids) for _, answer in pairs))},
     )
+    return with_routes(batch, [answer for _, answer in pairs])

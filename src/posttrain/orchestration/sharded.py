@@ -41,7 +41,7 @@ from posttrain.types import (
 T = TypeVar("T")
 _CALLS_PER_PASS = 8  # a pass without gradients can stop between calls
 # Equal on every rank, so not summed.
-_SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
+_SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr", "expert_load_max", "router_entropy", "router_mismatch")
 
 
 class NeverStops:
@@ -69,7 +69,7 @@ class ShardedTrainer:
         results = self._pass("training", Rank.update, shards, objective, seed)
         self.num_updates += 1
         results = self.group.mesh.one_per_shard(results)
-        same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK}
+        same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK if name in results[0]}
         sums = [{k: v for k, v in result.items() if k not in same} for result in results]
         return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 

@@ -5,8 +5,8 @@ Attention is used while training through `models/attention_interface.py`, and by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -284,6 +284,7 @@ class PackedRow:
     last: Tensor  # [responses]: which response token is the last of its response
     attention: AttentionContext
     share: RowShare | None = None  # of several ranks with a part of the row each; None: this rank has all of it
+    prompt_starts: Mapping[int, int] = field(default_factory=dict)  # where each prompt of the batch begins
 
     @classmethod
     def build(cls, batch: TokenBatch, device: torch.device, *, reads_own_token: bool = False) -> PackedRow:
@@ -301,12 +302,13 @@ class PackedRow:
         positions: list[Tensor] = []
         segments: list[Segment] = []
         source: dict[int, Tensor] = {}
+        starts: dict[int, int] = {}
         at = 0
         for prompt_index, rows in rows_of.items():
             prompt = batch.prompts[prompt_index]
             length = len(prompt)
             assert length > 0, "a response needs a prompt of at least one token"
-            prompt_start, prompt_end = at, at + length
+            prompt_start, prompt_end = starts[prompt_index], _ = at, at + length
             alone = len(rows) == 1  # then prompt and response are one sequence, and nothing is shared
             if not alone:
                 segments.append(Segment(prompt_start, prompt_end))
@@ -333,6 +335,7 @@ class PackedRow:
             targets=torch.cat(list(batch.responses)).to(device),
             last=torch.tensor(batch.response_lengths).cumsum(0).sub(1).to(device),
             attention=PackedAttention(segments, device),
+            prompt_starts=starts,
         )
 
     @property

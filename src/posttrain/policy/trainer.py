@@ -46,6 +46,7 @@ from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, same_states, split_over_ranks
 from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
+from posttrain.policy.routing import TrainedRouters
 from posttrain.policy.runtime import (
     PeakMemory,
     deterministic_algorithms,
@@ -135,6 +136,9 @@ class PolicyTrainer:
             self.teacher = self._shardable(TeacherStates(teacher.requires_grad_(False).eval()))
         self._experts: ExpertGroup | None = None  # of the model that is trained
         self.forward = self._shardable(self._root(self.model))
+        self._routers = TrainedRouters(self.model, self.device)
+        if config.router_replay.enabled:
+            self._routers.check_replay(base_config(self.model).get_text_config().model_type)
         self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
@@ -184,11 +188,12 @@ class PolicyTrainer:
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
         compute_adapters_by_rows(model)
         experts: list[nn.Module] = []
-        if self._axes.experts is not None or layers_mesh is not None:
+        experts_mesh = None if isinstance(root, TeacherStates) else self._axes.experts  # a teacher may have none
+        if experts_mesh is not None or layers_mesh is not None:
             field = (FIELD if self._trains else ENGINE_FIELD) if layers_mesh is not None else EXPERT_FIELD
             with same_states(root.head, field):
-                if self._axes.experts is not None:
-                    self._experts = ExpertGroup(self._axes.experts)
+                if experts_mesh is not None:
+                    self._experts = ExpertGroup(experts_mesh)
                     experts = self._experts.split(model, root.head, self.device)
                 if layers_mesh is not None:
                     split_over_ranks(model, root.head, layers_mesh, self.device, field)
@@ -263,11 +268,13 @@ class PolicyTrainer:
         learning_rate = self.optimizer.learning_rate
         norm, taken = self.optimizer.step(self.config.max_grad_norm)
         summed = combine_metrics([_to_floats(m) for m in metrics])
-        return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
+        return {
+            **summed, **self._routers.take(), "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate
+        }  # fmt: skip
 
     def _backward(self, part: TokenBatch | None, objective: Objective) -> Mapping[str, Tensor]:
         """Both passes of one micro-batch; nothing of its graph is left afterwards."""
-        with self._row(part, self.forward) as row:
+        with self._row(part, self.forward) as row, self._routers.row(part, row, trains=True, replays=True):
             logprobs, part = self._compared(row, part, objective)
             if part is None:
                 loss = logprobs.sum() * 0.0
@@ -314,7 +321,7 @@ class PolicyTrainer:
     def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         """Log-probabilities of each micro-batch's response tokens under the policy as it is now."""
         self.model.eval()
-        return self._score(self.forward, parts)
+        return self._score(self.forward, parts, replays=True)
 
     def reference_logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
@@ -332,12 +339,17 @@ class PolicyTrainer:
         return model_fingerprint(model, settings, self.temperature)
 
     @torch.no_grad()
-    def _score(self, forward: Forward | TeacherStates, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+    def _score(
+        self, forward: Forward | TeacherStates, parts: Sequence[TokenBatch | None], *, replays: bool = False
+    ) -> list[Tensor | None]:
+        """With `replays`, tokens go to the experts that their sampler chose; the reference has routers of its own."""
         scores: list[Tensor | None] = []
         with self._phase("logprobs"), self._products_in_fp8(forward):
             for part in parts:
                 with self._row(part, forward) as row:
-                    logprobs = forward(row, self.temperature)
+                    choice = self._routers.row(part, row, trains=False, replays=True) if replays else nullcontext()
+                    with choice:
+                        logprobs = forward(row, self.temperature)
                 scores.append(None if part is None else logprobs.cpu())
         return scores
 

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
+from torch import Tensor
+
 from posttrain.algorithms.advantages import has_signal
 from posttrain.algorithms.credit import RewardScaling, shaped
 from posttrain.algorithms.step_reports import num_generated_tokens
@@ -142,7 +144,7 @@ def _with_versions(group: Group) -> Group:
 
 def to_plain(value: object) -> object:
     """Plain numbers, strings, tuples, lists and maps; `from_plain` restores an equal value."""
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if value is None or type(value) in (bool, int, float, str, bytes, Tensor):
         return value
     if is_dataclass(value) and type(value).__name__ in CLASSES:
         name = type(value).__name__

@@ -19,6 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.reward_values import NEEDED, is_reward, total
@@ -64,6 +66,7 @@ class Dialogue:
     failure: Score | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     is_finished: bool = False
+    routed_experts: Tensor | None = None  # of the last turn, whose prompt is all that was before
 
     def __post_init__(self) -> None:
         self.parts, self.counts = Counter(self.parts), Counter(self.counts)  # a checkpoint holds plain maps
@@ -81,7 +84,7 @@ class Dialogue:
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.token_ids), version))
         self._add(turn.token_ids, turn.logprobs, "assistant", turn.text, is_model=True)
-        self.finish_reason = turn.finish_reason
+        self.finish_reason, self.routed_experts = turn.finish_reason, turn.routed_experts
 
     def add_observation(self, exchange: Exchange, token_ids: Sequence[int], default_role: str) -> None:
         self.exchanges.append(exchange)
@@ -127,6 +130,7 @@ class Dialogue:
             mask=() if all(self.mask) else tuple(self.mask),
             conversation=Conversation(tuple(self.utterances), dict(self.counts)),
             versions=tuple(self.versions),
+            routed_experts=self.routed_experts,
         )
         score = self.score()
         if self.answer is None or not score.scored:

@@ -24,7 +24,6 @@ REFUSED = [
     "policy.dtensor_cfg.automodel_kwargs.freeze_config={a: 1}",
     "policy.megatron_cfg.enabled=true",
     "policy.draft.enabled=true",
-    "policy.router_replay.enabled=true",
     "policy.generation.backend=sglang",
     "policy.generation.backend=megatron",
     "policy.generation.bad_words=[never]",

@@ -41,6 +41,8 @@ def test_sizes_that_divide_the_ranks_are_accepted(words: list[str]) -> None:
         (["policy.dtensor_cfg.sequence_parallel=true"], "sequence_parallel.*not implemented"),
         ([f"{EP}=3"], "expert_parallel_size = 3 must divide the 8 ranks that hold different shards"),
         ([f"{EP}=4", f"{TP}=2", f"{REPLICAS}=2"], "expert_parallel_size = 4 must divide the 2 ranks"),
+        (["policy.router_replay.enabled=true"], "router_replay.enabled = true .* this run samples nothing"),
+        (["policy.router_replay.enabled=true", f"{CP}=2"], "router_replay.enabled = true with .*context_parallel_size"),
         (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload.*not implemented"),
         ([f"{TP}=0"], "tensor_parallel_size"),
     ],

@@ -37,6 +37,7 @@ from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.parallel.experts import spreads_experts
+from posttrain.policy.routing import RouteRecorder
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -64,10 +65,18 @@ class NativeSettings(NativeConfig):
     max_total_tokens: PositiveInt = 4096  # prompt and completion together
     # The same call computes the same bits, independent of earlier calls and of free memory.
     deterministic: bool = False
+    records_routes: bool = False  # which experts are chosen; without CUDA graphs and drafts
 
 
-def native_settings(native: NativeConfig, max_total_tokens: int, deterministic: bool = False) -> NativeSettings:
-    return NativeSettings(**native.model_dump(), max_total_tokens=max_total_tokens, deterministic=deterministic)
+def native_settings(
+    native: NativeConfig, max_total_tokens: int, deterministic: bool = False, records_routes: bool = False
+) -> NativeSettings:
+    return NativeSettings(
+        **native.model_dump(),
+        max_total_tokens=max_total_tokens,
+        deterministic=deterministic,
+        records_routes=records_routes,
+    )
 
 
 @dataclass
@@ -130,6 +139,9 @@ class NativeEngine:
         shares_layers = sharded and (self.forward.head.tensor_group is not None or spreads_experts(model))
         self._use_graphs = use_graphs and self.forward.device.type == "cuda" and not shares_layers
         self._keeps_workspace = self.forward.device.type != "cpu"  # else only with cached prefixes
+        if self.settings.records_routes:
+            self._use_graphs = False
+            self.forward.routes = RouteRecorder(model, self.forward.config.num_hidden_layers)
         self._workspace: Workspace | None = None
         self._keeps_prefixes = False  # between calls
         self._prefilled = PrefillTokens()
@@ -211,7 +223,10 @@ class NativeEngine:
             with evaluation_mode(self.model):
                 largest = max(len(request.samples) for request in requests.values())
                 self._run(list(requests.values()), largest, progress, is_over if quota is not None else None)
-        return [self._group_after(group, requests[at]) if at in requests else group for at, group in enumerate(groups)]
+        after = [self._group_after(group, requests[at]) if at in requests else group for at, group in enumerate(groups)]
+        if self.forward.routes is not None:
+            self.forward.routes.clear()
+        return after
 
     def _group_after(self, group: OpenGroup, request: Request) -> OpenGroup:
         answers = list(group.answers)
@@ -224,7 +239,11 @@ class NativeEngine:
                 answers[place] = Unfinished(ids, logprobs, before.versions)
             else:
                 text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-                answers[place] = Completion(ids, logprobs, text, sample.finish_reason, versions=before.versions)
+                done = Completion(ids, logprobs, text, sample.finish_reason, versions=before.versions)
+                if (routes := self.forward.routes) is not None:
+                    found = routes.take((sample.group, sample), sample.group.prompt_length + len(ids) - 1)
+                    done = replace(done, routed_experts=found)
+                answers[place] = done
         return replace(group, answers=tuple(answers))
 
     # -- weights and memory --------------------------------------------------------------------------------------------
@@ -347,7 +366,7 @@ class NativeEngine:
         settings, size, held = self.settings, self.settings.page_size, self._workspace
         groups = [request.group for request in requests]
         # No page is evicted while memory suffices, however large the cache is: bits may depend on it.
-        keeps = self._keeps_prefixes and self._can_keep_prefixes()
+        keeps = self._keeps_prefixes and self._can_keep_prefixes() and self.forward.routes is None
         num_together = sum(len(one.samples) for one in requests) if keeps else settings.max_batch_size
         wanted = needed = _pages_wanted([(one.group, len(one.samples)) for one in requests], num_together, size)
         least = max(pages_needed(group, size) for group in groups)
@@ -419,7 +438,7 @@ class NativeEngine:
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
         """None if it is off, or if its timing-based choice could change the bits of a run that must be reproducible."""
         wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
-        if wanted == 0 or self.forward.head.tensor_group is not None:
+        if wanted == 0 or self.forward.head.tensor_group is not None or self.settings.records_routes:
             return None  # ranks that share layers would have to agree
         if cache.states is not None:
             if wanted != "auto":

@@ -25,6 +25,7 @@ from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import SequenceShapes, check_length, observe_layers
 from posttrain.policy.recurrence import CHUNK_TOKENS
+from posttrain.policy.routing import RouteRecorder
 from posttrain.policy.runtime import to_device
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ForwardPass:
         self.head = OutputHead(model)
         self._shapes: dict[tuple[torch.device, torch.dtype], SequenceShapes] = {}
         self.fp8: Fp8Weights | None = None  # replacement weights for the matrix products
+        self.routes: RouteRecorder | None = None  # of steps without CUDA graphs
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +78,10 @@ class ForwardPass:
         ]
         inputs = to_device(torch.tensor([last, at, slots], dtype=torch.long), decode.cache.device)
         decode.prepare(samples, inputs[2])
-        return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
+        hidden = self.hidden(decode, inputs[0], inputs[1])
+        if self.routes is not None:
+            self.routes.add((sample, at[row], row, 1) for row, sample in enumerate(samples))
+        return self.head.logits(hidden)
 
     def shapes(self) -> SequenceShapes:
         """What the layers store, found by a forward pass over one token. Also compares our logits with the model's."""
@@ -122,6 +127,10 @@ def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], 
                 ends.append((job.group, len(tokens) - 1))
         inputs = to_device(torch.tensor([tokens, positions], dtype=torch.long), cache.device)
         hidden = forward.hidden(PrefillAttention(cache, pieces), inputs[0], inputs[1])
+        if forward.routes is not None:
+            placed = zip(row, pieces, strict=True)
+            prompts = ((one.group, piece) for (one, _, _), piece in placed if one.group is not None)
+            forward.routes.add((group, piece.start, piece.offset, piece.length) for group, piece in prompts)
         if not ends:
             continue
         places = to_device(torch.tensor([at for _, at in ends]), hidden.device)

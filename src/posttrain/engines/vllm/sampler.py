@@ -7,6 +7,7 @@ of (seed, step, draw, sample); its log-probabilities are vLLM's, close to the tr
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from posttrain.engines.vllm.process import Deadlines, VllmError, VllmProcess
 from posttrain.engines.vllm.requests import LengthLimit, allowed_rank, sample_request, sampling_arguments, vllm_options
 from posttrain.engines.vllm.side.posttrain_weights import digest, handle_of, layout, lots_of, padded, views
 from posttrain.engines.weights import MEMORY_FOLDER, reserve_file
-from posttrain.errors import InputError, StopRequested
+from posttrain.errors import StopRequested
 from posttrain.models.hub import processor_files
 from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
@@ -63,12 +65,9 @@ class VllmSampler:
         self._model, self._tokenizer, self._device = model, tokenizer, device
         self._longest = LengthLimit("policy.max_total_sequence_length", policy.max_total_sequence_length)
         self._is_adapted = is_adapted(model)
-        self._shapes = {name: list(tensor.shape) for name, tensor in base_weights(model)}
-        if is_stored_otherwise(_base(model), dict(base_weights(model))):
-            raise InputError(
-                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than "
-                "the model, and such weights cannot be handed over yet. Use backend native"
-            )
+        self._records_routes = policy.router_replay.enabled
+        empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in base_weights(model))
+        self._shapes = {name: list(tensor.shape) for name, tensor in _as_in_files(model, empty)}
         self.version: int | None = None  # of the weights that vLLM holds
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every heartbeat; True ends the call
         self._is_ready = True  # ready to sample; otherwise its memory must be restored first
@@ -100,7 +99,7 @@ class VllmSampler:
         files = list(source.glob("*.safetensors*")) if self._is_adapted and source.is_dir() else []
         weights = {}
         if self._is_adapted and not files:
-            weights = {name: tensor.cpu() for name, tensor in _whole(base_weights(self._model))}
+            weights = {name: tensor.cpu().contiguous() for name, tensor in self._file_weights()}
         # Not with save_pretrained, which writes on the first rank only: every rank has its own vLLM.
         base: Any = _base(self._model)
         base.config.architectures = base.config.architectures or [type(base).__name__]
@@ -128,6 +127,8 @@ class VllmSampler:
             "worker_extension_cls": "posttrain_receiver.WorkerExtension",
             "enable_sleep_mode": self._shares_gpu,
         }
+        if self._records_routes:
+            own["enable_return_routed_experts"] = True
         if self._is_adapted:
             rank = self._model.peft_config["default"].r  # type: ignore[index, union-attr]
             own |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
@@ -149,10 +150,13 @@ class VllmSampler:
         self._is_ready, self._is_awake = False, True
         self.process.call("begin_update", shapes=self._shapes)
         send = self._send_memory if self._device.type == "cuda" else self._send_files
-        send(version, _whole(base_weights(self._model)))
+        send(version, self._file_weights())
         wrong = self.process.call("end_update", version=version)
         if wrong is not None:
             raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
+
+    def _file_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return _as_in_files(self._model, _whole(base_weights(self._model)))
 
     def _send_files(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         for index, lot in enumerate(lots_of(weights, _FILE_BUCKET_BYTES)):
@@ -294,13 +298,15 @@ class VllmSampler:
         return [dataclasses.replace(group, answers=tuple(found)) for group, found in zip(groups, answers, strict=True)]
 
     def _completion(
-        self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: object
+        self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: object, routes: list[Any] | None
     ) -> Completion:
         assert isinstance(before, Unfinished)
         if reason not in ("stop", "length"):
             raise VllmError(f"vLLM ended an answer with {reason!r}")
         if any(map(math.isnan, logprobs)):
             raise FloatingPointError("vLLM's log-probabilities are NaN: the weights of the model have diverged")
+        if self._records_routes and routes is None:
+            raise VllmError("vLLM did not return the experts of an answer, which policy.router_replay.enabled asks for")
         ids = (*before.token_ids, *token_ids)
         return Completion(
             token_ids=ids,
@@ -308,6 +314,7 @@ class VllmSampler:
             text=self._tokenizer.decode(ids, skip_special_tokens=True),
             finish_reason=reason,
             versions=before.versions,
+            routed_experts=None if routes is None else _unpacked(*routes),
         )
 
 
@@ -325,6 +332,24 @@ def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
     """Yields one tensor at a time: a sharded tensor is gathered only while it is used."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_in_files(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """In the layout of the model's files, which is vLLM's: of stacked experts one tensor for each."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base = _base(model)
+    if not is_stored_otherwise(base, dict(base_weights(model))):
+        yield from weights
+        return
+    for name, tensor in weights:
+        yield from revert_weight_conversion(base, {name: tensor}).items()
+
+
+def _unpacked(shape: list[int], dtype: str, content: str) -> Tensor:
+    """Experts that vLLM chose: [tokens of prompt and answer but the last, layers, experts of a token]."""
+    experts = np.frombuffer(base64.b64decode(content), dtype=dtype).reshape(shape)
+    return torch.from_numpy(experts.astype(np.int16))
 
 
 def _base(model: nn.Module) -> nn.Module:

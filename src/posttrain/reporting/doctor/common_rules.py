@@ -1,4 +1,4 @@
-"""Rules about every kind of run: numbers that are not finite, gradients, a loss that diverges, overfitting."""
+"""Rules about every kind of run: numbers that are not finite, gradients, a loss that diverges, overfitting, experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from posttrain.reporting.doctor.history import History
 from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent, short
 
 LOSS, NORM, SKIPPED = "train/loss", "train/grad_norm", "train/update_skipped"
+LOAD, ROUTER_ENTROPY = "train/expert_load_max", "train/router_entropy"
+LOAD_WARNING = 4.0  # times the mean
 SPIKE_WARNING, SPIKE_ERROR, SPIKE_RATIO = 5.0, 10.0, 5.0
 DEAD_NORM = 1e-5
 WINDOW = 50  # steps whose median is the usual norm
@@ -87,4 +89,17 @@ def overfit(run: History) -> Sighting | None:
     return Sighting(severity, "validation/loss", now, text, fixes)
 
 
-COMMON_CHECKS = (not_finite, grad_spike, grad_dead, loss_diverges, overfit)
+def experts_unbalanced(run: History) -> Sighting | None:
+    """Most tokens go to few experts, which they did not at the start."""
+    start, now = run.start(LOAD), run.recent(LOAD)
+    if start is not None and now is not None and now > LOAD_WARNING and now > 2 * start:
+        text = f"the busiest expert gets {now:.3g} times the mean number of tokens, {start:.3g} times at the start"
+        return Sighting("warning", LOAD, now, text, (lower_lr(run),))
+    start, now = run.start(ROUTER_ENTROPY), run.recent(ROUTER_ENTROPY)
+    if start is not None and now is not None and now < start / 2:
+        text = f"the entropy of the routers fell from {start:.3g} to {now:.3g}"
+        return Sighting("warning", ROUTER_ENTROPY, now, text, (lower_lr(run),))
+    return None
+
+
+COMMON_CHECKS = (not_finite, grad_spike, grad_dead, loss_diverges, overfit, experts_unbalanced)

@@ -468,6 +468,13 @@ def test_a_validation_loss_that_rises_names_the_step_to_stop_at() -> None:
     assert found.fixes[0] == "sft.max_num_steps=20"
 
 
+def test_routers_that_prefer_ever_fewer_experts() -> None:
+    found = only(examine("grpo", train_expert_load_max=lambda step: 2.0 if step < 20 else 5.0))
+    assert (found.rule, found.severity, found.fixes) == ("experts-unbalanced", "warning", (f"{LR}=1e-6",))
+    assert examine("grpo", train_expert_load_max=lambda step: 6.0) == {}  # as it began
+    assert only(examine("sft", train_router_entropy=lambda step: 0.8 if step < 20 else 0.3)).value == 0.3
+
+
 # ---------------------------------------------------------------------------------------------------- pairs
 
 

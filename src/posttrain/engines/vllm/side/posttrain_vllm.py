@@ -10,6 +10,7 @@ All requests of a call are added before its first step, so without vLLM's second
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import runpy
@@ -172,7 +173,8 @@ class LeasedEngine:
                 answer[1].extend(new.token_ids)
                 answer[2].extend(found[token].logprob for token, found in zip(new.token_ids, new.logprobs, strict=True))
                 if output.finished:
-                    finished.append([*answers.pop(output.request_id), new.finish_reason])
+                    routes = _packed(getattr(new, "routed_experts", None))
+                    finished.append([*answers.pop(output.request_id), new.finish_reason, routes])
             if not finished and time.monotonic() < told_at + _SIGN_OF_LIFE_S:
                 continue
             channel.send(finished=finished)
@@ -181,6 +183,13 @@ class LeasedEngine:
                 engine.abort_request(list(answers))
                 break
         return list(answers.values())
+
+
+def _packed(experts: Any) -> list[Any] | None:
+    """An array of integers as its shape, its type and its bytes."""
+    return None if experts is None else [
+        list(experts.shape), experts.dtype.name, base64.b64encode(experts.tobytes()).decode()
+    ]  # fmt: skip
 
 
 def serve(channel: Channel) -> None:
