@@ -217,6 +217,7 @@ class Conversation:
 
     utterances: tuple[Utterance, ...]
     counts: Mapping[str, float] = field(default_factory=dict)  # e.g. tool_calls, malformed_tool_calls
+    rewards: tuple[float, ...] = ()  # for each of the model's turns, without the judge's; empty: unknown
 
     @property
     def num_turns(self) -> int:

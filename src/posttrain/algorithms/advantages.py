@@ -52,13 +52,18 @@ def part_names(score: Score) -> list[str]:
     return [name for name in score.parts if "/" not in name]
 
 
-def has_signal(group: Group, *, in_parts: bool = False) -> bool:
+def has_signal(group: Group, *, in_parts: bool = False, in_turns: bool = False) -> bool:
     """Whether the scores of the group's rollouts differ, before any shaping.
 
-    `in_parts`: a difference in any reward component counts, even if the totals are equal.
+    `in_parts`, `in_turns`: a difference in any reward component, or in the rewards of any turn, counts even if the
+    totals are equal.
     """
     scores = [rollout.score for rollout in group.rollouts if rollout.score.scored]
     if differ([score.reward for score in scores if score.reward is not None]):
+        return True
+    talks = [rollout.completion.conversation for rollout in group.rollouts if rollout.score.scored and in_turns]
+    turns = [talk.rewards for talk in talks if talk is not None]
+    if any(differ([own[turn] for own in turns if turn < len(own)]) for turn in range(max(map(len, turns), default=0))):
         return True
     names = {name for score in scores for name in part_names(score)} if in_parts else set()
     return any(differ([score.parts[name] for score in scores if name in score.parts]) for name in names)

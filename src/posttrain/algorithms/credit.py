@@ -2,7 +2,7 @@
 
 Order, as in NeMo RL: reward scaling and shaping, KL penalty (if it is part of the reward), advantage estimator,
 whitening, clipping. Rollouts keep the environment's scores. A rollout's `advantage` is the mean over its tokens; token
-advantages differ only if the KL penalty is applied per token.
+advantages differ only if the KL penalty is applied per token, or credit is given by turn.
 
 **Scaling and shaping** of rewards is a linear map, and penalties for long or truncated answers. The rollout keeps the
 environment's score, which the metric `reward` reports. Advantages are computed from the *shaped* reward. Unscored
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from posttrain.algorithms.advantages import Estimator, Whitening
 from posttrain.algorithms.batches import Place
 from posttrain.data.reward_values import total
 from posttrain.policy.objectives.kl import clamped_kl
-from posttrain.types import Group, Rollout, TokenBatch
+from posttrain.types import Group, Rollout, Score, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,58 @@ class KlInReward:
 
 
 @dataclass(frozen=True)
+class TurnCredit:
+    """The tokens of the model's turn t are credited with the rewards from that turn on,
+
+        G_t = r_t + discount r_(t+1) + discount^2 r_(t+2) + …
+
+    compared by the estimator with G_t of those rollouts of the group that have a turn t. What a judge or reward shaping
+    adds belongs to the last turn. An answer without a conversation is one turn.
+    """
+
+    discount: float
+
+    def returns(self, rollout: Rollout) -> list[float]:
+        """G of each turn; empty if the rollout is unscored."""
+        reward, conversation = rollout.score.reward, rollout.completion.conversation
+        if reward is None:
+            return []
+        rewards = list(conversation.rewards) if conversation is not None and conversation.rewards else [0.0]
+        rewards[-1] += reward - total(rewards)
+        found = [0.0]
+        for own in reversed(rewards):
+            found.append(own + self.discount * found[-1])
+        return found[:0:-1]
+
+    def advantages(self, groups: Sequence[Group], estimator: Estimator) -> list[list[list[float]]]:
+        """By group, rollout and turn."""
+        returns = [[self.returns(rollout) for rollout in group.rollouts] for group in groups]
+        num_turns = max((len(own) for group in returns for own in group), default=0)
+        by_turn = [
+            estimator([[Score(own[turn] if turn < len(own) else None) for own in group] for group in returns])
+            for turn in range(num_turns)
+        ]
+        return [
+            [[by_turn[turn][g][r] for turn in range(len(own))] for r, own in enumerate(group)]
+            for g, group in enumerate(returns)
+        ]
+
+    @staticmethod
+    def spans(rollout: Rollout, advantages: Sequence[float], length: int) -> Iterator[tuple[float, int]]:
+        """Advantages of the rollout's turns with numbers of tokens, of a row of `length` tokens. What the environment
+        writes goes with the turn before it.
+        """
+        conversation = rollout.completion.conversation
+        if conversation is None or len(advantages) == 1:
+            yield advantages[0], length
+            return
+        turn = -1
+        for utterance in conversation.utterances:
+            turn += utterance.role == "assistant"
+            yield advantages[turn], utterance.num_tokens
+
+
+@dataclass(frozen=True)
 class Credit:
     estimator: Estimator
     reward_steps: tuple[RewardStep, ...] = ()
@@ -123,6 +175,7 @@ class Credit:
     kl: KlInReward | None = None
     clip_low: float | None = None
     clip_high: float | None = None
+    turns: TurnCredit | None = None  # None: every token is credited with the whole reward
 
     def __call__(
         self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]
@@ -138,8 +191,7 @@ class Credit:
             metrics["kl_penalty"] = float(kl.sum()) / max(float(batch.columns["mask"].sum()), 1.0)
         judged = shaped(groups, self.reward_steps)
         seen = self._with_sequence_kl(judged, batch, kl, places)
-        of_rollouts = self.estimator([[rollout.score for rollout in group.rollouts] for group in seen])
-        tokens = self._of_tokens(of_rollouts, batch, kl, places)
+        tokens = self._of_tokens(self._spans(seen, batch, places), batch, kl, places)
         if len(tokens):
             metrics["advantage_max"] = float(tokens.abs().max())
         if self.reward_steps:
@@ -164,11 +216,20 @@ class Credit:
             rollouts[g][r] = replace(rollout, score=replace(rollout.score, reward=reward))
         return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, rollouts, strict=True)]
 
+    def _spans(self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]) -> list[tuple[float, int]]:
+        """Advantages with numbers of tokens, in the order of the batch: one for each row, or for each turn."""
+        rows = list(zip(places, batch.response_lengths, strict=True))
+        if self.turns is not None:
+            of_turns, spans = self.turns.advantages(groups, self.estimator), self.turns.spans
+            return [span for (g, r), length in rows for span in spans(groups[g].rollouts[r], of_turns[g][r], length)]
+        of_rollouts = self.estimator([[rollout.score for rollout in group.rollouts] for group in groups])
+        return [(of_rollouts[g][r], length) for (g, r), length in rows]
+
     def _of_tokens(
-        self, of_rollouts: Sequence[Sequence[float]], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
+        self, spans: Sequence[tuple[float, int]], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
     ) -> Tensor:
-        lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
-        values = torch.tensor([of_rollouts[g][r] for g, r in places], dtype=torch.float64)
+        values = torch.tensor([value for value, _ in spans], dtype=torch.float64)
+        lengths = torch.tensor([length for _, length in spans], dtype=torch.long)
         if self.whitening is not None and self.whitening.over == "rollouts":
             num_rows = Counter(places)  # a rollout counts once, however many branches it has
             values = self.whitening(values, torch.tensor([1 / num_rows[place] for place in places], dtype=values.dtype))

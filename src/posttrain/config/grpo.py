@@ -127,6 +127,15 @@ class AdvEstimatorConfig(Section):
         return self.group_of_one == "zero"
 
 
+class TurnCreditConfig(Section):
+    enabled: bool = setting(
+        False, "Credits the tokens of a turn with the rewards from that turn on; false: all with the sum of all turns."
+    )
+    discount: Annotated[Fraction, _IF_ENABLED] = setting(
+        1.0, "Factor on a reward for each turn that it comes later; 0 credits a turn with its own reward only."
+    )
+
+
 class AsyncGrpoConfig(Section):
     enabled: bool = setting(
         False, "Trains on the groups that are finished first; unfinished answers continue with the next step's weights."
@@ -188,6 +197,7 @@ class GrpoConfig(ScheduleConfig):
     )
     reward_shaping: RewardShapingConfig = setting(RewardShapingConfig, "Penalties for long or cut-off answers.")
     reward_scaling: RewardScalingConfig = setting(RewardScalingConfig, "Linear map from one reward range to another.")
+    turn_credit: TurnCreditConfig = setting(TurnCreditConfig, "Rewards of turns as advantages of their tokens.")
     async_grpo: AsyncGrpoConfig = setting(AsyncGrpoConfig, "Sampling that goes on from step to step.")
     adv_estimator: AdvEstimatorConfig = setting(AdvEstimatorConfig, "How rewards become advantages.")
 

@@ -169,6 +169,8 @@ class GrpoRunConfig(RunConfig):
             names = ", ".join(sorted(str(name) for name in used))
             yield f"reward: data.train has env_name {names}: it would judge nothing; set data.train.env_name={REWARD}"
         estimator = self.grpo.adv_estimator
+        if self.grpo.turn_credit.enabled:
+            yield from self._turn_credit_problems()
         if estimator.name != "gdpo":
             return
         if self.loss_fn.use_kl_in_reward and estimator.kl_in_reward == "sequence":
@@ -198,6 +200,17 @@ class GrpoRunConfig(RunConfig):
                 f"{', '.join(weights)}: gdpo credits each reward on its own, by grpo.adv_estimator.reward_weights, "
                 "which is not set: give one weight for each, in alphabetical order"
             )
+
+    def _turn_credit_problems(self) -> Iterator[str]:
+        key, grpo = "grpo.turn_credit.enabled = true", self.grpo
+        if not self._names_with_turns:
+            yield f"{key}: no environment in use has `turns` (env.NAME.turns), so there is one reward; set it to false"
+        if grpo.adv_estimator.name == "gdpo":
+            yield f"{key}: gdpo credits the parts of one reward, and a turn has only its sum; use another adv_estimator"
+        if grpo.adv_estimator.whiten_advantages == "rollouts":
+            yield f"{key}: grpo.adv_estimator.whiten_advantages = rollouts is for one advantage a rollout; use tokens"
+        if grpo.reward_scaling.enabled:
+            yield f"{key}: grpo.reward_scaling maps the sum of the turns; scale the rewards in the environment instead"
 
     def _off_policy_problems(self) -> Iterator[str]:
         """Recorded answers, and groups of earlier steps."""

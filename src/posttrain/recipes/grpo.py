@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
-from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling, RewardStep
+from posttrain.algorithms.credit import (
+    Credit,
+    CutOffPenalty,
+    KlInReward,
+    OverlongPenalty,
+    RewardScaling,
+    RewardStep,
+    TurnCredit,
+)
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.step_reports import TokenSampling
 from posttrain.checkpointing.run_folder import run_folder
@@ -234,6 +242,7 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
         looks_at_parts=ESTIMATORS[grpo.adv_estimator.name].credits_parts,
+        looks_at_turns=grpo.turn_credit.enabled,
         scaling=_scaling(config),
     )
 
@@ -249,6 +258,7 @@ def build_credit(config: GrpoRunConfig) -> Credit:
         kl=_kl_in_reward(config),
         clip_low=config.grpo.advantage_clip_low,
         clip_high=config.grpo.advantage_clip_high,
+        turns=TurnCredit(config.grpo.turn_credit.discount) if config.grpo.turn_credit.enabled else None,
     )
 
 

@@ -40,6 +40,7 @@ class DynamicSampling:
     max_batches: int  # limit per step
     keeps_surplus: bool = True
     looks_at_parts: bool = False
+    looks_at_turns: bool = False
     scaling: RewardScaling | None = None  # may map different rewards to the same value
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
@@ -76,7 +77,7 @@ class DynamicSampling:
 
     def is_useful(self, group: Group) -> bool:
         seen = group if self.scaling is None else shaped([group], [self.scaling])[0]
-        return has_signal(seen, in_parts=self.looks_at_parts)
+        return has_signal(seen, in_parts=self.looks_at_parts, in_turns=self.looks_at_turns)
 
     def _why_too_few(self, step: int, num_needed: int, sampled: Sequence[Group], num_useful: int) -> str:
         why: Counter[str] = Counter()

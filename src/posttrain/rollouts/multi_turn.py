@@ -59,6 +59,7 @@ class Dialogue:
     utterances: list[Utterance] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)  # one for each of the model's turns, 0 where it has none
     parts: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=lambda: Counter(out_of_turns=0, out_of_tokens=0))
     finish_reason: FinishReason = "stop"
@@ -99,8 +100,10 @@ class Dialogue:
         self.utterances.append(Utterance(role, text, len(ids)))
 
     def credit(self, outcome: TurnOutcome) -> None:
+        self.turn_rewards += [0.0] * (self.num_turns - len(self.turn_rewards))
         if outcome.reward is not None:
             self.rewards.append(outcome.reward)
+            self.turn_rewards[-1] += outcome.reward
         for name, value in outcome.parts.items():
             self.parts[name] += value  # type: ignore[assignment]
         for name, value in outcome.counts.items():
@@ -128,7 +131,7 @@ class Dialogue:
             text=renderer.decode(self.token_ids),
             finish_reason=self.finish_reason,
             mask=() if all(self.mask) else tuple(self.mask),
-            conversation=Conversation(tuple(self.utterances), dict(self.counts)),
+            conversation=Conversation(tuple(self.utterances), dict(self.counts), tuple(self.turn_rewards)),
             versions=tuple(self.versions),
             routed_experts=self.routed_experts,
         )

@@ -4,7 +4,7 @@ import pytest
 from fakes import ScriptedRollouts
 
 from posttrain.algorithms.advantages import AdvantagesPerReward, GroupAdvantages, NoBaseline, Spread, Whitening
-from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling
+from posttrain.algorithms.credit import Credit, CutOffPenalty, KlInReward, OverlongPenalty, RewardScaling, TurnCredit
 from posttrain.config import LossFnConfig, load_config
 from posttrain.recipes.grpo import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.roles import RolloutSource
@@ -42,6 +42,11 @@ CREDITS = {
         "loss_fn={reference_policy_kl_penalty: 0.2, reference_policy_kl_type: k1}",
         "loss_fn={kl_input_clamp_value: null, kl_output_clamp_value: 3}",
     ): Credit(GroupAdvantages(), kl=KlInReward(0.2, "return", "k1", None, 3.0)),
+    (
+        "grpo.turn_credit={enabled: true, discount: 0.5}",
+        "grpo.max_rollout_turns=2",
+        "env.math.turns=calculator",
+    ): Credit(GroupAdvantages(), turns=TurnCredit(0.5)),
     ("grpo={advantage_clip_low: -2, advantage_clip_high: 3}",): Credit(GroupAdvantages(), clip_low=-2.0, clip_high=3.0),
     ("grpo.reward_scaling={enabled: true, source_min: -1, target_max: 5}",): Credit(
         GroupAdvantages(), reward_steps=(RewardScaling(-1.0, 1.0, 0.0, 5.0),)

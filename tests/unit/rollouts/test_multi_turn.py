@@ -237,6 +237,7 @@ def test_turn_limit_ends_a_conversation_with_the_environments_end_reward() -> No
         if conversation.counts.get("out_of_turns"):
             assert conversation.num_turns == 2
             assert rollout.score.reward == 0.5 + 0.5 - 1.0
+            assert conversation.rewards == (0.5, 0.5 - 1.0), "the end belongs to the last turn"
             assert conversation.utterances[-1].role == "assistant", "nobody reads a last observation"
     assert "turns" in echo.ended
 
@@ -303,6 +304,7 @@ def test_judges_reward_of_the_final_answer_is_added() -> None:
     talked, single = source.take(2, step=1).groups
     assert all(completion.conversation is None for completion in completions_of([single])), "a single turn stays one"
     assert talked.rewards == [10.25] * 3
+    assert {c.conversation.rewards for c in completions_of([talked]) if c.conversation} == {(0.25,)}
     assert talked.rollouts[0].score.parts == {"right": 10.0, "turns": 0.25, "answer": 10.0}
     assert single.rewards == [10.0] * 3
     assert judge.seen == [
