@@ -58,4 +58,4 @@ def flops_of(model: Any) -> float:
     """Forward and backward of one token: six times the weights that are multiplied. Attention is left out."""
     from posttrain.models.loading import flops_per_token
 
-    return flops_per_token(model.config.to_dict(), sum(parameter.numel() for parameter in model.parameters()))
+    return flops_per_token(model)

@@ -24,7 +24,7 @@ from posttrain.engines.weights import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.files.digests import digest
 from posttrain.loop import LoopSettings, TrainingLoop
-from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
+from posttrain.models.loading import DTYPES, check_model_exists, load_tokenizer
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
@@ -289,7 +289,7 @@ class TrainingRun:
                 hardware=Hardware(
                     config.cluster.num_workers,
                     peak_flops(facts.device_name) if on_gpu else None,
-                    flops_per_token(facts.config, facts.num_parameters),
+                    facts.flops_per_token,
                 ),
                 config_yaml=self.loaded.to_yaml(),
                 changes_since=partial(changes_since, loaded=self.loaded),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -217,16 +218,18 @@ def load_model(
     return model.to(device)
 
 
-def _freeze_beside_text(model: PreTrainedModel) -> None:
-    """Towers for images and sound see nothing of a text: they get no optimizer state, and are saved as they were."""
+def beside_text(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters of towers for images and sound, by name: nothing of a text passes through them."""
     if model.config.get_text_config() is model.config:
-        return
-    text = {
-        id(parameter)
-        for part in (model.get_decoder(), model.get_output_embeddings())
-        for parameter in (part.parameters() if part is not None else ())
-    }
-    beside = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in text}
+        return {}
+    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    text = {id(parameter) for part in parts for parameter in part.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in text}
+
+
+def _freeze_beside_text(model: PreTrainedModel) -> None:
+    """Towers get no optimizer state, and are saved as they were."""
+    beside = beside_text(model)
     for parameter in beside.values():
         parameter.requires_grad_(False)
     if beside and not (dist.is_initialized() and dist.get_rank() > 0):
@@ -322,16 +325,35 @@ def _odd_expert(folder: Path) -> str | None:
     return None
 
 
-def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token
-    does not go to neither."""
-    text = {**model_config, **(model_config.get("text_config") or {})}
-    embedding = int(text.get("vocab_size", 0)) * int(text.get("hidden_size", 0))
-    tied = bool(text.get("tie_word_embeddings", False))
-    # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
-    used = num_parameters if tied else num_parameters - embedding
-    if experts := text.get("num_experts") or text.get("num_local_experts"):
-        width = text.get("moe_intermediate_size") or text["intermediate_size"]
-        idle = experts - text["num_experts_per_tok"]
-        used -= text["num_hidden_layers"] * idle * 3 * text["hidden_size"] * width
-    return 6.0 * used
+def experts_per_token(config: PretrainedConfig) -> int:
+    """0: there are none, or the config does not say."""
+    text = config.get_text_config()
+    fields = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
+    return next((int(value) for field in fields if (value := getattr(text, field, None))), 0)
+
+
+def num_experts_in(module: nn.Module) -> int:
+    """Of a module that holds the weights of all experts of a layer, stacked; 0: it holds none."""
+    sizes = [parameter.shape for parameter in module._parameters.values() if parameter is not None]
+    stacked = [int(size[0]) for size in sizes if len(size) == 3 and not isinstance(module, nn.Conv1d)]
+    return max(stacked, default=0)
+
+
+def flops_per_token(model: Any) -> float:
+    """Forward and backward pass of one token: six times the weights that it is multiplied with. Attention over short
+    contexts is not counted, nor are tables of embeddings, experts that the token does not go to, and towers. `model`
+    may have adapters."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    head = base.get_output_embeddings()
+    unused = {id(parameter) for parameter in beside_text(base).values()}
+    unused |= {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
+    unused -= {id(getattr(head, "weight", None))}  # tied: the same tensor is multiplied with
+    counted, per_token = 0, experts_per_token(base.config)
+    for module in base.modules():
+        experts = num_experts_in(module) if per_token else 0
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in unused:
+                unused.add(id(parameter))  # once
+                is_stacked = experts and parameter.shape[0] == experts  # with the biases of experts
+                counted += parameter.numel() // experts * per_token if is_stacked else parameter.numel()
+    return 6.0 * counted

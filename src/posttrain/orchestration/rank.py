@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.choose_engine import engine_for_training
+from posttrain.engines.native.engine import NativeEngine, check_states
 from posttrain.engines.native.proof import prove_for_training
 from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
@@ -37,6 +38,8 @@ class Rank:
         self.trainer = trainer
         prove_for_training(trainer)
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
+        if isinstance(self.engine, NativeEngine):  # now, not when the first prompts are sampled
+            check_states(trainer.device, self.engine.settings, trainer.shapes.state_bytes)
         self._is_asked_to_stop = False
         if self.engine is not None:
             agreed = trainer.agreed if self.engine.shares_tensors else lambda is_so: is_so

@@ -67,10 +67,15 @@ class SequenceShapes:
     layers: dict[int, LayerShape]
     states: dict[Place, TensorFacts]
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, whatever its length."""
+        return sum(state.num_bytes for state in self.states.values())
+
 
 def observe_layers(base: Any, head: Head) -> SequenceShapes:
     """What the layers store, found by a pass over one token. Rejects unsupported models."""
-    config, observer = base.config.get_text_config(), _LayerObserver()
+    config, observer = base.config.get_text_config(), LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
     one = torch.zeros(1, 1, dtype=torch.long, device=base.get_input_embeddings().weight.device)
@@ -120,7 +125,7 @@ def _check_no_other_link(config: PretrainedConfig, head: Head, device: torch.dev
         if isinstance(output, Tensor):
             states[-1][name] = output.flatten(0, -2)[-1].float()
 
-    with attention_context(_LayerObserver()), ExitStack() as hooks:
+    with attention_context(LayerObserver()), ExitStack() as hooks:
         for at, layer in enumerate(head.layers):
             name = f"layer {at}, {type(layer).__name__},"
             hook = layer.register_forward_hook(lambda _layer, _args, output, name=name: keep(name, output))
@@ -218,7 +223,7 @@ def check_length(config: PretrainedConfig, longest: int) -> None:
             )
 
 
-class _LayerObserver:
+class LayerObserver:
     """Attention of tokens that see themselves alone: the output of each is its value."""
 
     def __init__(self) -> None:

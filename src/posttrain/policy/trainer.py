@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from posttrain.config import PolicyConfig
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
-from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
+from posttrain.models.loading import DTYPES, flops_per_token, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.files import base_config
@@ -97,7 +97,7 @@ class RankSetup:
 class ModelFacts:
     """Model properties that the driver reports without loading the model."""
 
-    config: dict[str, object]  # `to_dict()` of the model's config
+    flops_per_token: float  # of training
     num_parameters: int
     device: str
     device_name: str
@@ -227,15 +227,12 @@ class PolicyTrainer:
         with (
             torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward), refusing_errors(config)
         ):  # fmt: skip
-            observe_layers(without_adapter_wrapper(self.model), self.forward.head)
+            self.shapes = observe_layers(without_adapter_wrapper(self.model), self.forward.head)
             check_length(config.get_text_config(), self.config.max_total_sequence_length)
 
     def facts(self) -> ModelFacts:
-        config: dict[str, object] = base_config(self.model).to_dict()
-        if self._scores_answers:  # a reward model has no output table, so there is none to share with the input's
-            config["tie_word_embeddings"] = False
         return ModelFacts(
-            config=config,
+            flops_per_token=flops_per_token(self.model),
             num_parameters=sum(p.numel() for p in self.model.parameters()),
             device=self.device.type,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",

@@ -43,7 +43,7 @@ def test_epochs_of_a_file_that_steps_replace_are_named(words: list[str], line: s
     header = header_lines(
         loaded.config,
         Prepared(rows, None, rows, rows),
-        ModelFacts({}, 1, "cpu", "cpu"),
+        ModelFacts(1.0, 1, "cpu", "cpu"),
         unit="examples",
         num_devices=1,
         max_steps=9,

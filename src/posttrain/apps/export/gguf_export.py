@@ -119,7 +119,10 @@ def export_gguf(
     family = _FAMILIES.get(config.model_type)
     if family is None or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         what = config.model_type if family is None else f"{config.model_type} with a sliding window"
-        raise InputError(f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}")
+        raise InputError(
+            f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}. Where llama.cpp has this "
+            "family, its convert_hf_to_gguf.py reads what --to writes"
+        )
     shape = WeightShapes.of(config, str(folder / "config.json"))
     source = open_weights(folder)
     weights = RenamedSource(source, match_names(shape, source))

@@ -10,6 +10,8 @@ from posttrain.apps.plan.calibration import Gpu
 from posttrain.apps.plan.workload import Workload
 from posttrain.policy.memory.rank import GIB, KEPT_CACHE_SHARE, RUNTIME_BYTES, SAMPLING, SCORING, Phase, RankMemory
 
+_PROMPT_SLOTS = 8  # engines/native/recurrent_states.py: NUM_PROMPT_SLOTS
+
 
 @dataclass(frozen=True)
 class CachePlan:
@@ -20,6 +22,8 @@ class CachePlan:
     num_bytes: float  # available
     least_bytes: float  # of one sequence
     is_kept: bool  # while training
+    state_bytes: float = 0.0  # of recurrent layers, beside the cache
+    max_rows: int | None = None  # sequences whose states fit; None: all
 
     @property
     def is_short(self) -> bool:
@@ -45,13 +49,13 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     cache = _cache(sampler, workload, gpu)
     kept_cache: dict[str, float] = {}
     if cache is not None and cache.is_kept and sampler is rank:
-        kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes}
+        kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes, **_states(cache)}
     phases = []
     # Ranks that share layers or rows train on one shard of the data.
     shares = rank.settings.layer_shares * rank.settings.row_shares
     trained = replace(workload, num_groups=shares * workload.num_groups)
     if cache is not None:
-        phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes}))
+        phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes, **_states(cache)}))
     if workload.num_scorings:
         phases.append(_scoring(rank, trained, kept_cache))
     _, count = trained.passes(trained.train, rank.shape.window)
@@ -61,22 +65,29 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     return MemoryPlan(tuple(phases), cache, rank.in_host_memory())
 
 
+def _states(cache: CachePlan) -> dict[str, float]:
+    return {"recurrent states": cache.state_bytes} if cache.state_bytes else {}
+
+
 def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
     engine = rank.settings.engine
     if engine is None or not workload.num_sampled:
         return None
-    per_token = round(rank.cache_bytes_per_token())
+    per_token = max(round(rank.cache_bytes_per_token()), 1)
     page = engine.page_size * per_token
     wanted, least = cache_pages(workload, engine.page_size, engine.rows)
-    if engine.kv_cache_gib is not None:
-        budget = engine.kv_cache_gib * GIB
-    else:
-        used = sum(rank.while_sampling().values()) + RUNTIME_BYTES
-        budget = engine.utilization * gpu.memory_bytes - used
+    usable = engine.utilization * gpu.memory_bytes - sum(rank.while_sampling().values()) - RUNTIME_BYTES
+    states, max_rows = 0.0, None
+    if one := rank.state_bytes_of(0):
+        # Those of a batch, and of prompts whose samples have not all started; at most half of the memory.
+        slots = min(engine.rows + _PROMPT_SLOTS, max(int(usable / 2 / one), 0))
+        states, max_rows = rank.state_bytes_of(slots), max(slots - _PROMPT_SLOTS, 0)
+    budget = usable - states if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB
     pages = min(wanted, max(int(budget // page), 0))
     held = (pages + 1) * page  # one is the scratch page for padding
-    is_small = held + sum(rank.fp8_weights().values()) <= KEPT_CACHE_SHARE * gpu.memory_bytes
-    return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_small or not rank.settings.trains)
+    is_small = held + states + sum(rank.fp8_weights().values()) <= KEPT_CACHE_SHARE * gpu.memory_bytes
+    is_kept = is_small or not rank.settings.trains
+    return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_kept, states, max_rows)
 
 
 def _scoring(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:

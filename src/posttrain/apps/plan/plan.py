@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from posttrain.apps.plan.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
@@ -45,7 +45,11 @@ class RunEstimate:
 
     def fits(self, phase: Phase) -> bool:
         cache = self.memory.cache
-        if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
+        if (
+            phase.name == SAMPLING
+            and cache is not None
+            and (cache.num_bytes < cache.least_bytes or cache.max_rows == 0)
+        ):
             return False
         return phase.needed_bytes <= self.gpu.memory_bytes
 
@@ -60,6 +64,8 @@ class RunEstimate:
 
 
 def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> RunEstimate:
+    if settings.engine is not None and shape.state_bytes(settings.element):
+        settings = replace(settings, engine=replace(settings.engine, num_drafts=0))  # a state cannot be taken back
     rank = RankMemory(shape, settings)
     memory = plan_memory(rank, workload, gpu)
     time = TimeModel(rank, gpu).step(workload, memory.cache)
@@ -160,6 +166,22 @@ def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
             yield f"where tokens are drafted for the last answers, a step draws {tokens:g} of each"
     if not shape.fused:
         yield f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
+    if (counted := shape.counted) is not None:
+        element = found.settings.element
+        if counted.num_experts:
+            active = (counted.products + shape.head_products) / 1e9
+            yield (
+                f"{counted.experts_per_token} of {counted.num_experts} experts a token, {active:.1f} of "
+                f"{shape.num_weights / 1e9:.1f} billion weights; tokens spread over experts by chance, and their "
+                "products are as fast as dense ones"
+            )
+        if state := shape.state_bytes(element):
+            yield (
+                f"recurrent layers keep {state / 2**20:.1f} MiB of each sequence; chunks of training and prompts are "
+                "counted by their products alone"
+            )
+        if counted.frozen:
+            yield f"{counted.frozen / 1e9:.2f} billion weights of towers for images and sound are held and not used"
     if found.settings.fp8:
         yield (
             f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured "
@@ -217,6 +239,7 @@ def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
             "gib": cache.num_bytes / GIB,
             "wanted_gib": cache.wanted_bytes / GIB,
             "bytes_per_token": cache.bytes_per_token,
+            "recurrent_states_gib": cache.state_bytes / GIB,
             "kept_while_training": cache.is_kept,
         },
         "seconds": {

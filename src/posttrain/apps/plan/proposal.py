@@ -236,6 +236,11 @@ def explain(found: RunEstimate) -> str:
     lines = []
     for phase in found.too_large:
         cache = found.memory.cache
+        if phase.name == SAMPLING and cache is not None and cache.max_rows == 0:
+            state = found.shape.state_bytes(found.settings.element)
+            what = f"the states of recurrent layers, {state / GIB:.2g} GiB of each sequence"
+            lines.append(f"{phase.name}: no room is left for {what}")
+            continue
         if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
             lines.append(
                 f"{phase.name}: {cache.num_bytes / GIB:.1f} GiB are left for the KV cache, and one sequence of "

@@ -101,7 +101,7 @@ class TimeModel:
         """Weights of the layers, before a pass in FP8; those for gradients are read twice."""
         element = self.memory.settings.element
         moved = (element + 1) + (2 * element + 1 if gradients else 0)
-        return self._moved_s(moved * self._trained_in_fp8 * self.memory.shape.layer_products)
+        return self._moved_s(moved * self._trained_in_fp8 * self.memory.shape.layer_weights)
 
     @property
     def _fp8_share(self) -> float:
@@ -200,7 +200,7 @@ class TimeModel:
         )
         element = self.memory.settings.element
         # The weights are quantised first.
-        prompts += self._moved_s((element + 1) * self._fp8_share * shape.layer_products)
+        prompts += self._moved_s((element + 1) * self._fp8_share * shape.layer_weights)
         longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
         count = round(workload.num_sampled_groups * workload.num_sampled)
         mean = longest if workload.fixed_length else workload.lengths.answer
@@ -230,7 +230,8 @@ class TimeModel:
     def rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
         """Rows of mean length that fit into the cache at the end of their answers."""
         own = workload.lengths.answer + workload.lengths.prompt / max(workload.num_sampled, 1)
-        return max(1, int(cache.tokens // max(own, 1)))
+        fitting = max(1, int(cache.tokens // max(own, 1)))
+        return fitting if cache.max_rows is None else max(1, min(fitting, cache.max_rows))
 
     def decode_step_s(self, size: int, rows: int, prompt: float, own_tokens: float, group_size: int) -> float:
         """One token for `rows` rows, computed as a batch of `size`."""
@@ -243,7 +244,9 @@ class TimeModel:
         cached = rows * context * self.memory.cache_bytes_per_token()
         adapters = self.memory.layer.moved_by_adapters()[0]
         moved = size * shape.layers * (self.memory.layer.moved_forward() + adapters)
-        layers = self._few_rows_s(shape.layer_products, size, self._fp8_share) + self._moved_s(moved)
+        moved += 2 * rows * shape.state_bytes(element)  # read and written
+        read = shape.weights_read(size)
+        layers = self._few_rows_s(shape.layer_products, size, self._fp8_share, read) + self._moved_s(moved)
         in_fp8 = settings.engine is not None and settings.engine.cache_in_fp8
         attention = CALIBRATION.fp8_decode_attention_share if in_fp8 else CALIBRATION.decode_attention_share
         layers += cached / (self.gpu.copy_bytes_per_s * attention)
@@ -255,10 +258,12 @@ class TimeModel:
             return device
         return max(device, shape.layers * CALIBRATION.forward_host_s)
 
-    def _few_rows_s(self, num_weights: float, rows: int, fp8_share: float = 0.0) -> float:
-        """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates."""
+    def _few_rows_s(self, num_weights: float, rows: int, fp8_share: float = 0.0, read: float | None = None) -> float:
+        """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates. `read`:
+        where the rows go to different weights."""
         computing = self._products_s(2.0 * num_weights * rows) * self._time_share(fp8_share)
-        reading = (1 - fp8_share) * self.memory.settings.element * num_weights / CALIBRATION.weight_read_share
-        reading += fp8_share * num_weights / CALIBRATION.fp8_weight_read_share
+        read = num_weights if read is None else read
+        reading = (1 - fp8_share) * self.memory.settings.element * read / CALIBRATION.weight_read_share
+        reading += fp8_share * read / CALIBRATION.fp8_weight_read_share
         reading /= self.gpu.copy_bytes_per_s
         return float((computing**3 + reading**3) ** (1 / 3))

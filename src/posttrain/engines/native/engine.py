@@ -34,6 +34,7 @@ from posttrain.errors import InputError, StopRequested
 from posttrain.policy.experts import compute_adapters_by_rows
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.host_memory import available_bytes
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.parallel.experts import spreads_experts
@@ -485,7 +486,7 @@ def num_pages_for(
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     num_rows = max(settings.max_batch_size + num_prompt_rows, num_drafted)
     num_slots = _num_state_slots(forward, settings) + 1 if forward.shapes().states else 0
-    reserved_for_states = num_slots * _state_bytes(forward)
+    reserved_for_states = num_slots * forward.shapes().state_bytes
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device,
         wanted=wanted, least=least,
@@ -503,25 +504,29 @@ def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) ->
 
 def _num_state_slots(forward: ForwardPass, settings: NativeSettings) -> int:
     """Sequences and prompts whose states fit into half of the usable memory; others wait."""
-    wanted = settings.max_batch_size + NUM_PROMPT_SLOTS
-    if forward.device.type != "cuda":
-        return wanted
-    usable = usable_bytes(forward.device, settings.gpu_memory_utilization)
-    fitting = int(usable / 2 / _state_bytes(forward))
-    if fitting >= wanted:
-        return wanted
-    if fitting < 2 or settings.deterministic:
+    fitting, wanted = _fitting_states(forward.device, settings, forward.shapes().state_bytes)
+    if fitting < 2 or (settings.deterministic and fitting < wanted):
+        check_states(forward.device, settings, forward.shapes().state_bytes)
+    return min(fitting, wanted)
+
+
+def _fitting_states(device: torch.device, settings: NativeSettings, state_bytes: int) -> tuple[int, int]:
+    """How many states fit, and how many a batch wants."""
+    on_gpu = device.type == "cuda"
+    usable = usable_bytes(device, settings.gpu_memory_utilization) if on_gpu else available_bytes()
+    return int(max(usable, 0) / 2 / state_bytes), settings.max_batch_size + NUM_PROMPT_SLOTS
+
+
+def check_states(device: torch.device, settings: NativeSettings, state_bytes: int) -> None:
+    """InputError if the states of a batch do not fit. `state_bytes`: of one sequence, whatever its length."""
+    fitting, wanted = _fitting_states(device, settings, state_bytes) if state_bytes else (0, 0)
+    if fitting < wanted:
+        remedy = f"max_batch_size = {fitting - NUM_PROMPT_SLOTS} fits" if fitting > NUM_PROMPT_SLOTS else "none fits"
         raise InputError(
-            f"max_batch_size = {settings.max_batch_size}: the recurrent layers keep {_state_bytes(forward) / GIB:.3g} "
-            f"GiB of each sequence, and {max(usable, 0) / GIB:.3g} GiB may be used, half of them for that: it fits "
-            f"max_batch_size = {max(fitting - NUM_PROMPT_SLOTS, 0)}"
+            f"max_batch_size = {settings.max_batch_size}: recurrent layers keep {state_bytes / GIB:.3g} GiB of each "
+            f"sequence, {wanted * state_bytes / GIB:.3g} GiB of a batch, and {fitting * state_bytes / GIB:.3g} GiB may "
+            f"be used for that: {remedy}"
         )
-    return fitting
-
-
-def _state_bytes(forward: ForwardPass) -> int:
-    """Of one sequence, whatever its length."""
-    return sum(shape.num_bytes for shape in forward.shapes().states.values())
 
 
 def _pages_wanted(groups: Sequence[tuple[PromptGroup, int]], num_together: int, size: int) -> int:

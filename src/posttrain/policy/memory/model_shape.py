@@ -1,7 +1,7 @@
 """The sizes of a model: from the config.json of a folder, from the hub, or from the table of named shapes. No weights.
 
-Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma.
-Others are refused.
+Formulas are for dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and
+Gemma. Of others the modules are counted (`counted_shape.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,27 @@ class TensorKind:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What the modules of a model say, where formulas of sizes do not: all layers together."""
+
+    tensors: tuple[TensorKind, ...]  # every weight of the language model
+    matrices: tuple[tuple[TensorKind, int], ...]  # of the layers, and how many experts each holds: 1 for no expert
+    products: int  # weights that a token is multiplied with
+    expert_weights: int  # of all experts
+    num_experts: int  # of a layer
+    experts_per_token: int
+    cached: int  # numbers that the KV cache holds of a token
+    query_width: int  # of queries, or of what is convolved; mean of the layers
+    state_numbers: int  # in fp32, of a sequence, whatever its length: matrices of recurrent layers
+    window_numbers: int  # of a sequence: the last tokens of convolutions
+    frozen: int  # weights of towers for images and sound
+
+    @property
+    def layer_weights(self) -> int:
+        return sum(kind.num_weights for kind, _ in self.matrices)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     name: str
     family: str
@@ -56,6 +77,7 @@ class ModelShape:
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
     window: int | None = None  # tokens that a token attends to at most
+    counted: Counted | None = None
 
     @property
     def fused(self) -> bool:
@@ -63,12 +85,12 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        return self.heads * self.head_dim
+        return self.heads * self.head_dim if self.counted is None else self.counted.query_width
 
     @property
     def kv_width(self) -> int:
-        """Of keys, and of values."""
-        return self.kv_heads * self.head_dim
+        """Of keys, and of values; the mean of the layers."""
+        return self.kv_heads * self.head_dim if self.counted is None else self.counted.cached // (2 * self.layers)
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -79,6 +101,8 @@ class ModelShape:
     @property
     def tensors(self) -> list[TensorKind]:
         """Every weight of the model."""
+        if self.counted is not None:
+            return list(self.counted.tensors)
         found = [TensorKind(self.vocab, self.hidden, 1 if self.tied else 2)]
         found += [TensorKind(outputs, inputs, self.layers) for inputs, outputs in self.linears]
         found.append(TensorKind(self.hidden, None, self.layers * (4 if self.family in _FOUR_NORMS else 2) + 1))
@@ -99,7 +123,25 @@ class ModelShape:
     @property
     def layer_products(self) -> int:
         """Weights that a token is multiplied with in all layers, without the output head."""
+        if self.counted is not None:
+            return self.counted.products
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def layer_weights(self) -> int:
+        """Of all layers' products: with the experts that a token does not go to."""
+        return self.layer_products if self.counted is None else self.counted.layer_weights
+
+    def weights_read(self, rows: float) -> float:
+        """Of all layers' products, by a pass over so many tokens, which go to different experts."""
+        if self.counted is None or not self.counted.num_experts:
+            return self.layer_weights
+        missed = (1 - self.counted.experts_per_token / self.counted.num_experts) ** rows
+        return self.layer_weights - missed * self.counted.expert_weights
+
+    def state_bytes(self, element: int) -> int:
+        """What recurrent layers keep of a sequence, whatever its length."""
+        return 0 if self.counted is None else 4 * self.counted.state_numbers + element * self.counted.window_numbers
 
     @property
     def head_products(self) -> int:
@@ -107,10 +149,23 @@ class ModelShape:
 
     def without_output_table(self) -> ModelShape:
         """As in a reward model: there is only the input embedding, whether the language model ties it or not."""
-        return replace(self, tied=True)
+        counted, table = self.counted, TensorKind(self.vocab, self.hidden, 2)
+        if counted is not None and table in counted.tensors:
+            kept = tuple(replace(kind, count=1) if kind == table else kind for kind in counted.tensors)
+            counted = replace(counted, tensors=kept)
+        return replace(self, tied=True, counted=counted)
 
     def adapters(self, rank: int) -> list[TensorKind]:
         """LoRA on every linear layer: [rank, inputs] and [outputs, rank]."""
+        if self.counted is not None:
+            return [
+                adapter
+                for kind, experts in self.counted.matrices
+                for adapter in (
+                    TensorKind(rank * experts, kind.columns, kind.count),
+                    TensorKind(kind.rows, rank, kind.count),
+                )
+            ]
         return [
             kind
             for inputs, outputs in self.linears
@@ -138,15 +193,48 @@ NAMED_SHAPES: dict[str, ModelShape] = {
 }
 
 
+# Of those that are counted: Qwen3-30B-A3B, Qwen3-Next-80B-A3B, and a hybrid in the proportions of Qwen3.5.
+_LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128} | {
+    "linear_value_head_dim": 128
+}
+NAMED_CONFIGS: dict[str, JsonObject] = {
+    "qwen-30b-a3b": {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False},
+    "qwen-80b-a3b": {"model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
+    | {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120, **_LINEAR}
+    | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "tie_word_embeddings": False}
+    | {"shared_expert_intermediate_size": 512},
+    "qwen-hybrid-4b": {"model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, **_LINEAR}
+    | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216}
+    | {"num_hidden_layers": 32, "tie_word_embeddings": True},
+}
+
+
 def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
     """The shape of what `policy.model_name` names: a folder, a named shape, or a model of the hub."""
     if Path(name).is_dir():
-        return shape_of_config(name, {**_read_config(Path(name) / "config.json"), **dict(overrides or {})})
-    if name in NAMED_SHAPES:
+        content = _read_config(Path(name) / "config.json")
+    elif name in NAMED_SHAPES:
         return NAMED_SHAPES[name]
-    if (reason := why_unavailable(name)) is not None:
-        raise UnknownModelError(f"policy.model_name: {reason}. Shapes that need no model: {', '.join(NAMED_SHAPES)}")
-    return shape_of_config(name, {**_read_config(_fetch_config(name)), **dict(overrides or {})})
+    elif name in NAMED_CONFIGS:
+        content = NAMED_CONFIGS[name]
+    elif (reason := why_unavailable(name)) is not None:
+        names = ", ".join([*NAMED_SHAPES, *NAMED_CONFIGS])
+        raise UnknownModelError(f"policy.model_name: {reason}. Shapes that need no model: {names}")
+    else:
+        content = _read_config(_fetch_config(name))
+    content = {**content, **dict(overrides or {})}
+    try:
+        if content.get("vision_config"):
+            raise UnknownModelError(f"{name}: has a tower for images, which no formula counts")
+        return shape_of_config(name, content)
+    except UnknownModelError as error:
+        if problem_in(content) is not None:
+            raise
+        from posttrain.policy.memory.counted_shape import counted_shape  # imports torch
+
+        return counted_shape(name, content, error)
 
 
 def _fetch_config(name: str) -> Path:
@@ -175,9 +263,9 @@ def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
         raise UnknownModelError(f"{name}: config.json: {problem}")
     text = {**config, **(config.get("text_config") or {})}
     kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())}
-    is_recurrent = any(key.startswith(("mamba_", "ssm_", "linear_conv", "conv_L_cache")) for key in text)
+    is_recurrent = any(key.startswith(("mamba_", "ssm_", "linear_conv", "linear_num", "conv_L_cache")) for key in text)
     if is_recurrent or kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
-        raise UnknownModelError(f"{name}: has layers without attention, which the planner does not count")
+        raise UnknownModelError(f"{name}: has layers without attention, which no formula counts")
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:
         raise UnknownModelError(
             f"{name}: config.json has no {', '.join(lacking)}; the planner counts decoder models such as Llama and Qwen"
@@ -186,7 +274,7 @@ def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     if experts := next(
         (text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0
     ):
-        raise UnknownModelError(f"{name}: a mixture of {experts} experts; the planner counts dense models only")
+        raise UnknownModelError(f"{name}: a mixture of {experts} experts, which no formula counts")
     heads = text["num_attention_heads"]
     biased = bool(text.get("attention_bias", False))
     uses_window = text.get("use_sliding_window", family != "qwen2") and text.get("sliding_window")

@@ -70,7 +70,8 @@ class RankMemory:
     @property
     def weights(self) -> float:
         """Of one full copy of the model."""
-        return self.settings.element * self.shape.num_weights
+        frozen = self.shape.counted.frozen if self.shape.counted is not None else 0
+        return self.settings.element * (self.shape.num_weights + frozen)
 
     @property
     def is_sharded(self) -> bool:
@@ -111,7 +112,7 @@ class RankMemory:
         if self.settings.ranks == 1:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
-        gathered = self.settings.element * (tables + 2 * self.shape.layer_products / self.shape.layers)
+        gathered = self.settings.element * (tables + 2 * self.shape.layer_weights / self.shape.layers)
         return {"gathered layers": gathered / self.settings.layer_shares}
 
     @property
@@ -153,13 +154,13 @@ class RankMemory:
         engine = self.settings.engine
         if engine is None or not engine.in_fp8:
             return {}
-        return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_products}
+        return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_weights}
 
     def quantised_weights(self, *, gradients: bool) -> dict[str, float]:
         """Of a pass in FP8 (`policy.fp8`): copies of the layers' weights, for gradients along the other axis too."""
         if not self.settings.fp8:
             return {}
-        return {"FP8 weights of training": (2.0 if gradients else 1.0) * self.shape.layer_products}
+        return {"FP8 weights of training": (2.0 if gradients else 1.0) * self.shape.layer_weights}
 
     def cache_bytes_per_token(self) -> float:
         engine, s = self.settings.engine, self.shape
@@ -168,6 +169,11 @@ class RankMemory:
         plain = 2 * s.kv_width * self.settings.element
         in_fp8 = 2 * (s.kv_width + FP32 * s.kv_heads)  # and a factor for each head
         return s.layers * ((1 - quantised) * plain + quantised * in_fp8)
+
+    def state_bytes_of(self, num_slots: float) -> float:
+        """Recurrent states of sequences and prompts, and a slot for padding (engines/native/recurrent_states.py)."""
+        state = self.shape.state_bytes(self.settings.element) / self.settings.layer_shares
+        return state * (num_slots + 1) if state else 0.0
 
     def hidden_bytes(self, tokens: float) -> float:
         return self.settings.element * self.shape.hidden * tokens
