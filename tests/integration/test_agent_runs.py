@@ -97,3 +97,48 @@ def test_a_run_killed_in_the_middle_of_episodes_ends_with_the_same_bits(tmp_path
     )  # those that had ended are not repeated
     assert tiny_runs.results_of(killed) == tiny_runs.results_of(whole)
     assert tiny_runs.weights_of(killed / "step_4") == tiny_runs.weights_of(whole / "step_4")
+
+
+def check(model: Path, data: Path, folder: Path, *more: str) -> int:
+    return tiny_runs.main(["agents", "check", *arguments(model, data, folder)[1:], *more])
+
+
+def test_check_shows_what_was_captured_and_whether_it_repeats(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_runs.save_model(tmp_path / "model")
+    assert check(model, data, tmp_path / "run") == 0
+    shown = capsys.readouterr().out
+    assert "branch 2: prompt of" in shown
+    assert "agent_calls 3, branches 2" in shown
+    assert shown.endswith("the second rollout is the same\n")
+    assert not (tmp_path / "run").exists()
+    (data / "agent.py").write_text(AGENT.replace('"content": "1"', '"content": str(time.time_ns() % 997)'))
+    assert check(model, data, tmp_path / "run") == 2
+    (data / "agent.py").write_text("def solve(task, endpoint): return 1.0")
+    assert check(model, data, tmp_path / "run") == 65
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["env.mine.agent=missing.py:solve"], "env.mine.agent"),
+        (["env.mine.agent={data}/agent.py:nothing"], "agent.py has no 'nothing'; the functions it has: ask, solve"),
+        (["env.mine.agent={data}/agent.py:FOLDER"], "not a function"),
+        (["env.mine.agent={data}/agent.py:ask", "env.mine.agent_kwargs={x: 1}"], "unexpected keyword argument 'x'"),
+        (["env.mine.agent=solve"], "env.mine.agent = 'solve' names no function"),
+        (["env.mine.agent=[no-such-program, x]"], "there is no program 'no-such-program'"),
+        (["env.mine.agent=[]"], "env.mine.agent is a list without words"),
+        (["env.mine.agent=null", "env.mine.type=math", "env.mine.turn_timeout_s=3"], "env.mine.turn_timeout_s"),
+        (["env.mine.turns=calculator"], "env.mine has both `turns` and `agent`"),
+        (["grpo.max_rollout_turns=1"], "env.mine.agent takes turns with the model, but grpo.max_rollout_turns = 1"),
+        (["grpo.async_grpo.enabled=true"], "an agent (env.mine.agent) cannot be carried over"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_name(
+    settings: list[str], problem: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_runs.save_model(tmp_path / "model")
+    given = [word.replace("{data}", str(data)) for word in settings]
+    assert tiny_runs.run([*arguments(model, data, tmp_path / "run"), *given]) == 64
+    assert problem in " ".join(capsys.readouterr().err.split())

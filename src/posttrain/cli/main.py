@@ -114,6 +114,7 @@ COMMANDS = {
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
     "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, under 5 minutes, no network)"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
+    "agents": ("agents_command.add_arguments", "run an agent once and again without training, and show what it did"),
     "config": ("config_command.add_arguments", "show or check the config of a run"),
     "data": (
         "data_command.add_arguments",

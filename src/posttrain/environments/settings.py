@@ -56,52 +56,37 @@ def read_settings(blocks: Blocks, base_folder: Path | None) -> dict[str, Environ
     result.
     """
     folder = _absolute(base_folder)
-    found = {
-        str(name): _rewards_of(str(name), environment_config(name, block), folder) for name, block in _named(blocks)
-    }
+    found = {name: _rewards_of(name, block, folder) for name, block in _configs(blocks)}
     return {name: settings for name, settings in found.items() if settings.rewards}
 
 
 def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, RewardSettings]:
     """For each environment with `turns`, the settings of the class behind it."""
-    folder = _absolute(base_folder)
     found = {}
-    for name, block in _named(blocks):
-        environment = environment_config(name, block)
-        if environment.turns is None:
-            continue
-        config = TurnsConfig(
-            turns=BUILT_IN_TURNS.get(environment.turns, environment.turns), kwargs=environment.turns_kwargs
-        )
-        found[str(name)] = RewardSettings(
-            path=f"env.{name}.turns",
-            config=config,
-            num_workers=environment.num_workers,
-            timeout_s=environment.timeout_s or config.default_timeout_s,
-            base_folder=folder,
-        )
+    for name, block in _configs(blocks):
+        if block.turns is not None:
+            config = TurnsConfig(turns=BUILT_IN_TURNS.get(block.turns, block.turns), kwargs=block.turns_kwargs)
+            found[name] = _in_workers(block, f"env.{name}.turns", config, base_folder)
     return found
 
 
 def read_agents(blocks: Blocks, base_folder: Path | None = None) -> dict[str, RewardSettings]:
     """For each environment with an `agent`, its settings."""
-    folder = _absolute(base_folder)
     found = {}
-    for name, block in _named(blocks):
-        environment = environment_config(name, block)
-        if environment.agent is None:
-            continue
-        config = AgentConfig(
-            agent=environment.agent, kwargs=environment.agent_kwargs, turn_timeout_s=environment.turn_timeout_s
-        )
-        found[str(name)] = RewardSettings(
-            path=f"env.{name}.agent",
-            config=config,
-            num_workers=environment.num_workers,
-            timeout_s=environment.timeout_s or config.default_timeout_s,
-            base_folder=folder,
-        )
+    for name, block in _configs(blocks):
+        if block.agent is not None:
+            config = AgentConfig(agent=block.agent, kwargs=block.agent_kwargs, turn_timeout_s=block.turn_timeout_s)
+            found[name] = _in_workers(block, f"env.{name}.agent", config, base_folder)
     return found
+
+
+def _in_workers(block: EnvironmentConfig, path: str, config: RewardConfig, base_folder: Path | None) -> RewardSettings:
+    timeout_s = block.timeout_s or config.default_timeout_s
+    return RewardSettings(path, config, block.num_workers, timeout_s, _absolute(base_folder))
+
+
+def _configs(blocks: Blocks) -> Iterable[tuple[str, EnvironmentConfig]]:
+    return ((str(name), environment_config(name, block)) for name, block in _named(blocks))
 
 
 def environment_config(name: str, block: Block) -> EnvironmentConfig:

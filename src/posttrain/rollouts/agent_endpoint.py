@@ -24,11 +24,10 @@ from typing import Any
 from posttrain.data.errors import DataError
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import Endpoint
-from posttrain.files.json_files import JsonObject
 from posttrain.rollouts.agent_requests import ChatAnswer, ChatRequest, RefusedRequest, read_request
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import CallKey, CallTree, Prompt, PromptWriter
-from posttrain.types import Completion, Sampling, Task
+from posttrain.types import Completion, Sampling, Score, Task
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_CONNECTIONS = 2048
@@ -51,6 +50,7 @@ class AgentSession:
         )
     )
     is_over: bool = False
+    score: Score | None = None  # what came of it
     asked: dict[str, list[PendingCall]] = field(default_factory=dict)  # by digest of the prompt
 
     @property
@@ -149,7 +149,7 @@ class AgentEndpoint:
 
     def reply(self, answers: Sequence[tuple[PendingCall, Completion]]) -> None:
         """Record the answers of requests that were sampled together, then let the agents have them."""
-        read = [self.writer.read(call.prompt.ids, answer, call.request.tools) for call, answer in answers]
+        read = [self.writer.read(call.prompt.ids, answer, call.request.used_tools) for call, answer in answers]
         with self._changed:
             added = []
             for (call, answer), parts in zip(answers, read, strict=True):
@@ -180,7 +180,7 @@ class AgentEndpoint:
             raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
         request = read_request(body)
         try:
-            prompt = session.tree.prompt(request.messages, request.tools)
+            prompt = session.tree.prompt([message.plain() for message in request.messages], request.used_tools)
         except DataError as error:
             raise RefusedRequest(str(error), "messages") from error
         if len(prompt.ids) >= self.max_total_tokens:
@@ -226,10 +226,9 @@ class AgentEndpoint:
         return call
 
     def _sampling_of(self, request: ChatRequest) -> Sampling:
-        sampling = self.sampling
-        new = min(sampling.max_new_tokens, request.max_tokens or sampling.max_new_tokens)
-        stops = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop)))
-        return replace(sampling, max_new_tokens=new, stop_strings=stops)
+        limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
+        return replace(self.sampling, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
 
     def _last_word(self) -> ChatAnswer:
         """To requests over the limit. It is not the model's, and not trained."""
@@ -269,10 +268,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         model = {"id": self.server.endpoint.model, "object": "model", "created": 0, "owned_by": "posttrain"}
-        if self.path.rstrip("/") == "/v1/models":
-            self._send(200, {"object": "list", "data": [model]})
-        else:
-            self._send(404, RefusedRequest(f"there is no {self.path}", status=404).body)
+        is_known = self.path.rstrip("/") == "/v1/models"
+        self._send(json.dumps({"object": "list", "data": [model]} if is_known else {}), 200 if is_known else 404)
 
     def do_POST(self) -> None:
         try:
@@ -284,12 +281,9 @@ class _Handler(BaseHTTPRequestHandler):
             key = bearer or self.headers.get("x-api-key", "")
             request, answer = self.server.endpoint.ask(key, body, is_retry=is_retry)
         except RefusedRequest as error:
-            self._send(error.status, error.body)
-            return
-        if request.is_stream:
-            self._send(200, answer.stream(request))
+            self._send(json.dumps(error.body), error.status)
         else:
-            self._send(200, answer.body(request))
+            self._send(answer.text(request), kind="text/event-stream" if request.stream else "application/json")
 
     def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
@@ -298,12 +292,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedRequest(f"a body with a Content-Length of at most {_MAX_BODY_BYTES} is needed", status=413)
         return self.rfile.read(int(length))
 
-    def _send(self, status: int, content: JsonObject | str) -> None:
-        is_stream = isinstance(content, str)
-        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+    def _send(self, text: str, status: int = 200, kind: str = "application/json") -> None:
+        data = text.encode()
         with suppress(OSError):  # the agent has gone
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if is_stream else "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

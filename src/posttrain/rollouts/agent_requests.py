@@ -7,9 +7,10 @@ counted. What would change an answer in another way and is not supported is refu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from posttrain.files.json_files import JsonMapping, JsonObject
 
@@ -17,19 +18,9 @@ _REPLACED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
-    "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "stream_options",
+    "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
     "parallel_tool_calls",
 )  # fmt: skip
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields that are accepted with these values only.
-_ONLY: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "logit_bias": ({},),
-}
 
 
 class RefusedRequest(Exception):
@@ -41,20 +32,75 @@ class RefusedRequest(Exception):
 
     @property
     def body(self) -> JsonObject:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
+        return {"error": error}
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    messages: tuple[JsonMapping, ...]  # texts `role` and `content`; `tool_calls` as they came
-    tools: tuple[JsonMapping, ...] = ()
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    is_stream: bool = False
-    with_usage: bool = False  # in a stream
-    with_token_ids: bool = False
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1)
+
+
+class _Function(_Named):
+    arguments: str | dict[str, Any]
+
+
+class _Call(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    function: _Function
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    function: _Named
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+    def plain(self) -> JsonObject:
+        """With texts `role` and `content`."""
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role, "content": content or ""}
+
+
+class ChatRequest(BaseModel):
+    """The fields with an effect, and the only values of others that are supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: dict[str, bool] = {}
+    return_token_ids: bool = False
+    n: Literal[1] = 1
+    logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
+    response_format: dict[Literal["type"], Literal["text"]] = {}
+    logit_bias: dict[str, float] = Field({}, max_length=0)
     num_overridden: int = 0  # sampling settings that the run's replace
+
+    @field_validator("stop")
+    @classmethod
+    def _is_list(cls, value: str | list[str]) -> list[str]:
+        return [text for text in ([value] if isinstance(value, str) else value) if text]
+
+    @property
+    def used_tools(self) -> list[JsonObject]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -64,84 +110,16 @@ def read_request(body: bytes) -> ChatRequest:
         raise RefusedRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise RefusedRequest("the body is not a JSON object")
-    fields = {name: value for name, value in given.items() if value is not None}
-    for name, accepted in _ONLY.items():
-        if (value := fields.pop(name, accepted[0])) not in accepted:
-            raise RefusedRequest(f"{name} = {json.dumps(value)[:80]}: {_any_of(accepted)} is supported here", name)
-        if name == "tool_choice" and value == "none":
-            fields.pop("tools", None)
-    streams = fields.get("stream_options")
-    request = ChatRequest(
-        messages=tuple(_message(message, place) for place, message in enumerate(_list(fields, "messages"))),
-        tools=tuple(_list(fields, "tools", _is_tool)),
-        max_tokens=_max_tokens(fields),
-        stop=_stop(fields.pop("stop", ())),
-        is_stream=bool(fields.pop("stream", False)),
-        with_usage=isinstance(streams, dict) and bool(streams.get("include_usage")),
-        with_token_ids=bool(fields.pop("return_token_ids", False)),
-        num_overridden=sum(fields.pop(name, None) is not None for name in _REPLACED),
-    )
-    if not request.messages:
-        raise RefusedRequest("messages is empty", "messages")
-    if unknown := sorted(set(fields) - set(_WITHOUT_EFFECT)):
-        raise RefusedRequest(f"{unknown[0]} is not supported here", unknown[0])
-    return request
-
-
-def _any_of(accepted: tuple[object, ...]) -> str:
-    return " or ".join(json.dumps(value) for value in accepted)
-
-
-def _list(fields: dict[str, Any], name: str, is_right: Callable[[Any], bool] = lambda value: True) -> list[Any]:
-    values = fields.pop(name, [])
-    if not isinstance(values, list) or not all(isinstance(value, dict) and is_right(value) for value in values):
-        raise RefusedRequest(f"{name} must be a list of objects in the format of OpenAI's API", name)
-    return values
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _message(message: JsonMapping, place: int) -> JsonMapping:
-    where = f"messages[{place}]"
-    if message.get("role") not in _ROLES:
-        raise RefusedRequest(f"{where}.role must be one of {', '.join(_ROLES)}", where)
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RefusedRequest(f"{where}.content has a part that is not text", where)
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise RefusedRequest(f"{where}.content must be text", where)
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
-        raise RefusedRequest(f"{where}.tool_calls must be calls of functions with `name` and `arguments`", where)
-    role = "system" if message["role"] == "developer" else message["role"]
-    return {**message, "role": role, "content": content or "", "tool_calls": calls}
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
-
-
-def _max_tokens(fields: dict[str, Any]) -> int | None:
-    given = [fields.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
-    if not all(type(value) is int and value >= 1 for value in given):
-        raise RefusedRequest("max_tokens must be a number of at least 1", "max_tokens")
-    return min(given, default=None)
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-        raise RefusedRequest("stop must be a text, or a list of texts", "stop")
-    return tuple(texts)
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
+    fields = {name: value for name, value in given.items() if value is not None and name not in _WITHOUT_EFFECT}
+    num_overridden = sum(fields.pop(name, None) is not None for name in _REPLACED)
+    try:
+        return ChatRequest.model_validate({**fields, "num_overridden": num_overridden})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise RefusedRequest(f"{where} is not supported here", where) from None
+        raise RefusedRequest(f"{where} = {str(first['input'])[:80]}: {first['msg']}", where) from None
 
 
 @dataclass(frozen=True)
@@ -153,32 +131,23 @@ class ChatAnswer:
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
 
-    def body(self, request: ChatRequest) -> JsonObject:
-        ids = {"token_ids": list(self.token_ids)} if request.with_token_ids else {}
-        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None, **ids}
-        answer: JsonObject = {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
-        return {**answer, "prompt_token_ids": list(self.prompt_ids)} if request.with_token_ids else answer
-
-    def stream(self, request: ChatRequest) -> str:
-        """The same as server-sent events: the whole answer in one."""
-        delta: JsonObject = dict(self.message)
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        head = self._head("chat.completion.chunk")
-        ids = {"token_ids": list(self.token_ids)} if request.with_token_ids else {}
-        chunks: list[JsonObject] = [
-            {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **ids}]},
+    def text(self, request: ChatRequest) -> str:
+        """JSON, or a stream of events in which the whole answer is one."""
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        head: JsonObject = {"id": self.id, "object": kind, "created": 0, "model": self.model}
+        prompt, new = len(self.prompt_ids), len(self.token_ids)
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        ids = {"token_ids": self.token_ids} if request.return_token_ids else {}
+        first = {**head, **({"prompt_token_ids": self.prompt_ids} if ids else {})}
+        if not request.stream:
+            choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, **ids}
+            return json.dumps({**first, "choices": [choice], "usage": usage})
+        calls = [{"index": index, **call} for index, call in enumerate(self.message.get("tool_calls", ()))]
+        delta = {**self.message, **({"tool_calls": calls} if calls else {})}
+        chunks = [
+            {**first, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **ids}]},
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]},
         ]
-        if request.with_token_ids:
-            chunks[0]["prompt_token_ids"] = list(self.prompt_ids)
-        if request.with_usage:
-            chunks.append({**head, "choices": [], "usage": self._usage()})
+        if request.stream_options.get("include_usage"):
+            chunks.append({**head, "choices": [], "usage": usage})
         return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-
-    def _head(self, kind: str) -> JsonObject:
-        return {"id": self.id, "object": kind, "created": 0, "model": self.model}
-
-    def _usage(self) -> JsonObject:
-        prompt, new = len(self.prompt_ids), len(self.token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -58,26 +58,18 @@ class AgentRollouts(FreshRollouts):
 
     def _run(self, sessions: Sequence[AgentSession], step: int) -> list[UnscoredRollout]:
         self.endpoint.sampling, self.endpoint.journal = self.sampling, self.journal
-        results: dict[int, Score] = {}  # by place
         if self.journal is not None:
             self.journal.begin(step, self.sampling)
-            for place, session in enumerate(sessions):
-                if (ended := self.journal.ended(session.rollout, session.tree)) is not None:
-                    results[place] = ended[0]
-                    session.counts.update(ended[1])
-        places: dict[str, list[int]] = {}
-        for place, session in enumerate(sessions):
-            if place not in results:
-                places.setdefault(session.task.environment, []).append(place)
+            for session in sessions:
+                session.score = self.journal.ended(session.rollout, session.tree, session.counts)
         try:
             with self._kept_prefixes(self.engine):
                 self._repeat(sessions, step)
-                if places:
-                    self._answer_agents(sessions, places, results, step)
+                self._answer_agents([session for session in sessions if session.score is None], step)
         finally:
             for session in sessions:
                 self.endpoint.end(session)
-        return [self._unscored(session, results[place], step) for place, session in enumerate(sessions)]
+        return [self._unscored(session, step) for session in sessions]
 
     def _repeat(self, sessions: Sequence[AgentSession], step: int) -> None:
         """Sample the batches of the journal again, for the cached prefixes that later ones continue: with others, their
@@ -90,34 +82,33 @@ class AgentRollouts(FreshRollouts):
                 step,
             )
 
-    def _answer_agents(
-        self, sessions: Sequence[AgentSession], places: Mapping[str, list[int]], results: dict[int, Score], step: int
-    ) -> None:
-        """Run the agents of these places, and answer their requests until all have ended."""
-        pools = [self.pools[name] for name in places]
+    def _answer_agents(self, sessions: Sequence[AgentSession], step: int) -> None:
+        """Run the agents of these rollouts, and answer their requests until all have ended."""
+        by_name: dict[str, list[AgentSession]] = {}
+        for session in sessions:
+            by_name.setdefault(session.task.environment, []).append(session)
 
-        def run(name: str, own: Sequence[int]) -> None:
-            def ended(index: int, score: Score) -> None:
-                session = sessions[own[index]]
-                self.endpoint.end(session)
+        def run(name: str, own: Sequence[AgentSession]) -> None:
+            def ended(place: int, score: Score) -> None:
+                self.endpoint.end(own[place])
                 if self.journal is not None:
-                    self.journal.end(session.rollout, session.tree, session.counts, score)
+                    self.journal.end(own[place].rollout, own[place].tree, own[place].counts, score)
 
-            chosen = [sessions[place] for place in own]
-            items = [self._item(session, step) for session in chosen]
-            scores = self.pools[name].run(items, [session.clock for session in chosen], ended)
-            results.update(zip(own, scores, strict=True))
+            clocks = [session.clock for session in own]
+            scores = self.pools[name].run([self._item(session, step) for session in own], clocks, ended)
+            for session, score in zip(own, scores, strict=True):
+                session.score = score
 
-        for name, own in places.items():
-            self.pools[name].expect(len(own))
-        with ThreadPoolExecutor(len(places), "agents") as threads:
-            running = [threads.submit(run, name, own) for name, own in places.items()]
+        pools = [self.pools[name] for name in by_name]
+        for pool, own in zip(pools, by_name.values(), strict=True):
+            pool.expect(len(own))
+        with ThreadPoolExecutor(max(len(pools), 1), "agents") as threads:
+            running = [threads.submit(run, name, own) for name, own in by_name.items()]
             for future in running:
                 future.add_done_callback(lambda _: self.endpoint.wake())
-            num_agents = sum(map(len, places.values()))
             try:
-                with self.show_progress(self.label, num_agents) as progress:
-                    num_ended = 0
+                with self.show_progress(self.label, len(sessions)) as progress:
+                    num_over = 0
                     while not all(future.done() for future in running):
                         batch = self.endpoint.next_batch(
                             lambda: sum(pool.num_expected for pool in pools),
@@ -125,10 +116,8 @@ class AgentRollouts(FreshRollouts):
                         )
                         answers = self._generate_calls([(call.task(), call.sampling) for call in batch], step)
                         self.endpoint.reply(list(zip(batch, answers, strict=True)))
-                        over = sum(sessions[place].is_over for own in places.values() for place in own)
-                        if over > num_ended:
-                            progress(over - num_ended)
-                            num_ended = over
+                        before, num_over = num_over, sum(session.is_over for session in sessions)
+                        progress(num_over - before)
             except BaseException:
                 for pool in pools:
                     pool.interrupt()
@@ -156,34 +145,28 @@ class AgentRollouts(FreshRollouts):
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _unscored(self, session: AgentSession, score: Score, step: int) -> UnscoredRollout:
-        completion = self._completion(session, score, step)
-        answer = score.answer if isinstance(score, AgentOutcome) else None
-        if score.error is None and not session.tree.calls:
-            return UnscoredRollout(completion, None, Score(None, error="the agent never asked the model"))
-        if answer is None:
-            return UnscoredRollout(completion, None, Score(score.reward, score.parts, score.error, score.traceback))
-        name = session.task.environment
-        if name not in self.judged:
+    def _unscored(self, session: AgentSession, step: int) -> UnscoredRollout:
+        completion, score, name = self._completion(session, step), session.score, session.task.environment
+        assert score is not None, "all agents have ended"
+        answer, problem = score.answer if isinstance(score, AgentOutcome) else None, score.error
+        if problem is None and not session.tree.calls:
+            problem = "the agent never asked the model"
+        elif answer is not None and name not in self.judged:
             problem = f"env.{name} has no judge for the agent's answer: set its `type` or `function`"
-            return UnscoredRollout(completion, None, Score(None, error=problem))
-        return UnscoredRollout(completion, replace(completion, text=answer), None)
+        if answer is not None and problem is None:
+            return UnscoredRollout(completion, replace(completion, text=answer), None)
+        reward = score.reward if problem is None else None
+        return UnscoredRollout(completion, None, Score(reward, score.parts, problem, score.traceback))
 
-    def _completion(self, session: AgentSession, score: Score, step: int) -> Completion:
+    def _completion(self, session: AgentSession, step: int) -> Completion:
         """All that the rollout sampled: the longest branch, and the others."""
-        rows = session.tree.branches()
-        first = rows[0] if rows else Completion((), (), "", "stop")
-        counts = {**session.counts, "branches": len(rows)}
-        rows = [replace(row, versions=self.versions(step)) for row in rows[1:]]
+        rows = [replace(row, versions=self.versions(step)) for row in session.tree.branches()]
         said: list[Utterance] = []
         for call in session.tree.calls:  # of all branches, as they were answered
             said += [call.said, Utterance("assistant", call.answer.text, len(call.answer.token_ids))]
-        return replace(
-            first,
-            versions=self.versions(step),
-            branches=tuple(rows),
-            conversation=Conversation(tuple(said), counts),
-        )
+        talk = Conversation(tuple(said), {**session.counts, "branches": len(rows)})
+        first, *others = rows or [Completion((), (), "", "stop", versions=self.versions(step))]
+        return replace(first, branches=tuple(others), conversation=talk)
 
 
 def build_conversations(

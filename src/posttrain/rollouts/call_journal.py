@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,12 +99,13 @@ class CallJournal:
         calls = [call.key for call in tree.calls]
         self._write({"rollout": rollout, "end": result, "counts": dict(counts), "calls": calls})
 
-    def ended(self, rollout: RolloutId, tree: CallTree) -> tuple[Score, dict[str, float]] | None:
-        """The result of a rollout that had ended, whose calls are put into `tree`; None if it had not."""
+    def ended(self, rollout: RolloutId, tree: CallTree, counts: Counter[str]) -> Score | None:
+        """The result of a rollout that had ended, whose calls and counts are added; None if it had not."""
         if (line := self._ends.get(rollout)) is None:
             return None
         tree.calls += [self._calls[rollout, tuple(key)] for key in line["calls"]]
-        return AgentOutcome(**line["end"]), dict(line["counts"])
+        counts.update(line["counts"])
+        return AgentOutcome(**line["end"])
 
     def _write(self, line: JsonObject) -> None:
         with self._lock:

@@ -23,8 +23,8 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.tool_calls import Answer, Tools
 from posttrain.data.tool_prompts import ToolChat, answer_text, parsed_arguments
 from posttrain.files.json_files import JsonMapping
-from posttrain.rollouts.turn_prompts import NextTurn
-from posttrain.types import Completion, Message, Sampling, Utterance
+from posttrain.rollouts.turn_prompts import TURN, NextTurn
+from posttrain.types import Completion, Sampling, Utterance
 
 Messages = Sequence[JsonMapping]
 CallKey = tuple[str, int]  # digest of the prompt, and how many requests of the rollout had it before
@@ -86,12 +86,9 @@ class PromptWriter:
 
     def following(self, before: Messages, after: Messages, tools: Tools, sampled: Sequence[int]) -> tuple[int, ...]:
         """What `after` adds to `sampled`, the answer to `before`."""
-
-        def render(messages: Sequence[Message]) -> str:
-            return self.chat.render(messages, tools)
-
         with self._lock:
-            return tuple(self._next_turn.after(before, after, sampled, render))
+            rendered = self.chat.render([*before, TURN, *after], tools)
+            return tuple(self._next_turn.ids_after(rendered, sampled))
 
     def read(self, prompt: Sequence[int], answer: Completion, tools: Tools) -> Answer:
         """The model's answer as text, reasoning and calls."""

@@ -28,7 +28,7 @@ from posttrain.types import Message, Task
 
 # Letters and digits only, as in chat.py: no template trims or escapes it, and no observation holds it by chance.
 _PLACEHOLDER = "posttrain5d0c8e17b2turn"
-_TURN: Message = {"role": "assistant", "content": _PLACEHOLDER}
+TURN: Message = {"role": "assistant", "content": _PLACEHOLDER}  # stands for an answer of the model
 _THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
@@ -46,26 +46,17 @@ class NextTurn:
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
         # Raises if the template cannot render a conversation.
-        self._after_turn([{"role": "user", "content": "?"}], [{"role": "", "content": "?"}])
+        asked: Message = {"role": "user", "content": "?"}
+        self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        before = list(prompt)
-        for exchange in exchanges[:-1]:
-            before += [_TURN, *exchange.messages]
-        return self.after(before, exchanges[-1].messages, sampled)
+        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), sampled)
 
-    def after(
-        self,
-        before: Sequence[Message],
-        following: Sequence[Message],
-        sampled: Sequence[int],
-        render: Callable[[Sequence[Message]], str] | None = None,
-    ) -> Ids:
-        """The tokens to append to `sampled`, the model's answer to `before`, so that it reads `following` next.
-        `render` writes the conversation, where tools are in it."""
-        body = self._after_turn(before, following, render)
+    def ids_after(self, rendered: str, sampled: Sequence[int]) -> Ids:
+        """The tokens to append to `sampled`, which stands in a rendered conversation where its last `TURN` does."""
+        body = self._after_turn(rendered)
         if not self._end or not body.startswith(self._end):  # contents only, without turn markers
             return self._chat.encode_prompts([body])[0]
         body = body[len(self._end) :]
@@ -76,16 +67,15 @@ class NextTurn:
         text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def _after_turn(
-        self,
-        before: Sequence[Message],
-        following: Sequence[Message],
-        render: Callable[[Sequence[Message]], str] | None = None,
-    ) -> str:
+    def _with_turns(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> list[Message]:
+        messages = list(prompt)
+        for exchange in exchanges:
+            messages += [TURN, *({**message, "role": message["role"] or self.role} for message in exchange.messages)]
+        return messages
+
+    def _after_turn(self, rendered: str) -> str:
         """The template's output after the model's last turn, including the opening of the next turn."""
-        messages = [{**message, "role": message["role"] or self.role} for message in (*before, _TURN, *following)]
-        whole = (render or self._chat.render)(messages)
-        _, found, after = whole.rpartition(_PLACEHOLDER)
+        _, found, after = rendered.rpartition(_PLACEHOLDER)
         if not found:
             raise DataError(
                 "the chat template leaves out earlier turns of the assistant, so no conversation of several turns can "
@@ -111,7 +101,7 @@ class NextTurn:
         asked: Message = {"role": "user", "content": "?"}
         for role in ("tool", "user"):
             try:
-                written = self._chat.render([asked, _TURN, {"role": role, "content": "0bserved"}])
+                written = self._chat.render([asked, TURN, {"role": role, "content": "0bserved"}])
             except DataError:
                 continue
             if "0bserved" in written.rpartition(_PLACEHOLDER)[2]:

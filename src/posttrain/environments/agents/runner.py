@@ -14,6 +14,7 @@ import ctypes
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,9 @@ def _function(spec: str, kwargs: JsonMapping, folder: Path) -> Callable[[TurnTas
 
 
 def _command(words: Sequence[str], folder: Path) -> Callable[[TurnTask, Endpoint], object]:
+    if shutil.which(words[0]) is None and not os.access(folder / words[0], os.X_OK):
+        raise BadSetup(f"there is no program {words[0]!r} that can be executed")
+
     def run(task: TurnTask, endpoint: Endpoint) -> object:
         given = json.dumps(asdict(task), default=str).encode()
         try:
