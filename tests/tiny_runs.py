@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from posttrain.apps.demo.arithmetic import build_tokenizer
 from posttrain.cli.main import main
@@ -70,6 +70,19 @@ def save_model(
         )
     )
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_expert_model(folder: Path) -> Path:
+    """The same of a Qwen3-MoE with eight experts, of which a token uses two."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), head_dim=16, initializer_range=0.2, **sizes, **experts, **ids)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

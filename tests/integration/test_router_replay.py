@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny_runs
-import torch
 import vllm_pythons
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from posttrain.apps.demo.arithmetic import build_tokenizer
 from posttrain.cli.main import main
 
 REPLAY = "policy.router_replay.enabled=true"
@@ -21,15 +18,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.root, self.data, self.model = root, root / "data", root / "model"
         self.data.mkdir()
-        tokenizer = build_tokenizer()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-        Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(vocab_size=len(tokenizer), head_dim=16, initializer_range=0.2, **sizes, **experts, **ids)
-        ).save_pretrained(self.model)
-        tokenizer.save_pretrained(self.model)
+        tiny_runs.save_expert_model(self.model)
         tiny_runs.write_rows(self.data / "questions.jsonl", tiny_runs.questions(20))
         tiny_runs.write_rows(self.data / "held_out_questions.jsonl", tiny_runs.questions(4, seed=1))
         (self.data / "rewards.py").write_text(tiny_runs.ODD_CHARACTERS)
