@@ -14,7 +14,7 @@ from posttrain.config import load_config
 from posttrain.config.policy import DtensorConfig
 from posttrain.errors import InputError
 from posttrain.policy.head import OutputHead
-from posttrain.policy.memory.model_shape import shape_of_config
+from posttrain.policy.memory.model_shape import find_shape, shape_of_config
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.parallel.experts import ExpertGroup
@@ -108,6 +108,24 @@ def test_a_rank_that_shares_layers_is_counted_with_its_part_of_the_weights_while
         memory = RankMemory(shape_of_config("tiny", config), run_settings(policy, has_reference=False, ranks=8))
         found.append(memory.while_sampling()["whole weights"])
     assert found[1] == found[0] / 8
+
+
+def test_a_rank_that_shares_experts_is_counted_with_its_share_of_them() -> None:
+    shape, found = find_shape("qwen-30b-a3b"), []
+    assert shape.counted is not None
+    for size in (1, 4, 8):
+        words = ["cluster.gpus_per_node=8", f"policy.dtensor_cfg.expert_parallel_size={size}"]
+        words += ["data.train={dataset_name: ResponseDataset, data_path: none.jsonl}", "data.default.env_name=math"]
+        policy = load_config("grpo", None, words).config.policy
+        found.append(RankMemory(shape, run_settings(policy, has_reference=False, ranks=8)))
+    whole = [memory.while_sampling()["whole weights"] for memory in found]
+    of_experts = 2 * shape.counted.expert_weights  # bf16
+    assert whole == pytest.approx([2 * shape.num_weights - of_experts * share for share in (0, 3 / 4, 7 / 8)])
+    assert whole[2] < 0.18 * whole[0]
+    gathered = [memory.gathered_weights()["gathered layers"] for memory in found]
+    assert gathered[0] - gathered[1] == pytest.approx(2 * of_experts * 3 / 4 / shape.layers)
+    assert gathered[0] - gathered[2] == pytest.approx(2 * of_experts / shape.layers), "theirs are there already"
+    assert [memory.captures_graphs for memory in found] == [True, False, False]
 
 
 def test_one_rank_has_no_process_groups() -> None:

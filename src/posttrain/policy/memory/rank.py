@@ -79,10 +79,16 @@ class RankMemory:
         return self.settings.ranks > 1 and self.settings.trains
 
     @property
+    def own_experts(self) -> float:
+        """Bytes of this rank's share of all layers' experts, whole."""
+        counted = self.shape.counted
+        return 0.0 if counted is None else self.settings.element * counted.expert_weights / self.settings.expert_shares
+
+    @property
     def captures_graphs(self) -> bool:
         """Whether decode steps are CUDA graphs; not where ranks that train share layers (engines/native/engine.py)."""
         engine = self.settings.engine
-        shares_layers = self.is_sharded and self.settings.layer_shares > 1
+        shares_layers = self.is_sharded and max(self.settings.layer_shares, self.settings.expert_shares) > 1
         return not shares_layers or (engine is not None and engine.has_own_weights)
 
     def resident(self) -> dict[str, float]:
@@ -112,8 +118,11 @@ class RankMemory:
         if self.settings.ranks == 1:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
-        gathered = self.settings.element * (tables + 2 * self.shape.layer_weights / self.shape.layers)
-        return {"gathered layers": gathered / self.settings.layer_shares}
+        is_gathered = self.settings.ranks > self.settings.expert_shares * self.settings.layer_shares
+        experts = self.own_experts if is_gathered else 0.0
+        layers = self.settings.element * self.shape.layer_weights - self.settings.expert_shares * self.own_experts
+        gathered = self.settings.element * tables + 2 * layers / self.shape.layers
+        return {"gathered layers": gathered / self.settings.layer_shares + 2 * experts / self.shape.layers}
 
     @property
     def sampler(self) -> RankMemory:
@@ -122,7 +131,10 @@ class RankMemory:
             return self
         size = self.settings.engine_shares
         return RankMemory(
-            self.shape, replace(self.settings, ranks=size, layer_shares=size, row_shares=1, num_engines=0, trains=False)
+            self.shape,
+            replace(
+                self.settings, ranks=size, layer_shares=size, row_shares=1, expert_shares=1, num_engines=0, trains=False
+            ),
         )
 
     # -- phases --------------------------------------------------------------------------------------------------------
@@ -142,7 +154,8 @@ class RankMemory:
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
-        whole = {"whole weights": self.weights / self.settings.layer_shares} if self.is_sharded else {}
+        dense = (self.weights - self.settings.expert_shares * self.own_experts) / self.settings.layer_shares
+        whole = {"whole weights": dense + self.own_experts} if self.is_sharded else {}
         if engine.has_own_weights:
             # On several GPUs that only sample, vLLM's parts are the only ones.
             alone = not self.settings.trains and self.settings.ranks > 1

@@ -88,6 +88,7 @@ class RunSettings:
     checkpoint_copy: CheckpointCopy = "none"
     layer_shares: int = 1  # ranks that share each layer
     row_shares: int = 1  # ranks that share each packed row in training
+    expert_shares: int = 1  # ranks that share the experts of each layer
     num_engines: int = 0  # on GPUs that only sample; 0: those that train sample too
     engine_shares: int = 1  # GPUs that share the layers of such an engine
     trains: bool = True  # False: an engine on a GPU of its own
@@ -139,6 +140,7 @@ def run_settings(
         engine=engine,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
         row_shares=policy.dtensor_cfg.context_parallel_size,
+        expert_shares=policy.dtensor_cfg.expert_parallel_size or 1,
         fp8=policy.fp8,
         **others,
     )
