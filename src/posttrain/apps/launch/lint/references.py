@@ -176,7 +176,7 @@ def _check_service(manifest: Manifest, files: _Files) -> Findings:
 
 
 def _check_size(claim: Manifest, files: _Files) -> Findings:
-    """A size that the driver of the claim's class can make."""
+    """A size that the driver of the claim's class can make, and an access mode that it has."""
     storage = files.find("storage.k8s.io", "StorageClass", read(claim.body, "spec.storageClassName"))
     if storage is None:
         return
@@ -185,6 +185,10 @@ def _check_size(claim: Manifest, files: _Files) -> Findings:
         read(claim.body, "spec.resources.requests.storage"),
     )
     gib, driver = (quantity(size) or 0) / 1024**3, storage.body.get("provisioner")
+    modes = list_of(claim.body, "spec", "accessModes")
+    if driver in (FSX, LUSTRE) and "ReadWriteMany" not in modes:
+        here = ManifestPlace(claim, "spec.accessModes")
+        yield here.error("storage-access", modes, "one machine alone could mount it", "[ReadWriteMany]")
     if driver == FSX and not is_fsx_size(gib):
         yield place.error("storage-size", size, "FSx has 1200Gi, or multiples of 2400Gi")
     tier = str(read(storage.body, "parameters.perUnitStorageThroughput"))
