@@ -144,3 +144,31 @@ def test_answers_that_begin_alike_are_all_kept(model: nn.Module) -> None:
     assert (computed, reused) == (len(prompt) + 4 * 31 - reused, 29 + 3 * 28), (
         "one of them has the page that is not full"
     )
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_prompts_of_one_call_share_what_they_have_in_common(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """Also where a pass is smaller than the common part, and pages are computed in the same pass."""
+    begin = tuple(range(5, 35))
+    tasks = [Task(draw, f"t:{draw}", "", (*begin, *range(40, 41 + draw))) for draw in range(5)]
+    expected = engine_of(model).generate(tasks, 2, SAMPLING, KEY)
+    for max_prefill_tokens in (16, 64):
+        settings = {"max_prefill_tokens": max_prefill_tokens}
+        engine = ahead(model, monkeypatch, **settings) if is_ahead else engine_of(model, **settings)
+        engine.keep_prefixes(True)
+        assert_same(engine.generate(tasks, 2, SAMPLING, KEY), expected)
+        # Full pages of 4: 28 tokens in common, 32 of those prompts that continue one another.
+        assert engine.keep_prefixes(False) == PrefillTokens(31 + 4 + 1 + 2 + 3, 28 + 32 + 32 + 32)
+
+
+def test_conversations_that_are_not_in_a_call_are_kept(model: nn.Module) -> None:
+    """Agents ask when they like, and with settings of their own."""
+    tasks = [Task(draw, f"t:{draw}", "", tuple(range(9 * draw + 5, 9 * draw + 14))) for draw in range(3)]
+    engine = engine_of(model)
+    engine.keep_prefixes(True)
+    for task in tasks:
+        engine.generate([task], 1, SAMPLING, KEY)
+    engine.generate([replace(task, prompt_ids=(*task.prompt_ids, 90)) for task in tasks], 1, SAMPLING, KEY)
+    assert engine.keep_prefixes(False) == PrefillTokens(3 * 9 + 3 * 2, 3 * 8), "full pages of the prompts"

@@ -74,17 +74,30 @@ def test_pages_held_while_weights_change_are_not_cached_later() -> None:
     assert pages.find("", (5, 6)) == (again, 2), "the same page is cached once it is written anew"
 
 
-def test_a_larger_cache_keeps_its_pages_and_drops_those_of_no_use() -> None:
+def test_a_larger_cache_keeps_its_pages() -> None:
     pages = PrefixCache(4, SIZE)
-    useful, other = pages.take(2), pages.take(2)
-    pages.insert_and_release("", (1, 2, 3), useful)
-    pages.insert_and_release("", (5, 6, 7, 8), other)
-    pages.keep_only([pages.find("", (1, 2, 3, 4))])
-    assert pages.find("", (5, 6)) == NOT_CACHED
+    held = pages.take(2)
+    pages.insert_and_release("", (1, 2, 3), held)
+    assert sorted(pages.unheld) == sorted(held)
     pages.grow(6)
     assert (pages.num_pages, pages.num_free) == (6, 6)
     pages.hold(pages.find("", (1, 2, 3, 4)))
-    assert sorted([*useful, *pages.take(4)]) == list(range(6))
+    assert sorted([*held, *pages.take(4)]) == list(range(6))
+
+
+def test_prompts_of_one_admission_share_what_they_have_in_common() -> None:
+    scheduler = Scheduler(40, SIZE, 8, prefixes=PrefixCache(40, SIZE))
+    for number, prompt in enumerate([(1, 2, 3, 4, 5), (1, 2, 3, 4, 6, 7), (1, 2, 9), (8, 8)]):
+        scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
+    jobs = list(scheduler.admit().prompts.values())
+    assert [(job.start, tuple(job.token_ids)) for job in jobs] == [
+        (0, (1, 2, 3, 4, 5)),
+        (4, (6, 7)),
+        (2, (9,)),
+        (0, (8, 8)),
+    ]
+    assert jobs[0].pages[0] == jobs[1].pages[0] == jobs[2].pages[0]
+    assert (scheduler.num_prefilled_tokens, scheduler.num_reused_tokens) == (10, 6)
 
 
 def test_pages_are_taken_from_the_end_of_the_sequence_that_was_released_first() -> None:
@@ -108,8 +121,7 @@ def test_known_pages_of_a_prompt_do_not_count_in_the_limit_of_a_prefill_step() -
         scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
 
     add(0, tuple(range(8)))
-    first = scheduler.admit(3)
-    scheduler.remember_prompts(first)
+    scheduler.admit(3)
     for number in (1, 2, 3):
         add(number, (*range(8), 10 + number))  # one token each beyond the known pages
     add(4, tuple(range(20, 24)))
@@ -123,7 +135,6 @@ def test_short_prompts_are_counted_when_their_pages_are_held() -> None:
     def finished(number: int, prompt: tuple[int, ...]) -> None:
         scheduler.add([Sample(PromptGroup(Task(number, str(number), "", prompt), 2), 0, 0)])
         admission = scheduler.admit()
-        scheduler.remember_prompts(admission)
         for sample in admission.samples:
             scheduler.leave(sample)
 
@@ -188,7 +199,6 @@ def test_known_pages_always_hold_the_tokens_of_the_prompt(seed: int, size: int) 
             admission = scheduler.admit()
             for group, job in admission.prompts.items():
                 compute(group, group.task.prompt_ids, job.start, job.pages)
-            scheduler.remember_prompts(admission)
             for source, target in admission.copies:
                 contents[target] = list(contents[source])
             for sample, job in admission.resumed.items():

@@ -166,7 +166,6 @@ class Driver:
             # Without graphs the host needs the tokens. A sample can only be preempted with all its tokens on the host.
             updates += self._read_all()
         scheduler.reserve_step()
-        scheduler.remember_prompts(joining)  # steps that reuse them are launched later
         num_before = len(self._in_flight)
         try:
             for adapter, samples in self._by_adapter(scheduler.active):
@@ -270,7 +269,6 @@ class Driver:
         for adapter, samples in self._by_adapter(admission.samples):
             groups = dict.fromkeys(sample.group for sample in samples)
             self._prefill(adapter, [admission.prompts[group] for group in groups if group in admission.prompts])
-        self.scheduler.remember_prompts(admission)
         self.cache.copy_pages(admission.copies)
         if self.cache.states is not None:
             self.cache.states.copy(admission.state_copies)

@@ -362,7 +362,7 @@ class NativeEngine:
 
     def _workspace_for(self, requests: Sequence[Request], longest: int) -> Workspace:
         """The previous call's working memory if it is large enough or as large as memory allows; else a new one, with
-        the cached pages that this call needs.
+        the cached pages.
         """
         settings, size, held = self.settings, self.settings.page_size, self._workspace
         groups = [request.group for request in requests]
@@ -374,12 +374,11 @@ class NativeEngine:
         if keeps and held is not None and held.prefixes is None:
             held.prefixes = PrefixCache(held.num_pages, size)
         prefixes = None if held is None else held.prefixes
-        kept: list[int] = []  # pages that this call reuses
+        kept: list[int] = []  # cached pages
         if prefixes is not None:
-            known = [prefixes.find("", group.task.prompt_ids[:-1]) for group in groups]
-            prefixes.keep_only(known)
-            kept = sorted({page for prefix in known for page in prefix.pages})
-            wanted = needed = max(least, wanted - sum(len(prefix.pages) for prefix in known) + len(kept))
+            kept = prefixes.unheld
+            known = sum(len(prefixes.find("", group.task.prompt_ids[:-1]).pages) for group in groups)
+            wanted = needed = max(least, wanted - known + len(kept))
         if held is not None and held.fits(wanted, least, longest):
             if held.fp8 is not None:
                 held.fp8.refresh()  # the weights may have been trained since

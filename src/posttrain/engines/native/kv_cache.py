@@ -136,8 +136,9 @@ class PrefixCache(PageAllocator):
             self._holders[page] = 1
 
     def insert(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Cache the full pages among `pages`, which hold the keys and values of the tokens, up to the first page whose
-        contents are cached already in another one, or that is to be cleared.
+        """Cache the full pages among `pages`, up to the first page whose contents are cached already in another one, or
+        that is to be cleared. Keys and values of the tokens are written to them before any others that are found from
+        here on.
         """
         for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
             if page in self._to_clear or self._page_of.setdefault(key, page) != page:
@@ -177,7 +178,8 @@ class PrefixCache(PageAllocator):
             yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])
 
     def clear(self) -> None:
-        self.keep_only(())
+        for page in list(self._evictable):
+            self._evict(page)
         self._page_of.clear()
         self._key_of.clear()
         self._tails.clear()
@@ -189,11 +191,10 @@ class PrefixCache(PageAllocator):
             if num_holders:
                 self._to_clear.setdefault(page, lambda pages: None)
 
-    def keep_only(self, prefixes: Iterable[CachedPrefix]) -> None:
-        """Free the pages that have no holder and are in none of `prefixes`."""
-        kept = {page for prefix in prefixes for page in prefix.pages}
-        for page in [page for page in self._evictable if page not in kept]:
-            self._evict(page)
+    @property
+    def unheld(self) -> list[int]:
+        """Cached pages without a holder."""
+        return list(self._evictable)
 
     def grow(self, num_pages: int) -> None:
         self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)

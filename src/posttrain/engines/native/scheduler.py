@@ -191,6 +191,8 @@ class Scheduler:
                 self.num_prefilled_tokens += group.prompt_length - start
                 missing = pages_for(group.prompt_length, self.page_size) - len(known.pages)
                 group.pages = known.pages + self.pages.take(missing)
+                if self.prefixes is not None:  # prompts of one admission share them: a pass writes before it reads
+                    self.prefixes.insert(group.adapter, group.task.prompt_ids, group.pages)
                 group.state_slot = self._take_state_slot()
                 # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(
@@ -210,12 +212,6 @@ class Scheduler:
     def _num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
         return group.prompt_length - self._known(group).num_tokens if group.pages is None else 0
-
-    def remember_prompts(self, admission: Admission) -> None:
-        """Called when the prompts of the admission have been computed."""
-        if self.prefixes is not None:
-            for group, job in admission.prompts.items():
-                self.prefixes.insert(group.adapter, group.task.prompt_ids, job.pages)
 
     def _num_within(self, max_tokens: int, slots: int) -> int:
         """How many samples from the head of the queue have `max_tokens` to prefill; at least 1 if there is a slot."""
