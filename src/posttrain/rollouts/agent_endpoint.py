@@ -26,13 +26,13 @@ from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import Endpoint
 from posttrain.rollouts.agent_requests import ChatAnswer, ChatRequest, RefusedRequest, read_request
 from posttrain.rollouts.call_journal import CallJournal
-from posttrain.rollouts.call_tree import CallKey, CallTree, Prompt, PromptWriter
+from posttrain.rollouts.call_tree import Call, CallTree, PromptWriter
 from posttrain.types import Completion, Sampling, Score, Task
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_CONNECTIONS = 2048
 _READ_LIMIT_S = 600.0  # of a connection that sends nothing
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 @dataclass(eq=False)
@@ -64,25 +64,16 @@ class PendingCall:
 
     session: AgentSession
     request: ChatRequest
-    prompt: Prompt
-    key: CallKey
-    sampling: Sampling
+    call: Call
     since: float = field(default_factory=time.monotonic)
     answered: threading.Event = field(default_factory=threading.Event)
     answer: ChatAnswer | None = None
 
-    @property
-    def order(self) -> tuple[int, int, str, int]:
-        return (*self.session.rollout, *self.key)
 
-    def task(self) -> Task:
-        return task_of_call(self.session.task, self.session.sample, self.key, self.prompt.ids)
-
-
-def task_of_call(task: Task, sample: int, key: CallKey, prompt_ids: tuple[int, ...]) -> Task:
+def task_of_call(task: Task, sample: int, call: Call) -> Task:
     """For an engine. Noise is keyed by the rollout and the prompt, not by the order of requests."""
-    first = int.from_bytes(hashlib.blake2b(f"{key}".encode(), digest_size=8).digest(), "big") >> 4
-    return replace(task, prompt="", prompt_ids=prompt_ids, first_sample=sample, first_token=first)
+    first = int.from_bytes(hashlib.blake2b(f"{call.key}".encode(), digest_size=8).digest(), "big") >> 4
+    return replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
 
 
 class AgentEndpoint:
@@ -116,9 +107,9 @@ class AgentEndpoint:
         with self._changed:
             session.is_over = True
             self._sessions.pop(session.key, None)
-            for call in (call for calls in session.asked.values() for call in calls):
-                call.answered.set()
-            self._pending = [call for call in self._pending if call.session is not session]
+            for pending in (pending for asked in session.asked.values() for pending in asked):
+                pending.answered.set()
+            self._pending = [pending for pending in self._pending if pending.session is not session]
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -129,47 +120,37 @@ class AgentEndpoint:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def next_batch(self, num_expected: Callable[[], int], is_over: Callable[[], bool]) -> list[PendingCall]:
-        """Requests to sample together, in an order that does not depend on the clock; none if `is_over`."""
+    def next_batch(self, num_running: Callable[[], int]) -> list[PendingCall]:
+        """Requests to sample together, in an order that does not depend on the clock; none if there are none yet."""
         with self._changed:
-            while True:
-                ready = len({id(call.session) for call in self._pending})
-                waited_s = time.monotonic() - min((call.since for call in self._pending), default=time.monotonic())
-                if ready and (ready >= num_expected() or waited_s > self.max_wait_s):
-                    batch, self._pending = self._pending, []
-                    return sorted(batch, key=lambda call: call.order)
-                if is_over():
-                    return []
+            ready = len({id(pending.session) for pending in self._pending})
+            waited_s = time.monotonic() - min((one.since for one in self._pending), default=time.monotonic())
+            if not ready or (ready < num_running() and waited_s < self.max_wait_s):
                 self._changed.wait(_POLL_S)
-
-    def wake(self) -> None:
-        """Something that `next_batch` waits for has changed."""
-        with self._changed:
-            self._changed.notify_all()
+                return []
+            batch, self._pending = self._pending, []
+            return sorted(batch, key=lambda pending: (*pending.session.rollout, *pending.call.key))
 
     def reply(self, answers: Sequence[tuple[PendingCall, Completion]]) -> None:
         """Record the answers of requests that were sampled together, then let the agents have them."""
-        read = [self.writer.read(call.prompt.ids, answer, call.request.used_tools) for call, answer in answers]
+        read = [self.writer.read(one.call.prompt_ids, answer, one.request.used_tools) for one, answer in answers]
         with self._changed:
-            added = []
-            for (call, answer), parts in zip(answers, read, strict=True):
-                session = call.session
+            for (pending, answer), parts in zip(answers, read, strict=True):
+                session, call = pending.session, pending.call
                 if session.is_over:
                     continue
                 message = parts.message(str(call.key))
-                node = session.tree.add(call.prompt, call.key, call.sampling, answer, message)
-                added.append((session.rollout, node))
+                session.tree.add(call, answer, message)
                 session.counts["tool_calls"] += len(parts.tool_calls)
                 session.counts["malformed_tool_calls"] += parts.num_malformed
-                called = parts.tool_calls and answer.finish_reason == "stop"
+                finish = "tool_calls" if parts.tool_calls and answer.finish_reason == "stop" else answer.finish_reason
                 name = f"chatcmpl-{call.key[0][:24]}-{call.key[1]}"
-                finish = "tool_calls" if called else answer.finish_reason
-                call.answer = ChatAnswer(name, self.model, message, finish, call.prompt.ids, answer.token_ids)
+                pending.answer = ChatAnswer(name, self.model, message, finish, call.prompt_ids, answer.token_ids)
                 session.clock.answered()
             if self.journal is not None:
-                self.journal.add(added)
-            for call, _ in answers:
-                call.answered.set()
+                self.journal.add([(one.session.rollout, one.call) for one, _ in answers if one.answer is not None])
+            for one, _ in answers:
+                one.answered.set()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -179,51 +160,49 @@ class AgentEndpoint:
         if session is None:
             raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
         request = read_request(body)
+        if session.counts["agent_calls"] >= self.max_calls and not is_retry:
+            session.counts["out_of_turns"] = 1
+            return request, self._last_word()
+        messages = [message.plain() for message in request.messages]
         try:
-            prompt = session.tree.prompt([message.plain() for message in request.messages], request.used_tools)
+            call = session.tree.call(messages, request.used_tools, self._sampling_of(request))
         except DataError as error:
             raise RefusedRequest(str(error), "messages") from error
-        if len(prompt.ids) >= self.max_total_tokens:
+        if (length := len(call.prompt_ids)) >= self.max_total_tokens:
             session.counts["out_of_tokens"] = 1
-            raise RefusedRequest(
-                f"the prompt has {len(prompt.ids)} tokens, which leaves no room in {self.max_total_tokens} "
-                "(policy.max_total_sequence_length)",
-                "messages",
-                "context_length_exceeded",
-            )
-        call = self._enter(session, request, prompt, is_retry=is_retry)
-        if call is None:
+            problem = f"the prompt has {length} tokens, which leaves no room in {self.max_total_tokens} "
+            problem += "(policy.max_total_sequence_length)"
+            raise RefusedRequest(problem, "messages", "context_length_exceeded")
+        pending = self._enter(PendingCall(session, request, call), is_retry=is_retry)
+        if pending is None:
             return request, self._last_word()
-        while not call.answered.wait(_POLL_S):
+        while not pending.answered.wait(_POLL_S):
             pass
-        if call.answer is None:
+        if pending.answer is None:
             raise RefusedRequest("the rollout is over", code="rollout_over", status=401)
-        return request, call.answer
+        return request, pending.answer
 
-    def _enter(
-        self, session: AgentSession, request: ChatRequest, prompt: Prompt, *, is_retry: bool
-    ) -> PendingCall | None:
-        """The call that answers the request: a new one, or the one that it repeats. None: there were too many."""
+    def _enter(self, pending: PendingCall, *, is_retry: bool) -> PendingCall | None:
+        """What answers the request: itself, or the one that it repeats. None: there were too many."""
+        session, call = pending.session, pending.call
         with self._changed:
-            earlier = session.asked.setdefault(prompt.digest, [])
+            earlier = session.asked.setdefault(call.key[0], [])
             if is_retry and earlier:
                 return earlier[-1]
             if session.is_over or session.counts["agent_calls"] >= self.max_calls:
-                session.counts["out_of_turns"] = 1
                 return None
-            key = (prompt.digest, len(earlier))
-            call = PendingCall(session, request, prompt, key, self._sampling_of(request))
-            earlier.append(call)
+            call.key = (call.key[0], len(earlier))
+            earlier.append(pending)
             session.counts["agent_calls"] += 1
-            session.counts["overridden_sampling"] += request.num_overridden
+            session.counts["overridden_sampling"] += pending.request.num_overridden
             session.clock.ask()
-            known = self.journal.answer(session.rollout, key) if self.journal is not None else None
+            known = self.journal.answer(session.rollout, call.key) if self.journal is not None else None
             if known is None:
-                self._pending.append(call)
+                self._pending.append(pending)
                 self._changed.notify_all()
         if known is not None:
-            self.reply([(call, known)])
-        return call
+            self.reply([(pending, known)])
+        return pending
 
     def _sampling_of(self, request: ChatRequest) -> Sampling:
         limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)

@@ -10,7 +10,7 @@ others from the journal as far as they ask the same (`call_journal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -24,7 +24,7 @@ from posttrain.environments.settings import read_agents, read_settings
 from posttrain.environments.turns.interface import TurnTask
 from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
-from posttrain.rollouts.call_tree import PromptWriter
+from posttrain.rollouts.call_tree import Call, PromptWriter
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.multi_turn import TurnTaking, build_turns
 from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
@@ -76,11 +76,7 @@ class AgentRollouts(FreshRollouts):
         last bits would differ."""
         tasks = {session.rollout: session.task for session in sessions}
         for batch in self.journal.batches(tasks) if self.journal is not None else ():
-            calls = sorted(batch, key=lambda entry: (entry[0], entry[1].key))
-            self._generate_calls(
-                [(task_of_call(tasks[id_], id_[1], call.key, call.prompt_ids), call.sampling) for id_, call in calls],
-                step,
-            )
+            self._generate_calls(((tasks[rollout], rollout[1], call) for rollout, call in batch), step)
 
     def _answer_agents(self, sessions: Sequence[AgentSession], step: int) -> None:
         """Run the agents of these rollouts, and answer their requests until all have ended."""
@@ -99,43 +95,40 @@ class AgentRollouts(FreshRollouts):
             for session, score in zip(own, scores, strict=True):
                 session.score = score
 
-        pools = [self.pools[name] for name in by_name]
-        for pool, own in zip(pools, by_name.values(), strict=True):
-            pool.expect(len(own))
-        with ThreadPoolExecutor(max(len(pools), 1), "agents") as threads:
+        def num_running() -> int:
+            """Agents that run, or start."""
+            num_left = {name: sum(not session.is_over for session in own) for name, own in by_name.items()}
+            return sum(min(self.pools[name].num_workers, count) for name, count in num_left.items())
+
+        with ThreadPoolExecutor(max(len(by_name), 1), "agents") as threads:
             running = [threads.submit(run, name, own) for name, own in by_name.items()]
-            for future in running:
-                future.add_done_callback(lambda _: self.endpoint.wake())
             try:
                 with self.show_progress(self.label, len(sessions)) as progress:
                     num_over = 0
                     while not all(future.done() for future in running):
-                        batch = self.endpoint.next_batch(
-                            lambda: sum(pool.num_expected for pool in pools),
-                            lambda: all(future.done() for future in running),
-                        )
-                        answers = self._generate_calls([(call.task(), call.sampling) for call in batch], step)
+                        batch = self.endpoint.next_batch(num_running)
+                        calls = ((one.session.task, one.session.sample, one.call) for one in batch)
+                        answers = self._generate_calls(calls, step)
                         self.endpoint.reply(list(zip(batch, answers, strict=True)))
                         before, num_over = num_over, sum(session.is_over for session in sessions)
                         progress(num_over - before)
             except BaseException:
-                for pool in pools:
-                    pool.interrupt()
+                for name in by_name:
+                    self.pools[name].interrupt()
                 raise
             for future in running:
                 future.result(timeout=0)
 
-    def _generate_calls(self, calls: Sequence[tuple[Task, Sampling]], step: int) -> list[Completion]:
-        """One call of the engine for all with equal settings."""
-        places: dict[Sampling, list[int]] = {}
-        for place, (_, sampling) in enumerate(calls):
-            places.setdefault(sampling, []).append(place)
+    def _generate_calls(self, calls: Iterable[tuple[Task, int, Call]], step: int) -> list[Completion]:
+        """Of (task, sample, call). One call of the engine for all with equal settings."""
+        by_sampling: dict[Sampling, dict[int, Task]] = {}
+        for place, (task, sample, call) in enumerate(calls):
+            by_sampling.setdefault(call.sampling, {})[place] = task_of_call(task, sample, call)
         answers: dict[int, Completion] = {}
-        for sampling, own in places.items():
-            tasks = [calls[place][0] for place in own]
-            sampled = self.engine.generate(tasks, 1, sampling, NoiseKey(self.seed, step))
-            answers.update(zip(own, (samples[0] for samples in sampled), strict=True))
-        return [answers[place] for place in range(len(calls))]
+        for sampling, tasks in by_sampling.items():
+            sampled = self.engine.generate(list(tasks.values()), 1, sampling, NoiseKey(self.seed, step))
+            answers.update(zip(tasks, (samples[0] for samples in sampled), strict=True))
+        return [answers[place] for place in sorted(answers)]
 
     def _item(self, session: AgentSession, step: int) -> AgentItem:
         task = session.task
@@ -154,7 +147,7 @@ class AgentRollouts(FreshRollouts):
         elif answer is not None and name not in self.judged:
             problem = f"env.{name} has no judge for the agent's answer: set its `type` or `function`"
         if answer is not None and problem is None:
-            return UnscoredRollout(completion, replace(completion, text=answer), None)
+            return UnscoredRollout(completion, replace(completion, text=answer, conversation=None), None)
         reward = score.reward if problem is None else None
         return UnscoredRollout(completion, None, Score(reward, score.parts, problem, score.traceback))
 

@@ -72,9 +72,9 @@ class CallJournal:
             None if line["parent"] is None else self._calls[rollout, tuple(line["parent"])],
             context,
             Utterance(role, text, len(context)),
-            Completion(tuple(line["tokens"]), tuple(line["logprobs"]), line["text"], line["finish"]),
             tuple(line["key"]),
             replace(sampling, max_new_tokens=line["max_new_tokens"], stop_strings=tuple(line["stop"])),
+            Completion(tuple(line["tokens"]), tuple(line["logprobs"]), line["text"], line["finish"]),
         )
         self._calls[rollout, call.key] = call
         return rollout, call

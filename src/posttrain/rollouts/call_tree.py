@@ -28,44 +28,37 @@ from posttrain.types import Completion, Sampling, Utterance
 
 Messages = Sequence[JsonMapping]
 CallKey = tuple[str, int]  # digest of the prompt, and how many requests of the rollout had it before
+_UNANSWERED = Completion((), (), "", "stop")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
-    """An answered request."""
+    """A request, and its answer as soon as it has one."""
 
-    parent: Call | None
+    parent: Call | None  # the call whose history it continues
     context_ids: tuple[int, ...]  # between the parent's answer and this one; the whole prompt without a parent
     said: Utterance  # the same as text
-    answer: Completion
     key: CallKey
     sampling: Sampling
+    answer: Completion = _UNANSWERED
+    history: tuple[str, ...] = ()  # tools and messages, for comparison
 
     @property
     def path(self) -> list[Call]:
         """From its root to this call."""
-        return [*(self.parent.path if self.parent is not None else ()), self]
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return (*(self.parent.token_ids if self.parent is not None else ()), *self.context_ids)
+        calls = [self]
+        while (parent := calls[-1].parent) is not None:
+            calls.append(parent)
+        return calls[::-1]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The prompt and the answer."""
-        return (*self.prompt_ids, *self.answer.token_ids)
+        return tuple(token for call in self.path for ids in (call.context_ids, call.answer.token_ids) for token in ids)
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """The tokens of a request, and where it continues."""
-
-    parent: Call | None
-    context_ids: tuple[int, ...]
-    said: Utterance
-    ids: tuple[int, ...]
-    digest: str
-    history: tuple[str, ...]  # its messages, for comparison
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.token_ids[: len(self.token_ids) - len(self.answer.token_ids)]
 
 
 class PromptWriter:
@@ -107,7 +100,7 @@ class CallTree:
     calls: list[Call] = field(default_factory=list)  # as they were answered
     _heads: dict[tuple[str, ...], Call] = field(default_factory=dict)  # by tools and all messages, the answer included
 
-    def prompt(self, messages: Messages, tools: Tools) -> Prompt:
+    def call(self, messages: Messages, tools: Tools, sampling: Sampling) -> Call:
         """The tokens of a request. DataError if the chat template cannot write it."""
         history = (json.dumps(tools, sort_keys=True), *map(_compared, messages))
         length = next((n for n in range(len(history), 1, -1) if history[:n] in self._heads), 0)
@@ -118,15 +111,16 @@ class CallTree:
         else:
             context = self.writer.following(messages[: length - 2], new, tools, parent.answer.token_ids)
         said = Utterance(str(new[0]["role"]) if new else "", "\n".join(map(_text, new)), len(context))
-        ids = (*(parent.token_ids if parent is not None else ()), *context)
-        return Prompt(parent, context, said, ids, hashlib.sha256(array("q", ids).tobytes()).hexdigest(), history)
-
-    def add(self, prompt: Prompt, key: CallKey, sampling: Sampling, answer: Completion, message: JsonMapping) -> Call:
-        """`message`: the answer as the agent gets it."""
-        call = Call(prompt.parent, prompt.context_ids, prompt.said, answer, key, sampling)
-        self.calls.append(call)
-        self._heads[(*prompt.history, _compared(message))] = call
+        call = Call(parent, context, said, ("", 0), sampling, history=history)
+        call.key = (hashlib.sha256(array("q", call.token_ids).tobytes()).hexdigest(), 0)
         return call
+
+    def add(self, call: Call, answer: Completion, message: JsonMapping) -> None:
+        """`message`: the answer as the agent gets it."""
+        call.answer = answer
+        self.calls.append(call)
+        history = (*call.history, _compared(message))
+        self._heads[history] = min(call, self._heads.get(history, call), key=lambda known: known.key)
 
     def branches(self) -> list[Completion]:
         """What to train on, in an order that does not depend on that of the requests: the longest first."""

@@ -340,11 +340,11 @@ def test_the_key_of_another_rollout_that_ended_or_of_none_is_refused(tmp_path: P
 def test_limits_of_calls_and_tokens(tmp_path: Path, cleanup: ExitStack) -> None:
     script = """
     def solve(task, endpoint):
-        first, second, last = (ask(endpoint, task.messages) for _ in range(3))
         try:
             ask(endpoint, [user("x" * 600)])
         except urllib.error.HTTPError as error:
             code = json.load(error)["error"]["code"]
+        first, second, last = (ask(endpoint, task.messages) for _ in range(3))
         return float("limit of 2 requests" in last["content"] and code == "context_length_exceeded")
     """
     agents = source(tmp_path, script, cleanup, num_samples=1, max_calls=2)
@@ -406,3 +406,64 @@ def test_answers_do_not_depend_on_which_agents_run_beside(tmp_path: Path, cleanu
     agents.num_samples = 2
     alone = {row.token_ids for row in rows_of(agents.take(1, step=1).groups)}
     assert alone < beside
+
+
+SUB_AGENTS = """
+def solve(task, endpoint):
+    done = threading.Barrier(3)
+    def work(name, wait):
+        time.sleep(wait)
+        messages = [{"role": "system", "content": name}, *task.messages]
+        for _ in range(2):
+            messages += [ask(endpoint, messages), user("more")]
+        done.wait()
+    waits = WAITS
+    for name, wait in zip("ab", waits):
+        threading.Thread(target=work, args=(name, wait)).start()
+    done.wait(60)
+    return 1.0
+"""
+
+
+def test_sub_agents_side_by_side_give_the_same_branches_in_any_order(tmp_path: Path, cleanup: ExitStack) -> None:
+    found = []
+    for waits in ("(0, 0.3)", "(0.3, 0)"):
+        agents = source(tmp_path, SUB_AGENTS.replace("WAITS", waits), cleanup, num_samples=1)
+        groups = agents.take(1, step=1).groups
+        assert_captured(groups, agents.engine)
+        found.append([(row.prompt_ids, row.token_ids, row.trained) for row in rows_of(groups)])
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+
+
+REFUSED = {
+    "n": 2,
+    "logprobs": True,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "logit_bias": {"5": 1.0},
+    "functions": [],
+    "messages": [{"role": "robot", "content": "?"}],
+    "max_tokens": 0,
+    "stop": [3],
+    "tools": [{"type": "function"}],
+}
+
+
+def test_what_is_not_supported_is_refused_with_its_name(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = f"""
+    def solve(task, endpoint):
+        ask(endpoint, task.messages, user="me", temperature=0.1, max_tokens=3, stop="x", n=1, tools=None)
+        named = []
+        for name, value in {REFUSED!r}.items():
+            try:
+                post(endpoint, {{"messages": list(task.messages), name: value}})
+            except urllib.error.HTTPError as error:
+                named.append((error.code, json.load(error)["error"]["param"].split(".")[0]))
+        assert named == [(400, name) for name in {list(REFUSED)!r}], named
+        return 1.0
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(1.0)
+    assert_captured([group], agents.engine)

@@ -56,28 +56,19 @@ class AgentPool(ScoringPool):
         self._turn_limit_s = settings.config.turn_timeout_s or math.inf
         self._clocks: Sequence[AgentClock] = ()
         self._on_end: Callable[[int, Score], None] = lambda place, score: None
-        self.num_expected = 0  # agents that run now, or start
-
-    def expect(self, count: int) -> None:
-        """The next `run` has so many items."""
-        self.num_expected = min(self.num_workers, count)
 
     def run(
         self, items: Sequence[AgentItem], clocks: Sequence[AgentClock], on_end: Callable[[int, Score], None]
     ) -> list[Score]:
         """An `AgentOutcome` for each, or a `Score` with the error. `on_end` gets its place as soon as there is one."""
         self._clocks, self._on_end = clocks, on_end
-        try:
-            return self.score(items)
-        finally:
-            self.num_expected = 0
+        return self.score(items)
 
     def _hand_out(self, batch: Batch) -> None:
         before = set(batch.running)
         super()._hand_out(batch)
         for worker in set(batch.running) - before:
             self._clocks[batch.running[worker][0] - 1].changed_at = time.monotonic()
-        self.num_expected = min(self.num_workers, batch.unfinished)
 
     def _left_s(self, number: int, limit: float) -> float:
         clock, now = self._clocks[number - 1], time.monotonic()

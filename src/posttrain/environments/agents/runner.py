@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -39,7 +39,7 @@ class Endpoint:
     """Where an agent reaches the model that is being trained. The key is that of one rollout."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
 
     @property
