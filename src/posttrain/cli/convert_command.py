@@ -51,6 +51,7 @@ def add_arguments(parser: OverridesParser) -> None:
 
 def _add_settings(parser: OverridesParser) -> None:
     parser.switch("--merge-lora", "merge a LoRA adapter into the model's weights")
+    parser.switch("--for-vllm", "an adapter of experts with matrices for each of them, as vLLM loads it")
     parser.option("--dtype", "format of the weights (default: as saved)", choices=("float32", "bfloat16", "float16"))
     parser.option("--max-shard-size SIZE", "largest weight file", type=_size, default="5GB")
     parser.switch("--no-verify", "do not compare the result with its source")
@@ -109,6 +110,7 @@ def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
         max_shard_bytes=args.max_shard_size,
         verify=not args.no_verify,
         force=args.force,
+        for_vllm=args.for_vllm,
     )
     with _progress("Writing weights") as advance:
         return convert(model, target, settings, config=args.config, base=args.base, say=_say, advance=advance)

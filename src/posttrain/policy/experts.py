@@ -8,7 +8,7 @@ experts in every pass.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,42 @@ class _AdaptedMatrix:
             return base(*args, **kwargs)
         finally:
             del base.__dict__[wrapper.parameter_name]
+
+
+def target_of(base: nn.Module, name: str) -> tuple[str, Any]:
+    """What peft's adapter `<module>.lora_A.weight` adapts, and the module of stacked experts that has it, if one has.
+
+    Of two adapters of such a module that of the outputs is the outer one.
+    """
+    module = name.partition(".lora_")[0]
+    stacks = {place.replace(".base_layer", ""): stack for place, stack in stacked_experts(base).items()}
+    if (stack := stacks.get(module.removesuffix(".base_layer"))) is None:
+        return f"{module}.weight", None
+    inputs = "gate_up_proj" if stack.has_gate else "up_proj"
+    return f"{module.removesuffix('.base_layer')}.{inputs if module.endswith('.base_layer') else 'down_proj'}", stack
+
+
+def adapters_by_file(base: nn.Module, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters, by peft's names without its prefix, of the tensors that the model's files hold: of stacked experts one
+    for each, as vLLM loads them. Gate and up projection have one A and their own rows of B.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = {}
+    for name, tensor in adapters.items():
+        target, stack = target_of(base, name)
+        which, factor = name.rpartition(".lora_")[2][0], tensor
+        if stack is not None and which == "A":
+            factor = tensor.unflatten(0, (stack.num_experts, -1))
+            factor = torch.cat([factor, factor], 1) if target.endswith("gate_up_proj") else factor
+        elif stack is not None:
+            factor = tensor.unflatten(1, (-1, stack.num_experts)).permute(2, 0, 1)
+        parts = revert_weight_conversion(base, {target: factor})
+        if stack is not None and target in parts:  # the files hold them stacked too
+            parts = {name.partition(".lora_")[0]: tensor}
+        for file, part in parts.items():
+            found[f"{file.removesuffix('.weight')}.lora_{which}.weight"] = part.contiguous()
+    return found
 
 
 def active_adapters(wrapper: Any) -> list[str]:

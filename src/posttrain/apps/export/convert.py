@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from posttrain.apps.export.conversion_input import ConversionError, ConversionInput, Say, open_input
-from posttrain.apps.export.merge_lora import MergedSource, open_adapter
+from posttrain.apps.export.merge_lora import Adapter, MergedSource, adapter_of_files, open_adapter
 from posttrain.apps.export.model_card import lineage, model_card
 from posttrain.apps.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
+from posttrain.apps.export.weight_names import empty_model
 from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.checkpointing.integrity import seal
 from posttrain.errors import InputError, reason_of
@@ -29,8 +30,6 @@ from posttrain.files import durable
 from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.files.redaction import redact
 from posttrain.models.hub import processor_files, why_unavailable
-from posttrain.models.loading import auto_class_of
-from posttrain.models.lora import add_adapter
 from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,6 +44,7 @@ class ConversionSettings:
     max_shard_bytes: int = 5 * 10**9
     verify: bool = True
     force: bool = False  # replace a target that is not empty
+    for_vllm: bool = False  # an adapter with one pair of matrices for each expert
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def convert(
     source = open_input(reference, config=config, base=base, say=say)
     as_adapter = source.has_adapter and not settings.merge_lora
     with durable.new_folder(target, partial(check_target, force=settings.force)) as folder:
-        merge = _merge_loaded if source.has_adapter and source.shape.translated else _write_model
-        write = _write_adapter if as_adapter else merge
+        write = _write_adapter if as_adapter else _write_model
         num_files = write(folder, source, settings, advance or (lambda count, total: None))
         _write_tokenizer(folder, source)
-        verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
+        is_verified = settings.verify and not settings.for_vllm  # peft loads another layout
+        verification = _verify(folder, source, settings, as_adapter, say) if is_verified else None
         facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
         (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
         card = model_card(source, facts, name=shown_as or target.name)
@@ -109,7 +109,7 @@ def check_target(target: Path, force: bool) -> None:
 
 
 def _write_model(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance) -> int:
-    adapter = source.adapter
+    adapter = _adapter_of_files(source) if source.has_adapter and source.shape.translated else source.adapter
     if adapter is not None and adapter.settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
         raise ConversionError(
             f"{adapter.place} is an adapter of the task {adapter.settings['task_type']!r}; only those of language "
@@ -156,35 +156,11 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
     )
 
 
-def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance) -> int:
-    """Families whose files hold other tensors than the model: mixtures of experts, models with a vision tower.
-
-    Such an adapter is for the model's own tensors (all experts of a layer are one), so it cannot be merged into the
-    tensors of the files one at a time. transformers and peft load the model whole; peft merges in float32, rounded
-    once: to `dtype`, or to the base model's; transformers writes the files.
-    """
-    adapter = _adapter_tensors(source)
-    for _ in _finite(adapter, adapter.facts):  # NaN in it would be NaN in the model
-        pass
-    if not fits_into_memory(source.shape):
-        raise ConversionError(
-            f"{source.folder} is an adapter of {source.shape.config.model_type}, which is merged with the whole model "
-            "in memory in float32, and there is not enough of it. Without --merge-lora it is converted as an adapter"
-        )
-    kept = {facts.dtype for facts in SafetensorsSource(source.base_folder).facts.values()}
-    dtype = DTYPES[settings.dtype] if settings.dtype else kept.pop() if len(kept) == 1 else torch.float32
-    loader = auto_class_of(source.shape.config)
-    model = loader.from_pretrained(source.base_folder, dtype=torch.float32, trust_remote_code=False)
-    merged = add_adapter(model, source.folder).merge_and_unload()  # type: ignore[operator]
-    merged.to(dtype)
-    merged.save_pretrained(folder, max_shard_size=settings.max_shard_bytes)
-    written = SafetensorsSource(folder)
-    for _ in _finite(written, written.facts):
-        pass
-    _write_configs(folder, source, written.facts)
-    num_bytes = sum(facts.num_bytes for facts in written.facts.values())
-    advance(num_bytes, num_bytes)
-    return len(list(folder.glob("*.safetensors")))
+def _adapter_of_files(source: ConversionInput) -> Adapter:
+    """Of families whose files hold other tensors than the model: mixtures of experts, models with a vision tower."""
+    settings = read_json(source.folder / "adapter_config.json")
+    base = empty_model(source.shape.config, source.shape.model_class)
+    return adapter_of_files(_adapter_tensors(source), settings, base)
 
 
 def _adapter_tensors(source: ConversionInput) -> SafetensorsSource:
@@ -202,6 +178,12 @@ def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSe
     peft_settings: JsonMapping
     if source.shape.translated:
         parts, peft_settings = [_adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
+        if settings.for_vllm:
+            factors = _adapter_of_files(source).factors
+            parts = [RenamedSource(factors, {f"base_model.model.{name}": name for name in factors.facts})]
+            rank = max(facts.shape[0] for name, facts in factors.facts.items() if ".lora_A." in name)
+            plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+            peft_settings = {**peft_settings, **plain}  # the scale is in the matrices
     else:
         assert source.adapter is not None
         peft_settings = source.adapter.settings

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.apps.export.weight_names import is_lora, plain_name
-from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+from posttrain.apps.export.weight_sources import RenamedSource, SafetensorsSource, TensorSource, WeightSource
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, read_json
 from posttrain.models.tensor_files import TensorFacts
+from posttrain.policy.experts import adapters_by_file, target_of
 
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 
@@ -105,6 +106,33 @@ def adapter_in(source: WeightSource, settings: JsonMapping, place: Path) -> Adap
                 "rank_pattern, or lora_cfg.dim of a run). Is it the config of another adapter?"
             )
     return adapter
+
+
+def adapter_of_files(source: WeightSource, settings: JsonMapping, base: nn.Module) -> Adapter:
+    """The adapter in peft's layout of a family whose files hold other tensors than the model, for those of the files:
+    one for each expert. Its scale is in B.
+    """
+    _check_settings(settings, source.place)
+    saved = Adapter(source.place, source, source, settings)
+    factors, whole = {}, {}
+    for name, tensor in source.read(list(source.facts)):
+        plain = name.removeprefix("base_model.model.").replace("modules_to_save.", "")
+        if not is_lora(plain):
+            whole[plain] = tensor
+            continue
+        target, stack = target_of(base, plain)
+        module, experts = target.removesuffix(".weight"), 1 if stack is None else stack.num_experts
+        axis = 0 if ".lora_A." in plain else 1
+        if tensor.shape[axis] != saved.rank(module) * experts:
+            of_experts = f" for each of {experts} experts" if stack is not None else ""
+            raise InputError(
+                f"{source.where(name)}: {name} has the shape {list(tensor.shape)}, and the model and the adapter's "
+                f"config describe rank {saved.rank(module)}{of_experts}. Is it an adapter of another model?"
+            )
+        factors[plain] = tensor.float() * (saved.scale(module) if axis else 1.0)
+    by_file = TensorSource(source.place, adapters_by_file(base, factors))
+    plain_settings = {**settings, "r": 1, "lora_alpha": 1, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
+    return Adapter(source.place, by_file, TensorSource(source.place, whole), plain_settings)
 
 
 def _check_settings(settings: JsonMapping, place: Path) -> None:

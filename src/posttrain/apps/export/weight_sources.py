@@ -127,6 +127,23 @@ class DcpSource:
         return ", ".join(str(self.place / file) for file in sorted(files))
 
 
+class TensorSource:
+    """Tensors in memory."""
+
+    def __init__(self, place: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.place, self._tensors = place, tensors
+        self.facts: Mapping[str, TensorFacts] = {
+            name: TensorFacts(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        }
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, self._tensors[name]
+
+    def where(self, name: str) -> str:
+        return str(self.place)
+
+
 class RenamedSource:
     """Some of another source's tensors under other names."""
 

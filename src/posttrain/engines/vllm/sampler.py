@@ -35,6 +35,7 @@ from posttrain.models.hub import processor_files
 from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.files import is_stored_otherwise, named_adapters, named_weights
+from posttrain.policy.experts import adapters_by_file, stacked_experts
 from posttrain.policy.runtime import shareable_memory
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -50,6 +51,8 @@ from posttrain.types import (
 )
 
 _GPU_BUCKET_BYTES, _FILE_BUCKET_BYTES = 1 << 30, 256 << 20
+_PEFT = "base_model.model."
+_STACKED_ADAPTERS = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")  # families whose adapters vLLM loads as peft saves them
 
 
 class VllmSampler:
@@ -130,7 +133,8 @@ class VllmSampler:
         if self._records_routes:
             own["enable_return_routed_experts"] = True
         if self._is_adapted:
-            rank = self._model.peft_config["default"].r  # type: ignore[index, union-attr]
+            settings: Any = self._model.peft_config["default"]  # type: ignore[index]
+            rank = max([settings.r, *settings.rank_pattern.values()])
             own |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
         return {**vllm_options(section, extra, section.precision or policy.precision), **own}
 
@@ -192,6 +196,10 @@ class VllmSampler:
         folder = self._folder / f"adapter-{self._num_adapters}"
         folder.mkdir()
         adapters = {name: tensor.contiguous().cpu() for name, tensor in _whole(named_adapters(self._model).items())}
+        base: Any = _base(self._model)
+        if stacked_experts(base) and not str(base.config.get_text_config().model_type).startswith(_STACKED_ADAPTERS):
+            plain = {name.removeprefix(_PEFT): tensor for name, tensor in adapters.items()}
+            adapters = {_PEFT + name: tensor for name, tensor in adapters_by_file(base, plain).items()}
         save_file(adapters, folder / "adapter_model.safetensors")
         self._model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[index, union-attr]
         self.process.call("adapter", folder=str(folder), number=self._num_adapters)
