@@ -44,6 +44,13 @@ spec:
   imagePullSecrets:
     - name: {{ . }}
   {{- end }}
+  {{- with $values.serviceAccount }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  {{- if $values.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   {{- with $values.priorityClass }}
   priorityClassName: {{ . }}
   {{- end }}
@@ -97,6 +104,9 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: scratch, mountPath: /tmp}
         - {name: control, mountPath: /etc/posttrain-control, readOnly: true}
+        {{- with $values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- range $path, $host := $values.hostPaths }}
         - {name: host-{{ base $path }}, mountPath: {{ $path | quote }}, readOnly: true}
         {{- end }}
@@ -135,6 +145,9 @@ spec:
         secretName: {{ include "posttrain-ray.secret" $root }}
         defaultMode: 288
         items: [{key: secret, path: secret}]
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- range $path, $host := $values.hostPaths }}
     - name: host-{{ base $path }}
       hostPath: {path: {{ $host | quote }}, type: Directory}

@@ -196,6 +196,63 @@ class StorageSection(Section):
         return self
 
 
+class TolerationSection(Section):
+    key: LabelKey | None = setting(None, "Key of the taint; null, with operator Exists, is every taint.")
+    operator: Literal["Exists", "Equal"] = setting("Exists", "Whether the taint exists, or has this value.")
+    value: LabelValue | None = setting(None, "Value of the taint, for Equal.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = setting(
+        None, "Effect of the taint; null is every effect."
+    )
+
+    @model_validator(mode="after")
+    def _is_legal(self) -> TolerationSection:
+        if (self.operator == "Exists") != (self.value is None):
+            raise ValueError("value is for operator Equal, which needs it")
+        if self.key is None and self.operator == "Equal":
+            raise ValueError("operator Equal needs a key")
+        if self.key == "cloud.google.com/impending-node-termination":
+            raise ValueError("new pods would start on nodes that are about to end; leave this toleration out")
+        return self
+
+
+class VolumeSection(Section):
+    mount: Line = setting(..., "Folder of the mount in the pods.")
+    claim: Subdomain | None = setting(None, "A PersistentVolumeClaim.")
+    config_map: Subdomain | None = setting(None, "Or a ConfigMap.")
+    secret: Subdomain | None = setting(None, "Or a Secret.")
+    host_path: Line | None = setting(None, "Or a folder of the machine.")
+    read_only: bool = setting(True, "Pods cannot write to it.")
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> VolumeSection:
+        if sum(source is not None for source in (self.claim, self.config_map, self.secret, self.host_path)) != 1:
+            raise ValueError("give one of claim, config_map, secret and host_path")
+        taken = ("/", "/tmp", "/dev/shm", "/etc/posttrain", "/etc/posttrain-control")
+        if not self.mount.startswith("/") or self.mount.rstrip("/") in ("", *taken):
+            raise ValueError(f"mount = {self.mount!r}: an absolute folder other than {', '.join(taken)} is accepted")
+        return self
+
+
+class PodsSection(Section):
+    tolerations: list[TolerationSection] = setting(list, "Taints of nodes, beside those of GPUs and Spot.")
+    service_account: Subdomain | None = setting(None, "ServiceAccount of the pods; null is the namespace's default.")
+    service_account_annotations: dict[LabelKey, Line] = setting(
+        dict,
+        "With these `setup` creates it: eks.amazonaws.com/role-arn (IRSA) or iam.gke.io/gcp-service-account (Workload "
+        "Identity).",
+    )
+    annotations: dict[LabelKey, str] = setting(dict, "Annotations of the pods, beside those of the fabric.")
+    labels: dict[LabelKey, LabelValue] = setting(dict, "Labels of the pods, beside those of the run.")
+    host_network: bool = setting(False, "Pods use the network of their machine; no NetworkPolicy protects them then.")
+    volumes: list[VolumeSection] = setting(list, "Volumes beside the shared file system.")
+
+    @model_validator(mode="after")
+    def _account_has_a_name(self) -> PodsSection:
+        if self.service_account_annotations and self.service_account is None:
+            raise ValueError("service_account_annotations needs service_account")
+        return self
+
+
 class SecretReference(Section):
     secret: Subdomain = setting(..., "Name of the Secret.")
     key: SecretKey = setting(..., "Key in it.")
@@ -240,6 +297,7 @@ class ClusterProfile(Section):
     nodes: NodesSection = setting(..., "Which machines.")
     scheduler: SchedulerSection = setting(SchedulerSection, "What starts the pods.")
     storage: StorageSection = setting(..., "The shared file system.")
+    pods: PodsSection = setting(PodsSection, "What the pods have beside that.")
     secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
     env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
     log_image: ImageName | None = setting(
@@ -296,6 +354,10 @@ class ClusterProfile(Section):
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
         if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":
             raise ValueError("scheduler.kind raycluster: cluster.kind local has no cluster that lives on; use rayjob")
+        if self.cluster.kind == "local" and self.pods != PodsSection():
+            raise ValueError("pods: with cluster.kind local none of it has an effect; leave it out")
+        if any(volume.mount.rstrip("/") == self.storage.mount for volume in self.pods.volumes):
+            raise ValueError(f"pods.volumes: {self.storage.mount} is storage.mount")
         if self.cluster.kind == "local" and self.nodes.gpus != 0:
             raise ValueError("nodes: with cluster.kind local pods have no GPUs; leave instance_type and gpus out")
         return self

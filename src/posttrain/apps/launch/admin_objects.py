@@ -23,11 +23,19 @@ def render_setup(profile: ClusterProfile) -> list[Object]:
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": profile.cluster.namespace}},
         *_storage(profile),
+        *_service_account(profile),
         *(_karpenter(profile, instance) if profile.cluster.kind == "eks" else []),
         *(_gke_networks() if instance.rdma else []),
         *(_kueue(profile, instance) if profile.scheduler.kueue_queue is not None else []),
         *(_volcano(profile, instance) if profile.scheduler.kind == "volcano" else []),
     ]
+
+
+def _service_account(profile: ClusterProfile) -> list[Object]:
+    """Where the profile gives it the role of a provider; otherwise it exists, or is the administrator's to create."""
+    name, annotations = profile.pods.service_account, dict(profile.pods.service_account_annotations)
+    metadata = {"name": name, "namespace": profile.cluster.namespace, "annotations": annotations}
+    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}] if annotations else []
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

@@ -122,11 +122,17 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
 
 
 def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
+    patient = {"RAY_worker_register_timeout_seconds": "1800"} if instance.gpus else {}
     if num_nodes == 1:
-        return Fabric()
+        return Fabric(env=patient)
+    if instance.gpus:  # reasons: docs/launch.md, "Environment of the pods"
+        patient |= {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "7200", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200"}
     if instance.efa:
         return Fabric(
             env={
+                **patient,
+                "NCCL_NET_PLUGIN": "ofi",
+                "RDMAV_FORK_SAFE": "1",
                 "FI_PROVIDER": "efa",
                 "FI_EFA_USE_DEVICE_RDMA": "1",
                 "FI_EFA_FORK_SAFE": "1",
@@ -137,6 +143,9 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
         networks = ("default", *RDMA_NETWORKS)
         return Fabric(
             env={
+                **patient,
+                "NCCL_IB_GID_INDEX": "3",
+                "TP_SOCKET_IFNAME": "eth0",
                 "NCCL_NET": "gIB",  # without RDMA the run fails, instead of using TCP
                 "NCCL_CROSS_NIC": "0",
                 "NCCL_NET_GDR_LEVEL": "PIX",
@@ -162,6 +171,5 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
                 "/usr/local/nvidia": "/home/kubernetes/bin/nvidia",
             },
         )
-    return Fabric(
-        env={"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"} if instance.provider == "gcp" else {}
-    )
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if instance.provider == "gcp" else ()
+    return Fabric(env={**patient, **dict.fromkeys(names, "eth0")})

@@ -142,13 +142,17 @@ def pod_template(
         spec["imagePullSecrets"] = [{"name": profile.image.pull_secret}]
     if profile.scheduler.priority_class is not None:
         spec["priorityClassName"] = profile.scheduler.priority_class
+    if profile.pods.service_account is not None:
+        spec["serviceAccountName"] = profile.pods.service_account
+    if profile.pods.host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if request.num_nodes > 1:
         spec["affinity"] = _one_pod_per_machine(request)
     annotations = {"karpenter.sh/do-not-disrupt": "true"} if profile.cluster.kind == "eks" else {}
     if profile.scheduler.topology:
         annotations["kueue.x-k8s.io/podset-preferred-topology"] = profile.scheduler.topology[0]
-    metadata: Object = {"labels": labels_of(request)}
-    if annotations := {**annotations, **request.fabric.annotations}:
+    metadata: Object = {"labels": {**profile.pods.labels, **labels_of(request)}}
+    if annotations := {**profile.pods.annotations, **annotations, **request.fabric.annotations}:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": {key: value for key, value in spec.items() if value not in ({}, [])}}
 
@@ -181,7 +185,7 @@ def tolerations(request: LaunchRequest) -> list[Object]:
         value = "true" if request.profile.cluster.kind == "gke" else "spot"
         if key is not None:
             found.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
-    return found
+    return found + [own.model_dump(exclude_none=True) for own in request.profile.pods.tolerations]
 
 
 def resources_of(request: LaunchRequest) -> Object:
@@ -201,6 +205,10 @@ def _container(request: LaunchRequest, head_host: str | None, role: str | None, 
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": "/tmp"},
         {"name": "control", "mountPath": CONTROL_FOLDER, "readOnly": True},
+    ]
+    mounts += [
+        {"name": f"extra-{number}", "mountPath": volume.mount, **({"readOnly": True} if volume.read_only else {})}
+        for number, volume in enumerate(request.profile.pods.volumes)
     ]
     capabilities: Object = {"drop": ["ALL"]}
     mounts += [{"name": _volume_name(path), "mountPath": path, "readOnly": True} for path in request.fabric.host_paths]
@@ -261,6 +269,12 @@ def _volumes(request: LaunchRequest) -> list[Object]:
         {"name": "scratch", "emptyDir": {}},
         {"name": "control", "secret": {**secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}]}},
     ]
+    for number, extra in enumerate(request.profile.pods.volumes):
+        source: Object = {"persistentVolumeClaim": {"claimName": extra.claim}} if extra.claim is not None else {}
+        source |= {"configMap": {"name": extra.config_map}} if extra.config_map is not None else {}
+        source |= {"secret": {"secretName": extra.secret, "defaultMode": 0o440}} if extra.secret is not None else {}
+        source |= {"hostPath": {"path": extra.host_path}} if extra.host_path is not None else {}
+        volumes.append({"name": f"extra-{number}", **source})
     volumes += [
         {"name": _volume_name(path), "hostPath": {"path": host, "type": "Directory"}}
         for path, host in request.fabric.host_paths.items()

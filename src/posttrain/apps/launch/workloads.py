@@ -361,5 +361,9 @@ def chart_values(request: LaunchRequest) -> Object:
             "items": pod["volumes"][0]["configMap"]["items"],
         },
         "hostPaths": dict(request.fabric.host_paths),
+        "serviceAccount": profile.pods.service_account or "",
+        "hostNetwork": profile.pods.host_network,
+        "extraVolumes": [volume for volume in pod["volumes"] if volume["name"].startswith("extra-")],
+        "extraVolumeMounts": [mount for mount in container["volumeMounts"] if mount["name"].startswith("extra-")],
         "logs": {"image": profile.log_image or "", "config": log_config},
     }

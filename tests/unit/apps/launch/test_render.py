@@ -15,6 +15,7 @@ import yaml
 from launch_profiles import CRDS, EKS, GKE, SCHEDULERS, make_profile, make_request, write_profile
 
 from posttrain.apps.launch.admin_objects import gke_node_pool, render_setup
+from posttrain.apps.launch.instances import INSTANCES, Instance, fabric_of
 from posttrain.apps.launch.lint.check import check_manifests, find_helm
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.reading import pods_of
@@ -99,12 +100,73 @@ def test_grace_period_is_what_the_provider_leaves(tmp_path: Path) -> None:
         ("scheduler.priority_class=high", "priorityClassName", "high"),
         ("nodes.selector={team: a}", "nodeSelector", {"team": "a"}),
         ("nodes.zone=us-east-2b", "nodeSelector", {"topology.kubernetes.io/zone": "us-east-2b"}),
+        ("pods.service_account=trainer", "serviceAccountName", "trainer"),
+        ("pods.host_network=true", "dnsPolicy", "ClusterFirstWithHostNet"),
+        ("pods.host_network=true", "hostNetwork", True),
         ("nodes.capacity=on_demand", "nodeSelector", {"karpenter.sh/capacity-type": "on-demand"}),
     ],
 )
 def test_settings_of_the_profile_reach_the_pod(tmp_path: Path, setting: str, where: str, expected: Any) -> None:
     found = pod(tmp_path, EKS, setting)["spec"][where]
     assert expected.items() <= found.items() if isinstance(expected, dict) else found == expected
+
+
+POD_SETTINGS = (
+    "pods.tolerations=[{key: user-workload, operator: Equal, value: a, effect: NoExecute}, {key: team}]",
+    "pods.annotations={gke-gcsfuse/volumes: 'true', networking.gke.io/default-interface: lost}",
+    "pods.labels={team: rl, posttrain.dev/run: lost}",
+    "pods.service_account=trainer",
+    "pods.service_account_annotations={iam.gke.io/gcp-service-account: t@p.iam.gserviceaccount.com}",
+    "pods.volumes=[{mount: /models, claim: models}, {mount: /scratch, host_path: /mnt/nvme, read_only: false},"
+    " {mount: /certs, secret: certs}, {mount: /conf, config_map: conf}]",
+)
+
+
+def test_tolerations_annotations_labels_and_volumes_of_the_profile_reach_the_pod(tmp_path: Path) -> None:
+    found = pod(tmp_path, GKE, *POD_SETTINGS)
+    assert found["spec"]["tolerations"][-2:] == [
+        {"key": "user-workload", "operator": "Equal", "value": "a", "effect": "NoExecute"},
+        {"key": "team", "operator": "Exists"},
+    ]
+    assert found["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+    assert found["metadata"]["annotations"]["networking.gke.io/default-interface"] == "eth0", "that of the fabric stays"
+    assert found["metadata"]["labels"]["team"] == "rl"
+    assert found["metadata"]["labels"]["posttrain.dev/run"] != "lost"
+    box = found["spec"]["containers"][0]
+    mounts = {mount["mountPath"]: mount for mount in box["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in found["spec"]["volumes"]}
+    assert volumes[mounts["/models"]["name"]]["persistentVolumeClaim"] == {"claimName": "models"}
+    assert mounts["/models"]["readOnly"] is True
+    assert volumes[mounts["/scratch"]["name"]]["hostPath"] == {"path": "/mnt/nvme"}
+    assert "readOnly" not in mounts["/scratch"]
+    assert volumes[mounts["/certs"]["name"]]["secret"]["secretName"] == "certs"
+    profile = make_profile(tmp_path, GKE, *POD_SETTINGS)
+    (account,) = (body for body in render_setup(profile) if body["kind"] == "ServiceAccount")
+    assert account["metadata"]["name"] == "trainer"
+    assert account["metadata"]["annotations"] == {"iam.gke.io/gcp-service-account": "t@p.iam.gserviceaccount.com"}
+    objects = [*render_setup(profile), *render_run(make_request(tmp_path, GKE, *POD_SETTINGS))]
+    errors = check_manifests(manifests(objects)).errors
+    assert {error.rule for error in errors} == {"reference"}, "the claim and the ConfigMap exist elsewhere"
+
+
+EFA_ONLY = {"NCCL_NET_PLUGIN", "RDMAV_FORK_SAFE", "FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"}
+GIB_ONLY = {"NCCL_NET", "NCCL_IB_GID_INDEX", "NCCL_TUNER_CONFIG_PATH", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC"}
+ALL_FABRICS = {"NCCL_DEBUG", "NCCL_TIMEOUT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "RAY_worker_register_timeout_seconds"}
+
+
+def test_variables_are_those_of_the_fabric_and_documented() -> None:
+    guide = (CHART.parents[1] / "docs" / "launch.md").read_text(encoding="utf-8")
+    for instance in INSTANCES.values():
+        env = fabric_of(instance, 2).env
+        assert set(env) >= ALL_FABRICS, instance.name
+        assert bool(set(env) & EFA_ONLY) == bool(instance.efa), instance.name
+        assert bool(set(env) & GIB_ONLY) == instance.rdma, instance.name
+        assert ("TP_SOCKET_IFNAME" in env) == (instance.provider == "gcp")
+        assert [name for name in env if f"`{name}`" not in guide] == []
+        assert set(fabric_of(instance, 1).env) == {"RAY_worker_register_timeout_seconds"}
+    assert set(fabric_of(INSTANCES["p4d.24xlarge"], 2).env) >= EFA_ONLY
+    assert set(fabric_of(INSTANCES["a4-highgpu-8g"], 2).env) >= GIB_ONLY
+    assert fabric_of(Instance("", "other", "", 0, 4.0, 4096), 2).env == {}, "no GPUs"
 
 
 def test_secrets_are_references_and_env_is_passed(tmp_path: Path) -> None:
@@ -240,6 +302,8 @@ def test_chart_with_values_renders_what_python_renders(tmp_path: Path, profile: 
         "scheduler.kueue_queue=train",
         "log_image=fluent/fluent-bit:4.0.3",
         "image.pull_secret=regcred",
+        "pods.host_network=true",
+        *POD_SETTINGS,
     ]
     request = make_request(tmp_path, profile, *settings)
     rendered = helm_template(tmp_path, chart_values(request))
@@ -313,6 +377,8 @@ EMPTY = {
     "affinity": {"podAffinity": {}},
     "config.items": [{"key": "a", "path": "b"}],
     "hostPaths": {"/x": "/y"},
+    "extraVolumes": [{"name": "x", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "shm", "mountPath": "/x"}],
 }
 
 
@@ -337,6 +403,18 @@ def test_every_value_of_the_chart_changes_the_render(tmp_path: Path) -> None:
         own = {section: {key: new}} if dot else {name: new}
         merged = {**shipped, **own, **({"logs": {**shipped["logs"], key: new}} if section == "logs" else {})}
         assert without_secret(helm_template(tmp_path, merged)) != base, name
+
+
+@needs_helm
+def test_values_of_another_chart_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text("image: {repository: nvcr.io/nvidia/nemo-rl, tag: v0.4.0}\nadditionalWorkerGroups: {}\n")
+    assert HELM is not None
+    command = [HELM, "template", "release", str(CHART), "--values", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert "additionalWorkerGroups" in done.stderr
+    assert "image" in done.stderr
 
 
 def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
@@ -391,6 +469,12 @@ OWN_NODES = {"gpus": 8, "cpu": 100, "memory_gib": 500}
         ({"storage": {"claim": "c", "subnet": "a\u2028b"}}, r"storage\.subnet.*one word"),
         ({"image": {"name": "a:1", "ray_version": "2\n"}}, r"image\.ray_version.*one word"),
         ({"image": {"name": "a:1", "seccomp": "none"}}, "RuntimeDefault"),
+        ({"pods": {"tolerations": [{"key": "a", "value": "b"}]}}, r"pods\.tolerations.*value is for operator Equal"),
+        ({"pods": {"tolerations": [{"key": "cloud.google.com/impending-node-termination"}]}}, "about to end"),
+        ({"pods": {"volumes": [{"mount": "/a"}]}}, r"pods\.volumes.*one of claim, config_map, secret and host_path"),
+        ({"pods": {"volumes": [{"mount": "/tmp", "claim": "c"}]}}, "absolute folder"),
+        ({"pods": {"service_account_annotations": {"a": "b"}}}, "needs service_account"),
+        ({"pods": {"labels": {"a": "b c"}}}, "no value of a label"),
     ],
 )
 def test_profile_is_strict(tmp_path: Path, change: dict[str, Any], message: str) -> None:
