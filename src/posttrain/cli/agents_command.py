@@ -24,8 +24,8 @@ EPILOG = """\
 example:
   posttrain agents check --config grpo.yaml env.mine.agent=agent.py:solve
 
-It prints what was captured of a rollout: the requests, the branches that they were put together to, and the score. Then
-the same rollout runs again: an agent that asks something else makes runs that cannot be repeated bit for bit.
+It prints the requests of a rollout, the branches that they were put together to, and the score, and runs the rollout
+again: with an agent that then asks something else, a run cannot be repeated bit for bit.
 exit codes: 0 done · 2 the second rollout differs · 64 bad config · 65 the rollout could not be scored
 """
 

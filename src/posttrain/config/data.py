@@ -239,7 +239,7 @@ class EnvironmentConfig(OpenSection):
                 f"env.{name}.agent = {self.agent!r} names no function: write 'file.py:solve' or "
                 f"'package.module:solve'; a command is a list of words: [{self.agent}]"
             )
-        if isinstance(self.agent, list) and (not self.agent or not self.agent[0] or self.agent_kwargs):
+        if isinstance(self.agent, list) and (not "".join(self.agent[:1]) or self.agent_kwargs):
             problem = "takes no agent_kwargs" if self.agent_kwargs else "is a list without words"
             yield f"env.{name}.agent {problem}: a command is a list of words, such as [python, agent.py]"
 

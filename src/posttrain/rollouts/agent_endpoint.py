@@ -2,7 +2,7 @@
 
 Each rollout has a key of its own, made at random, which opens that rollout and ends with it. A request waits for its
 turn in a batch; `next_batch` hands requests to whoever samples. A batch holds one request or more of every agent that
-runs, so that what is sampled together does not depend on the clock; an agent that works for longer than `max_wait_s` is
+runs, so that what is sampled together does not depend on the clock; an agent that works for longer than `MAX_WAIT_S` is
 not waited for.
 """
 
@@ -30,9 +30,9 @@ from posttrain.rollouts.call_tree import Call, CallTree, PromptWriter
 from posttrain.types import Completion, Sampling, Score, Task
 
 _MAX_BODY_BYTES = 32 << 20
-_MAX_CONNECTIONS = 2048
 _READ_LIMIT_S = 600.0  # of a connection that sends nothing
 _POLL_S = 0.2
+MAX_WAIT_S = 10.0  # of a request, for agents that work meanwhile
 
 
 @dataclass(eq=False)
@@ -80,16 +80,16 @@ class AgentEndpoint:
     """Listens from its creation to `close`. Handler threads wait in `ask`; one other thread calls the rest."""
 
     def __init__(
-        self, writer: PromptWriter, model: str, *, max_calls: int, max_total_tokens: int, max_wait_s: float
+        self, writer: PromptWriter, model: str, *, max_calls: int, max_total_tokens: int, max_connections: int
     ) -> None:
         self.writer, self.model = writer, model
-        self.max_calls, self.max_total_tokens, self.max_wait_s = max_calls, max_total_tokens, max_wait_s
+        self.max_calls, self.max_total_tokens = max_calls, max_total_tokens
         self.sampling = Sampling(1)
         self.journal: CallJournal | None = None
         self._sessions: dict[str, AgentSession] = {}  # by key
         self._pending: list[PendingCall] = []
         self._changed = threading.Condition()
-        self._server = _Server(self)
+        self._server = _Server(self, max_connections)
         threading.Thread(target=self._server.serve_forever, name="agent endpoint", daemon=True).start()
 
     # -- rollouts ------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class AgentEndpoint:
         with self._changed:
             ready = len({id(pending.session) for pending in self._pending})
             waited_s = time.monotonic() - min((one.since for one in self._pending), default=time.monotonic())
-            if not ready or (ready < num_running() and waited_s < self.max_wait_s):
+            if not ready or (ready < num_running() and waited_s < MAX_WAIT_S):
                 self._changed.wait(_POLL_S)
                 return []
             batch, self._pending = self._pending, []
@@ -219,9 +219,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, endpoint: AgentEndpoint) -> None:
+    def __init__(self, endpoint: AgentEndpoint, max_connections: int) -> None:
         self.endpoint = endpoint
-        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(max_connections)
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

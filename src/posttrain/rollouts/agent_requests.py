@@ -79,7 +79,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | _Tool = "auto"  # calls are never forced
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = []
@@ -100,7 +100,7 @@ class ChatRequest(BaseModel):
 
     @property
     def used_tools(self) -> list[JsonObject]:
-        return [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice != "none" else []
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -112,6 +112,7 @@ def read_request(body: bytes) -> ChatRequest:
         raise RefusedRequest("the body is not a JSON object")
     fields = {name: value for name, value in given.items() if value is not None and name not in _WITHOUT_EFFECT}
     num_overridden = sum(fields.pop(name, None) is not None for name in _REPLACED)
+    num_overridden += fields.get("tool_choice", "auto") not in ("auto", "none")
     try:
         return ChatRequest.model_validate({**fields, "num_overridden": num_overridden})
     except ValidationError as error:

@@ -29,8 +29,6 @@ from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.multi_turn import TurnTaking, build_turns
 from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
 
-MAX_WAIT_S = 10.0  # for agents that work, while others wait for the model
-
 
 @dataclass
 class AgentRollouts(FreshRollouts):
@@ -194,8 +192,9 @@ def build_conversations(
     if writer.caution is not None:
         warn(writer.caution)
     pools = {name: AgentPool(one) for name, one in settings.items()}
+    num_connections = 64 + 4 * sum(pool.num_workers for pool in pools.values())
     endpoint = AgentEndpoint(
-        writer, model, max_calls=max_turns, max_total_tokens=max_total_tokens, max_wait_s=MAX_WAIT_S
+        writer, model, max_calls=max_turns, max_total_tokens=max_total_tokens, max_connections=num_connections
     )
     cleanup.callback(endpoint.close)
     for pool in pools.values():

@@ -67,11 +67,8 @@ class PromptWriter:
     def __init__(self, chat: ChatFormat) -> None:
         self.chat = ToolChat(chat)
         self._next_turn = NextTurn(chat)
+        self.caution = self._next_turn.caution
         self._lock = threading.Lock()  # tokenizers are not made for several threads
-
-    @property
-    def caution(self) -> str | None:
-        return self._next_turn.caution
 
     def first(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
         with self._lock:

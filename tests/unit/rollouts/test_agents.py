@@ -440,7 +440,7 @@ REFUSED = {
     "n": 2,
     "logprobs": True,
     "response_format": {"type": "json_object"},
-    "tool_choice": "required",
+    "tool_choice": "sometimes",
     "logit_bias": {"5": 1.0},
     "functions": [],
     "messages": [{"role": "robot", "content": "?"}],
