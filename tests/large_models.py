@@ -131,10 +131,10 @@ def run_plan(config: PretrainedConfig, plan: Plan, patches: pytest.MonkeyPatch) 
         root = TokenLogprobs(model, CHUNK)
         if axes.layers is not None:
             tensor_parallel.split_over_ranks(model, root.head, axes.layers, CPU)
-        whole = _num_bytes(model)
+        whole = num_bytes(model)
         assert fuse_layers(root.head.decoder, may_join=False) == config.num_hidden_layers
     shard(root, list(root.head.decoder.layers), axes.parameters)  # the mesh has values
-    stored = _num_bytes(model)
+    stored = num_bytes(model)
     row = _faked(row, without_memory.from_tensor)
     with without_memory:
         sent = CollectiveBytes()
@@ -165,7 +165,7 @@ def planned(config: PretrainedConfig, sizes: dict[str, int]) -> RankBytes:
     return RankBytes(memory.resident()["weights"], memory.while_sampling()["whole weights"], kept, memory.gradients())
 
 
-def _num_bytes(model: nn.Module) -> int:
+def num_bytes(model: nn.Module) -> int:
     return sum(local_part(parameter).nbytes for parameter in set(model.parameters()))
 
 

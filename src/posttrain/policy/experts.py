@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from posttrain.policy.parallel.fsdp import local_part
 
-_STACKED = ("gate_up_proj", "up_proj", "down_proj")
-
 
 def stacked_experts(model: nn.Module) -> dict[str, Any]:
     """Modules that hold all routed experts of a layer in tensors whose first axis is the expert, by their names."""

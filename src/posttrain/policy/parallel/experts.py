@@ -69,7 +69,7 @@ class ExpertGroup:
             for kind, parameter in module._parameters.items():
                 module._parameters[kind] = self._share(parameter, device)
             module.forward = ExpertsOverRanks(module, self)
-        if self.mesh.ndim == 1:
+        if self.mesh.ndim == 1 and head.embedding.weight.device.type != device.type:
             model.to(device)  # all that is not split; ranks that share layers split it next
         head.decoder.register_forward_pre_hook(self._begin_pass)
         return list(found.values())
@@ -120,7 +120,7 @@ class ExpertsOverRanks:
         self._share = module.num_experts // group.size
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if self not in self.group.layers:
+        if self._last is None:
             self.group.layers.append(self)
             self._last = hidden.detach()[:0], top_k_index[:0], top_k_weights.detach()[:0]
         size, module = self.group.size, self.module

@@ -7,9 +7,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from large_models import MODELS, TOKENS, WORLD, Plan, fake_ranks, model_config, run_plan
+import torch
+from large_models import CPU, MODELS, TOKENS, WORLD, Plan, fake_ranks, model_config, num_bytes, run_plan
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from posttrain.policy.memory.model_shape import shape_of_config
+from posttrain.config import load_config
+from posttrain.config.policy import DtensorConfig
+from posttrain.models.attention_interface import ATTENTION
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.model_shape import NAMED_CONFIGS, find_shape, shape_of_config
+from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.settings import run_settings
+from posttrain.policy.parallel.experts import ExpertGroup
+from posttrain.policy.parallel.fsdp import shard
+from posttrain.policy.parallel.mesh import Mesh
 
 LAYERS = 2
 PLANS: list[Plan] = [(1, 1, 1), (8, 1, 1), (4, 2, 1), (2, 1, 8), (1, 8, 8)]
@@ -44,5 +56,28 @@ def test_a_rank_holds_and_sends_what_is_counted(name: str, plan: Plan, monkeypat
     }
     if shards == 1:
         expected |= {"gathered": 0, "scattered": 0}
-    for kind, num_bytes in expected.items():
-        assert found.sent[kind] == pytest.approx(num_bytes, rel=0.01, abs=2**20), kind
+    for kind, size in expected.items():
+        assert found.sent[kind] == pytest.approx(size, rel=0.01, abs=2**20), kind
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_rank_that_shares_the_experts_of_qwen_30b_holds_what_is_counted(size: int) -> None:
+    """Without a pass: how many rows travel depends on their values."""
+    name, depth = "qwen-30b-a3b", {"num_hidden_layers": LAYERS}
+    sizes = {key: value for key, value in NAMED_CONFIGS[name].items() if key != "model_type"} | depth
+    axes = Mesh.over(WORLD, DtensorConfig(expert_parallel_size=size)).axes(CPU)
+    assert axes.experts is not None
+    assert axes.parameters is not None
+    with FakeTensorMode():
+        config = Qwen3MoeConfig(**sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.bfloat16)
+        root = TokenLogprobs(model, TOKENS)
+        experts = ExpertGroup(axes.experts).split(model, root.head, CPU)
+        whole = num_bytes(model)
+    shard(root, list(root.head.layers), axes.parameters, experts, axes.expert_parameters)
+    words = ["cluster.num_nodes=8", "cluster.gpus_per_node=8", f"policy.dtensor_cfg.expert_parallel_size={size}"]
+    words += ["data.train={dataset_name: ResponseDataset, data_path: none.jsonl}", "data.default.env_name=math"]
+    settings = run_settings(load_config("grpo", None, words).config.policy, has_reference=False, ranks=WORLD)
+    memory = RankMemory(find_shape(name, depth), settings)
+    assert whole == pytest.approx(memory.while_sampling()["whole weights"], rel=0.01)
+    assert num_bytes(model) == pytest.approx(memory.resident()["weights"], rel=0.01)
