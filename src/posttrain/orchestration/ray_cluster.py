@@ -28,6 +28,8 @@ from posttrain.orchestration.workers import RankLayout
 
 Say = Callable[[str], None]
 
+CLUSTER_SIZE_VARIABLE = "POSTTRAIN_NUM_NODES"  # of pods of `posttrain launch`: the nodes that the cluster ever has
+PROGRESS_PERIOD_S = 30.0
 RESERVE = "reserve"  # the operation whose deadline bounds the wait for nodes
 _ANSWER_TIMEOUT_S = 5.0
 _TOKEN_FILE = Path("~/.ray/auth_token")
@@ -205,8 +207,16 @@ class Places:
 
 
 def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
-    """Reserves resources for all ranks, each bundle on its own node. Waits for joining nodes, up to the deadline."""
+    """Reserves resources for all ranks, each bundle on its own node. Waits for joining nodes, up to the deadline; not
+    where the cluster has a fixed size that is too small."""
     limit_s = deadline_s(RESERVE)
+    size = os.environ.get(CLUSTER_SIZE_VARIABLE, "")
+    if address is not None and size.isdigit() and int(size) < layout.num_nodes:
+        raise InputError(
+            f"cluster.num_nodes={layout.num_nodes}: this cluster was launched with {size} "
+            f"node{'s' if size != '1' else ''}, and no other joins it; {_offered()}. Lower cluster.num_nodes, or "
+            "launch a larger cluster"
+        )
     end = time.monotonic() + limit_s
     use_gpu = _uses_gpu(layout, end, say)
     bundle = {"CPU": float(layout.ranks_per_node)}
@@ -215,8 +225,12 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
     group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD" if layout.num_nodes > 1 else "PACK")
     patience_s = min(2.0, limit_s)
     if not group.wait(patience_s):
-        say(f"waiting up to {limit_s:.0f} s for {_wanted(layout, use_gpu)}; {_offered()}")
-        if not group.wait(max(end - time.monotonic(), 0.01)):
+        if time.monotonic() < end:
+            say(f"waiting up to {limit_s:.0f} s for {_wanted(layout, use_gpu)}; {_offered()}")
+        while not group.wait(max(min(end - time.monotonic(), PROGRESS_PERIOD_S), 0.01)):
+            if time.monotonic() < end:
+                _say_waiting(layout, end, say)
+                continue
             offered = _offered()
             remove_placement_group(group)
             raise InputError(_too_few(layout, use_gpu, address, limit_s, offered))
@@ -225,7 +239,7 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
 
 def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
     """Looks at the cluster's GPUs: a head node often has none. Ranks use CPUs only if no node has a GPU."""
-    is_announced = False
+    announced: float | None = None
     while True:
         nodes = alive_nodes()
         if layout.device == "cpu":
@@ -234,10 +248,20 @@ def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
             return True
         if len(nodes) >= layout.num_nodes or time.monotonic() > end:
             return False
-        if not is_announced:
+        if announced is None:
             say(f"waiting for {layout.num_nodes} nodes; {_offered()}")
-            is_announced = True
+            announced = time.monotonic()
+        elif time.monotonic() - announced >= PROGRESS_PERIOD_S:
+            _say_waiting(layout, end, say)
+            announced = time.monotonic()
         time.sleep(0.5)
+
+
+def _say_waiting(layout: RankLayout, end: float, say: Say) -> None:
+    left_s, count = max(end - time.monotonic(), 0.0), len(alive_nodes())
+    left = f"{left_s / 60:.0f} min" if left_s >= 90 else f"{left_s:.0f} s"
+    busy = ", not all of them free" if count >= layout.num_nodes else ""
+    say(f"{count} of {layout.num_nodes} nodes{busy}, waiting, {left} left")
 
 
 def alive_nodes() -> list[dict[str, dict[str, float]]]:
