@@ -257,7 +257,7 @@ class ShardedEngine:
         return [next(by_shard[shard]) for shard in shards]
 
     def _shards(self, tasks: Sequence[Task]) -> list[int]:
-        """Tasks in turn; later turns go where their first one went, unless that left a shard without work."""
+        """Tasks in turn; later turns go where their last one went, unless that was a group's and left a shard idle."""
         num_shards, known = self.mesh.dp, self._shard_of
         if known is None:
             return [place % num_shards for place in range(len(tasks))]
@@ -265,8 +265,11 @@ class ShardedEngine:
         found = [known.get(key, known.get((key[0], 0))) for key in keys]
         new = iter(range(len(tasks)))
         shards = [next(new) % num_shards if shard is None else shard for shard in found]
-        if len(tasks) >= num_shards:
-            known |= dict(zip(keys, shards, strict=True))
+        known |= {
+            key: shard
+            for key, shard, task in zip(keys, shards, tasks, strict=True)
+            if task.first_token or len(tasks) >= num_shards
+        }
         return shards
 
     def release(self) -> None:

@@ -267,7 +267,7 @@ def test_later_turns_go_to_the_rank_of_their_first_one_while_prefixes_are_kept()
         assert [completion.token_ids[0] for (completion,) in groups] == [task.draw for task in tasks]
         return [[(task.draw, task.first_sample) for task in args[0]] for args in ranks.calls[-1][1]]
 
-    later = [replace(task, first_sample=sample) for task in tasks_of(5)[1:] for sample in range(2)]
+    later = [replace(task, first_sample=sample, first_token=9) for task in tasks_of(5)[1:] for sample in range(2)]
     spread = draws(later)
     assert engine.keep_prefixes(True) == PrefillTokens(15, 9)
     assert draws(tasks_of(5)) == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0)]]
@@ -276,6 +276,7 @@ def test_later_turns_go_to_the_rank_of_their_first_one_while_prefixes_are_kept()
     draws(tasks_of(2))
     assert draws(later) == spread, "one rank had nothing to do"
     assert [draws(later[first:])[0] for first in (3, 6)] == [spread[0][1:], spread[0][2:]]
+    assert draws(later[4:5])[1] == [(3, 0)], "a single conversation too"
     engine.keep_prefixes(False)
     assert draws(later) == spread
 

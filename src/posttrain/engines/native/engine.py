@@ -377,8 +377,10 @@ class NativeEngine:
         kept: list[int] = []  # cached pages
         if prefixes is not None:
             kept = prefixes.unheld
-            known = sum(len(prefixes.find("", group.task.prompt_ids[:-1]).pages) for group in groups)
-            wanted = needed = max(least, wanted - known + len(kept))
+            wanted += len(kept)
+            if held is not None and not held.fits(wanted, least, longest):  # some of them are counted in both
+                wanted -= sum(len(prefixes.find("", group.task.prompt_ids[:-1]).pages) for group in groups)
+            wanted = needed = max(least, wanted)
         if held is not None and held.fits(wanted, least, longest):
             if held.fp8 is not None:
                 held.fp8.refresh()  # the weights may have been trained since

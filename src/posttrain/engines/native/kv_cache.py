@@ -113,7 +113,7 @@ class PrefixCache(PageAllocator):
     def find(self, adapter: str, token_ids: Sequence[int]) -> CachedPrefix:
         """The longest cached prefix. The caller must `hold` it before it allocates pages."""
         pages: list[int] = []
-        for key in self._keys(adapter, token_ids, pages):
+        for _, key in self._keys(adapter, token_ids, pages):
             if (page := self._page_of.get(key)) is None:
                 break
             pages.append(page)
@@ -140,7 +140,8 @@ class PrefixCache(PageAllocator):
         that is to be cleared. Keys and values of the tokens are written to them before any others that are found from
         here on.
         """
-        for key, page in zip(self._keys(adapter, token_ids, pages), pages, strict=False):
+        for index, key in self._new_keys(adapter, token_ids, pages):
+            page = pages[index]
             if page in self._to_clear or self._page_of.setdefault(key, page) != page:
                 return
             self._key_of[page] = key
@@ -152,7 +153,7 @@ class PrefixCache(PageAllocator):
         be cached.
         """
         pages, size = list(pages), self._page_size
-        for index, key in enumerate(self._keys(adapter, token_ids, pages)):
+        for index, key in self._new_keys(adapter, token_ids, pages):
             own = pages[index]
             if own in self._to_clear:
                 break
@@ -171,11 +172,18 @@ class PrefixCache(PageAllocator):
                 self._tails.setdefault(key[0], set()).add(key[1])
         self.release(pages)
 
-    def _keys(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> Iterable[_Key]:
-        """Keys of the full pages. `pages` may change during iteration, up to the current one."""
+    def _keys(
+        self, adapter: str, token_ids: Sequence[int], pages: Sequence[int], first: int = 0
+    ) -> Iterable[tuple[int, _Key]]:
+        """Keys of the full pages from `first` on. `pages` may change during iteration, up to the current one."""
         size = self._page_size
-        for index in range(len(token_ids) // size):
-            yield pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size])
+        for index in range(first, len(token_ids) // size):
+            yield index, (pages[index - 1] if index else adapter, tuple(token_ids[index * size : (index + 1) * size]))
+
+    def _new_keys(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> Iterable[tuple[int, _Key]]:
+        """Of the pages after those that are cached already, whose tokens need not be looked at."""
+        num_cached = next((index for index, page in enumerate(pages) if page not in self._key_of), len(pages))
+        return self._keys(adapter, token_ids, pages, num_cached)
 
     def clear(self) -> None:
         for page in list(self._evictable):
