@@ -172,3 +172,21 @@ def test_conversations_that_are_not_in_a_call_are_kept(model: nn.Module) -> None
         engine.generate([task], 1, SAMPLING, KEY)
     engine.generate([replace(task, prompt_ids=(*task.prompt_ids, 90)) for task in tasks], 1, SAMPLING, KEY)
     assert engine.keep_prefixes(False) == PrefillTokens(3 * 9 + 3 * 2, 3 * 8), "full pages of the prompts"
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_a_call_of_its_own_shares_long_beginnings_and_keeps_nothing(model: nn.Module, batch: int) -> None:
+    rng = random.Random(2)
+    begin = tuple(rng.choices(range(VOCAB_SIZE), k=301))
+    tasks = [Task(draw, f"t:{draw}", "", (*begin, 7 + draw, 8)) for draw in range(6)]
+    alone = [engine_of(model).generate([task], 2, SAMPLING, KEY)[0] for task in tasks]
+    engine = engine_of(model, max_batch_size=batch)
+    found = engine.generate(tasks, 2, SAMPLING, KEY)
+    assert_same(found, alone)
+    computed, reused = engine.keep_prefixes(False)
+    assert (computed, reused) == (303 + 5 * 3, 5 * 300) if batch > 2 else computed <= 6 * 303
+    assert engine.generate(tasks, 2, SAMPLING, KEY) == found, "bit for bit"
+    assert engine.keep_prefixes(False) == (computed, reused)
+    short = [replace(task, prompt_ids=task.prompt_ids[60:]) for task in tasks]
+    engine.generate(short, 2, SAMPLING, KEY)
+    assert engine.keep_prefixes(False) == (6 * 243, 0)

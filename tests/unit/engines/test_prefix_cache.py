@@ -85,6 +85,19 @@ def test_a_larger_cache_keeps_its_pages() -> None:
     assert sorted([*held, *pages.take(4)]) == list(range(6))
 
 
+def test_pages_are_cached_only_while_they_are_held() -> None:
+    pages = PrefixCache(8, SIZE, only_held=4)
+    first = pages.take(3)
+    pages.insert("", (1, 2, 3, 4, 5, 6), first)
+    assert pages.find("", (1, 2, 9, 9)) == NOT_CACHED, "too short to be worth it"
+    found = pages.find("", (1, 2, 3, 4, 9))
+    pages.hold(found)
+    pages.release(first)
+    assert (pages.find("", (1, 2, 3, 4, 5, 6)), pages.num_free) == (found, 6)
+    pages.release(found.pages)
+    assert (pages.find("", (1, 2, 3, 4)), pages.num_free, pages.unheld) == (NOT_CACHED, 8, [])
+
+
 def test_prompts_of_one_admission_share_what_they_have_in_common() -> None:
     scheduler = Scheduler(40, SIZE, 8, prefixes=PrefixCache(40, SIZE))
     for number, prompt in enumerate([(1, 2, 3, 4, 5), (1, 2, 3, 4, 6, 7), (1, 2, 9), (8, 8)]):

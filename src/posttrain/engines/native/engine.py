@@ -58,6 +58,11 @@ from posttrain.types import (
 _STEPS_BETWEEN_PREFILLS = 16
 
 
+# What prompts of a call must have in common to share it: queries that read keys from pages are slower than those of a
+# whole prompt.
+_LEAST_SHARED_TOKENS = 256
+
+
 class NativeSettings(NativeConfig):
     """The config section and further settings. Sizes do not change what is sampled; number formats do."""
 
@@ -323,7 +328,7 @@ class NativeEngine:
             workspace.num_pages,
             self.settings.page_size,
             self.settings.max_batch_size,
-            prefixes=workspace.prefixes,
+            prefixes=workspace.prefixes or self._prefixes_of_call(workspace),
             num_state_slots=None if states is None else states.num_slots,
         )
         decoding = SingleBackend(self.forward, workspace.decode)
@@ -429,6 +434,14 @@ class NativeEngine:
         if self._keeps_workspace or keeps:
             self._workspace = workspace
         return workspace
+
+    def _prefixes_of_call(self, workspace: Workspace) -> PrefixCache | None:
+        """For prompts of one call that begin alike. Pages are shared while samples hold them, however many there are:
+        the same call computes the same.
+        """
+        if not self._can_keep_prefixes():
+            return None
+        return PrefixCache(workspace.num_pages, self.settings.page_size, only_held=_LEAST_SHARED_TOKENS)
 
     def _can_keep_prefixes(self) -> bool:
         """States of recurrent layers are not kept. With an FP8 cache, a prompt that continues cached pages would attend

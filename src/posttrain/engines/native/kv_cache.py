@@ -96,10 +96,13 @@ class PrefixCache(PageAllocator):
 
     The last, partly filled page of a sequence that has ended is cached too. Who continues the sequence writes to it, so
     it leaves the cache with its new holder.
+
+    `only_held`: pages are cached only as long as they have a holder, and prefixes of fewer tokens are not found.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, only_held: int | None = None) -> None:
         super().__init__(num_pages)
+        self.only_held = only_held
         self._page_size = page_size
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
@@ -124,7 +127,7 @@ class PrefixCache(PageAllocator):
             longest = max(tails, key=len)
             pages.append(self._page_of[before, longest])
             num_tokens += len(longest)
-        return CachedPrefix(pages, num_tokens)
+        return CachedPrefix(pages, num_tokens) if num_tokens >= (self.only_held or 0) else NOT_CACHED
 
     def hold(self, prefix: CachedPrefix) -> None:
         """Add a holder to each full page, and make it the only one of a partly filled page."""
@@ -242,6 +245,8 @@ class PrefixCache(PageAllocator):
     def _without_holder(self, page: int) -> None:
         if page in self._key_of:
             self._evictable[page] = None
+            if self.only_held is not None:
+                self._evict(page)
         else:
             super()._without_holder(page)
 

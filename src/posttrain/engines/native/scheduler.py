@@ -352,7 +352,7 @@ class Scheduler:
 
     def leave(self, sample: Sample) -> None:
         """Remove the sample from the batch, finished or preempted, and free its pages."""
-        if self.prefixes is not None:
+        if self.prefixes is not None and self.prefixes.only_held is None:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
             self.prefixes.insert_and_release(sample.group.adapter, written, sample.pages)
         else:
