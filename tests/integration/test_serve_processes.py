@@ -87,7 +87,8 @@ def command_line_server(model: Path) -> Iterator[tuple[subprocess.Popen[str], ps
     try:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "ready: " in line)
-        [engine] = psutil.Process(server.pid).children()
+        children = psutil.Process(server.pid).children()  # one of them renders chat templates
+        [engine] = [child for child in children if any("engine_host" in part for part in child.cmdline())]
         engine.suspend()
         yield server, engine, line.split("ready: ")[1].split("/v1")[0]
     finally:

@@ -198,7 +198,7 @@ def test_arrivals_do_not_hold_up_active_requests(model: nn.Module) -> None:
     assert received >= 14, "at least every other step decodes"
 
 
-def test_top_logprobs_are_at_temperature_one(model: nn.Module) -> None:
+def test_top_logprobs_are_those_of_the_sampler(model: nn.Module) -> None:
     prompt = (5, 6, 7)
     hot = Sampling(3, temperature=0.5, ignore_eos=True)
     session = session_of(model)
@@ -213,20 +213,14 @@ def test_top_logprobs_are_at_temperature_one(model: nn.Module) -> None:
     reference = tiny_model("llama", attention="eager")
     ids = [*prompt, *(event.token_id for event in events["a"])]
     with torch.no_grad():
-        logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+        logprobs = (reference(torch.tensor([ids])).logits[0] / hot.temperature).log_softmax(dim=-1)
     for place, event in enumerate(events["a"]):
         row = logprobs[len(prompt) - 1 + place]
-        assert event.model_logprobs is not None
-        assert event.model_logprobs.of_token == pytest.approx(float(row[event.token_id]), abs=1e-4)
+        assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4)
         best = row.topk(4)
-        assert [token for token, _ in event.model_logprobs.top] == best.indices.tolist()
-        assert [value for _, value in event.model_logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert event.logprob != pytest.approx(event.model_logprobs.of_token, abs=1e-3), "the sampler's is at 0.5"
-    for event in events["b"]:
-        assert event.model_logprobs is not None
-        assert event.model_logprobs.top == ()
-        assert event.model_logprobs.of_token == pytest.approx(event.logprob, abs=1e-4)
-    assert all(event.model_logprobs is None for event in events["c"])
+        assert [token for token, _ in event.candidates] == best.indices.tolist()
+        assert [value for _, value in event.candidates] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert all(event.candidates == () for event in events["b"] + events["c"])
 
 
 def test_adapters_side_by_side_equal_each_alone() -> None:
@@ -446,7 +440,7 @@ def test_decode_steps_compute_short_prompts(
         SessionRequest(
             f"r{n}", start + tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(1 + n)),
             Sampling(6 + n, rng.choice([0.0, 0.8]), top_p=0.9 if n == 4 else 1.0), seed=n,
-            num_top_logprobs=2 if n == 5 else None,
+            num_top_logprobs=2 if n == 5 else 0,
         )
         for n in range(9)
     ]  # fmt: skip

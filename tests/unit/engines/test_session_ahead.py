@@ -57,10 +57,7 @@ def assert_same(left: Answers, right: Answers) -> None:
         for a, b in zip(events, right[key], strict=True):
             assert (a.token_id, a.finish_reason) == (b.token_id, b.finish_reason)
             assert a.logprob == pytest.approx(b.logprob, abs=LOGPROB_ROUNDING)
-            assert (a.model_logprobs is None) == (b.model_logprobs is None)
-            if a.model_logprobs is not None and b.model_logprobs is not None:
-                assert a.model_logprobs.of_token == pytest.approx(b.model_logprobs.of_token, abs=LOGPROB_ROUNDING)
-                assert [token for token, _ in a.model_logprobs.top] == [token for token, _ in b.model_logprobs.top]
+            assert [token for token, _ in a.candidates] == [token for token, _ in b.candidates]
 
 
 @pytest.mark.parametrize(
@@ -97,14 +94,14 @@ def test_rows_are_forgotten_by_a_reset(model: nn.Module, monkeypatch: pytest.Mon
     assert_same(run(session, wanted), expected)
 
 
-def test_model_logprobs_arrive_with_their_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_arrive_with_their_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = requests(PLAIN + NARROW)
-    wanted = [replace(one, num_top_logprobs=(None, 0, 3, 20)[index % 4]) for index, one in enumerate(wanted)]
+    wanted = [replace(one, num_top_logprobs=(0, 1, 3, 20)[index % 4]) for index, one in enumerate(wanted)]
     expected = run(session_of(model), wanted)
     simulate_graphs(monkeypatch)
     answers = run(session_of(model), wanted)
     assert_same(answers, expected)
-    assert [len(answers[f"r{index}", 0][0].model_logprobs.top) for index in (1, 2, 3)] == [0, 3, 20]
+    assert [len(answers[f"r{index}", 0][0].candidates) for index in (1, 2, 3)] == [1, 3, 20]
 
 
 def of_adapters(wanted: Sequence[SessionRequest]) -> list[SessionRequest]:

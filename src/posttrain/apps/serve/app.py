@@ -18,13 +18,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from posttrain.apps.serve.canary import CANARY
-from posttrain.apps.serve.jobs import chat_job, choices_of, completion_job
+from posttrain.apps.serve.jobs import chat_job, choices_of, completion_job, tokenized
 from posttrain.apps.serve.options import host_of, is_ip_address, is_loopback
 from posttrain.apps.serve.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     FeedbackBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    bad_request,
+    check_prompt,
     failed,
     parse_body,
     parse_chat,
@@ -111,7 +116,31 @@ def _routes(service: Service) -> list[Route]:
         body = parse_body(FeedbackBody, await _read(service, request))
         return JSONResponse({"id": body.id, "version": service.rate(body.id, body.score), "score": body.score})
 
+    async def tokenize(request: Request) -> Response:
+        raw = await _read(service, request)
+        body: TokenizeChatBody | TokenizeTextBody
+        if b'"messages"' in raw:
+            check_prompt(body := parse_body(TokenizeChatBody, raw))
+        else:
+            body = parse_body(TokenizeTextBody, raw)
+        version = service.version_for(body.model or service.main_model, "")
+        ids = await tokenized(version, body)
+        found: JsonObject = {"count": len(ids), "max_model_len": version.max_total_tokens, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = version.tokenizer.convert_ids_to_tokens(ids)
+        return JSONResponse(found)
+
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await _read(service, request))
+        version = service.version_for(body.model or service.main_model, "")
+        limit = version.session.limits.vocab_size
+        if body.tokens and max(body.tokens) >= limit:
+            raise bad_request(f"tokens: {max(body.tokens)} is outside the vocabulary of {limit} tokens", "tokens")
+        return JSONResponse({"prompt": version.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
     return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/feedback", feedback, methods=["POST"]),
@@ -198,7 +227,6 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         job,
         chat=isinstance(body, ChatBody),
         streams=body.streams,
-        logprobs=body.num_top_logprobs is not None,
         includes_usage=body.includes_usage,
     )
     headers = {"x-request-id": job.id, "x-posttrain-version": job.version.name}
@@ -351,6 +379,7 @@ def _model(service: Service, name: str) -> JsonObject:
         "root": _public(version.source),
         "parent": service.main_model if version.adapter and name != service.main_model else None,
         "max_model_len": version.max_total_tokens,
+        "tool_call_parser": version.tool_chat.answers.name or None,
     }
 
 

@@ -8,13 +8,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from posttrain.apps.serve.protocol import ChatBody, CompletionBody, bad_request
+from posttrain.apps.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    PromptFields,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    bad_request,
+)
 from posttrain.apps.serve.responses import ResponseChoice
 from posttrain.apps.serve.service import Job, Service, Version, new_id
+from posttrain.data.answer_grammars import AnswerGrammar
 from posttrain.data.errors import DataError
+from posttrain.data.tool_calls import AnswerReader
+from posttrain.engines.native.constraints import check_grammar
+from posttrain.engines.native.noise import prompt_seed
 from posttrain.engines.native.session import SessionRequest
 from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
 
 Ids = tuple[int, ...]
 
@@ -27,12 +40,59 @@ async def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
     job_id = new_id("chatcmpl")
     version = service.version_for(body.model, body.user or key or job_id)
     _check_number(service, body, 1)
+    tools = body.usable_tools
+    text = chat_prompt(version, body, tools, body.reasoning_effort)
+    prompts = await _tokens(version, [text], version.chat.encode_prompts, "messages")
+    answers, new_reader = version.tool_chat.answers, None
+    if tools or answers.reasoning is not None or answers.has_channels:
+        new_reader = partial(answers.reader, tools, prompt=text, reads_calls=bool(tools))
+    grammar = await _grammar(version, body, tools, text)
+    return _job(service, job_id, body, version, prompts, version.end_of_turn_ids, grammar, new_reader)
+
+
+def chat_prompt(
+    version: Version, body: PromptFields, tools: Sequence[JsonObject], reasoning_effort: str | None = None
+) -> str:
+    """The text of a chat's prompt."""
+    chat = version.tool_chat
+    if tools and not chat.answers.name:
+        raise bad_request(
+            "the chat template of this model writes tools in a format that this server cannot read in answers", "tools"
+        )
+    given = {**(body.chat_template_kwargs or {})}
+    if reasoning_effort is not None:
+        if "reasoning_effort" not in str(version.chat.template):
+            raise bad_request("the chat template of this model has no reasoning_effort", "reasoning_effort")
+        given["reasoning_effort"] = reasoning_effort
+    for name in given.keys() & {"tools", "messages", "add_generation_prompt", "tokenize", "chat_template"}:
+        raise bad_request(f"chat_template_kwargs.{name} is set by the server", "chat_template_kwargs")
     try:
-        text = version.chat.render([message.plain() for message in body.messages])
-        prompts = await _tokens(version, [text], version.chat.encode_prompts, "messages")
+        return chat.render([message.plain() for message in body.messages], tools, **given)
     except DataError as error:
         raise bad_request(str(error), "messages") from error
-    return _job(service, job_id, body, version, prompts, version.end_of_turn_ids)
+
+
+async def _grammar(version: Version, body: ChatBody, tools: Sequence[JsonObject], prompt: str) -> str:
+    """The grammar that the answer obeys; empty if it is free."""
+    schema = None if body.response_format is None else body.response_format.schema_of_answer
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if schema is None and not (tools and (body.must_call or is_strict or body.parallel_tool_calls is False)):
+        return ""
+    field = "tools" if schema is None else "response_format"
+    if body.ignore_eos:
+        raise bad_request(f"ignore_eos and {field}: an answer that obeys a schema must end", "ignore_eos")
+    writer = AnswerGrammar(version.tool_chat.answers, version.tokenizer, prompt)
+    try:
+        if tools:
+            may_repeat = body.parallel_tool_calls is not False
+            grammar = writer.of_calls(tools, schema, must_call=body.must_call, may_repeat=may_repeat)
+        else:
+            assert schema is not None
+            grammar = writer.of_schema(schema)
+        await asyncio.to_thread(check_grammar, version.tokenizer, grammar)
+    except (DataError, InputError) as error:
+        raise bad_request(f"{field}: {error}", field) from error
+    return grammar
 
 
 async def completion_job(service: Service, body: CompletionBody, key: str | None) -> Job:
@@ -45,19 +105,27 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [version.tokenizer(text, verbose=False)["input_ids"] for text in texts]
 
-    try:
-        prompts = given or await _tokens(version, texts, encode, "prompt")
-    except TypeError as error:  # a lone surrogate, which JSON allows
-        raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
+    prompts = given or await _tokens(version, texts, encode, "prompt")
     return _job(service, job_id, body, version, prompts, (version.tokenizer.eos_token_id,))
+
+
+async def tokenized(version: Version, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
+    """The tokens of a text, or of the prompt of a chat."""
+    if isinstance(body, TokenizeChatBody):
+        text = chat_prompt(version, body, body.tool_schemas())
+        return list((await _tokens(version, [text], version.chat.encode_prompts, "messages"))[0])
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        special = body.add_special_tokens
+        return [version.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"] for text in texts]
+
+    return list((await _tokens(version, [body.prompt], encode, "prompt"))[0])
 
 
 async def _tokens(
     version: Version, texts: Sequence[str], encode: Callable[[Sequence[str]], list[list[int]]], where: str
 ) -> list[Ids]:
     """Tokenizers release the interpreter lock, so a thread does not block the event loop."""
-    if sum(map(len, texts)) <= _SHORT_TEXT_CHARACTERS:
-        return [tuple(ids) for ids in encode(texts)]
     context = version.max_total_tokens
     for text in texts:
         if (least := len(text) // version.longest_token) >= context:
@@ -67,7 +135,11 @@ async def _tokens(
                 where,
                 "context_length_exceeded",
             )
-    return [tuple(ids) for ids in await asyncio.to_thread(encode, texts)]
+    is_short = sum(map(len, texts)) <= _SHORT_TEXT_CHARACTERS
+    try:
+        return [tuple(ids) for ids in (encode(texts) if is_short else await asyncio.to_thread(encode, texts))]
+    except (TypeError, DataError) as error:  # a lone surrogate, which JSON allows
+        raise bad_request(f"{where} is not valid Unicode: {error}", where) from error
 
 
 def _job(
@@ -77,6 +149,8 @@ def _job(
     version: Version,
     prompts: Sequence[Ids],
     end_of_turn_ids: Ids,
+    grammar: str = "",
+    new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Job:
     requests = []
     for index, prompt in enumerate(prompts):
@@ -90,14 +164,24 @@ def _job(
                 id=f"{job_id}-{index}",
                 prompt_ids=prompt,
                 sampling=sampling,
-                # Without a seed every prompt gets a random one.
-                seed=secrets.randbits(63) if body.seed is None else body.seed,
+                # Without a seed every prompt gets a random one. A constant one gives each prompt its own noise.
+                seed=secrets.randbits(63) if body.seed is None else prompt_seed(body.seed, prompt),
                 num_samples=body.num_samples,
                 adapter=version.adapter,
                 num_top_logprobs=body.num_top_logprobs,
+                grammar=grammar,
             )
         )
-    return Job(job_id, body.model, version, requests)
+    return Job(
+        job_id,
+        body.model,
+        version,
+        requests,
+        new_reader,
+        lists_logprobs=body.lists_logprobs,
+        returns_ids=bool(body.return_token_ids),
+        writes_ids=bool(body.return_tokens_as_token_ids),
+    )
 
 
 def _check_number(service: Service, body: ChatBody | CompletionBody, num_prompts: int) -> None:
@@ -136,6 +220,13 @@ def choices_of(job: Job) -> dict[tuple[str, int], ResponseChoice]:
         stop_ids = job.version.stop_ids(request.sampling)
         for sample in range(request.num_samples):
             choices[request.id, sample] = ResponseChoice(
-                len(choices), job.version.tokenizer, request.sampling.stop_strings, stop_ids
+                len(choices),
+                job.version.tokenizer,
+                request.sampling.stop_strings,
+                stop_ids,
+                lists_logprobs=job.lists_logprobs,
+                lists_ids=job.returns_ids,
+                reader=job.new_reader() if job.new_reader else None,
+                hidden=job.version.hidden_ids if job.new_reader else None,
             )
     return choices

@@ -1,7 +1,7 @@
 """Request bodies, validated, and API errors, in the format of OpenAI's API.
 
 A field that would change the answer and is not implemented is refused, never ignored. Fields that only label a request
-are accepted. Besides OpenAI's own fields there are `top_k` and `ignore_eos`, as in vLLM.
+are accepted. Besides OpenAI's own fields there are some of vLLM's by its names, such as `top_k`, `return_token_ids`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from posttrain.files.json_files import parse_json
+from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_TOOLS = 128
 _SMALLEST_TOP_P = 1e-6
-_TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]")
+_TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|NamedTool|literal\[.*\]")
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -89,7 +91,10 @@ class _Body(_Strict):
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -98,6 +103,11 @@ class _Body(_Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
 
     # These label a request and change no answer.
     metadata: object = None
@@ -125,6 +135,7 @@ class _Body(_Strict):
             temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0,
             top_p=1.0 if self.top_p is None else max(self.top_p, _SMALLEST_TOP_P),
             top_k=max(self.top_k or 0, 0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             end_of_turn_ids=end_of_turn_ids,
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -136,40 +147,129 @@ class TextPart(_Strict):
     text: str
 
 
+class CalledFunction(_Strict):
+    name: str = Field(min_length=1)
+    arguments: str  # JSON
+
+
+class CallInMessage(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of clients that send the deltas of a stream back
+
+
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[CallInMessage] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None  # clients send answers of the API back unchanged
     annotations: list[object] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
 
-    def plain(self) -> dict[str, str]:
-        """In the format of chat templates."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def plain(self) -> JsonObject:
+        """In the format of `ToolChat.render`."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        message: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        if self.role == "tool":
+            more["name"] = self.name
+        return message | {field: value for field, value in more.items() if value}
 
 
-class ChatBody(_Body):
+class Function(_Strict):
+    name: str = Field(pattern=r"^[\w.:-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, object] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class NamedSchema(_Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, object] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, object] | None:
+        """None: the answer is free text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return None if self.type == "text" else {"type": "object"}
+
+
+class PromptFields(_Strict):
+    """What the prompt of a chat is made of."""
+
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def tool_schemas(self) -> list[JsonObject]:
+        """As they were sent."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+
+
+class ChatBody(PromptFields, _Body):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    tools: list[object] | None = None
-    tool_choice: object = None
-    parallel_tool_calls: object = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     functions: list[object] | None = None
     function_call: object = None
-    response_format: dict[str, object] | None = None
     modalities: list[str] | None = None
 
     @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def lists_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def usable_tools(self) -> list[JsonObject]:
+        """Those that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [tool for tool in self.tool_schemas() if only is None or tool["function"]["name"] == only]
 
 
 class CompletionBody(_Body):
@@ -183,8 +283,12 @@ class CompletionBody(_Body):
     best_of: int | None = None
 
     @property
-    def num_top_logprobs(self) -> int | None:
-        return self.logprobs
+    def lists_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -200,16 +304,38 @@ class FeedbackBody(_Strict):
     score: float = Field(allow_inf_nan=False)
 
 
+class TokenizeTextBody(_Strict):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(PromptFields):
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Strict):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
 # Fields that are not implemented, and the values with which they change nothing.
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "tools": (None,),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None,),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "repetition_penalty": (None, 1),
+    "skip_special_tokens": (None, True),
+    "priority": (None, 0),
+    "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "include_reasoning": (None, True),
     "modalities": (None, ["text"]),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -220,7 +346,26 @@ def parse_chat(body: bytes) -> ChatBody:
     parsed = parse_body(ChatBody, body)
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    check_prompt(parsed)
+    if parsed.must_call and not parsed.usable_tools:
+        named = f" {parsed.tool_choice.function.name!r}" if isinstance(parsed.tool_choice, NamedTool) else ""
+        raise bad_request(f"tool_choice asks for a call, and tools has no function{named}", "tool_choice")
+    given = parsed.response_format
+    if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+        raise bad_request("response_format: json_schema goes with the type json_schema", "response_format")
     return parsed
+
+
+def check_prompt(body: PromptFields) -> None:
+    for index, message in enumerate(body.messages):
+        if message.content is None and message.role != "assistant":
+            raise bad_request(f"messages.{index}.content is missing", f"messages.{index}.content")
+        if message.tool_calls and message.role != "assistant":
+            field = f"messages.{index}.tool_calls"
+            raise bad_request(f"{field}: only an assistant calls tools, this is a message of {message.role}", field)
+    names = [tool.function.name for tool in body.tools or ()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise bad_request(f"tools: two functions are called {repeated!r}", "tools")
 
 
 def parse_completion(body: bytes) -> CompletionBody:

@@ -21,6 +21,8 @@ from posttrain.apps.serve.metrics import ServeMetrics
 from posttrain.apps.serve.options import ServerLimits
 from posttrain.apps.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.data.chat import ChatFormat
+from posttrain.data.tool_calls import AnswerReader
+from posttrain.data.tool_prompts import ToolChat, hidden_token_ids
 from posttrain.engines.native.session import SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.types import Sampling
@@ -57,6 +59,15 @@ class Version:
     def end_of_turn_ids(self) -> tuple[int, ...]:
         return self.chat.stop_token_ids
 
+    @cached_property
+    def tool_chat(self) -> ToolChat:
+        return ToolChat(self.chat)
+
+    @cached_property
+    def hidden_ids(self) -> frozenset[int]:
+        """Special tokens that are not part of an answer in which calls or reasoning are read."""
+        return hidden_token_ids(self.tokenizer, self.tool_chat.answers.markers)
+
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
         return stop_token_ids(self.session.limits.model_ends, self.tokenizer, sampling)
 
@@ -69,6 +80,10 @@ class Job:
     model: str
     version: Version
     requests: Sequence[SessionRequest]  # one per prompt
+    new_reader: Callable[[], AnswerReader] | None = None  # of calls and reasoning in an answer
+    lists_logprobs: bool = False
+    returns_ids: bool = False  # of tokens, in fields of their own
+    writes_ids: bool = False  # of tokens, in place of their texts
 
     @property
     def num_samples(self) -> int:

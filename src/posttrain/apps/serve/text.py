@@ -7,6 +7,8 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from posttrain.data.tool_calls import overlap
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,20 +21,24 @@ _MOST_TOKENIZERS = 16  # with a cache; the least recently used one loses its cac
 
 
 class IncrementalText:
-    """The text of one answer, without special tokens. The pieces together are what decoding all tokens at once gives.
+    """The text of one answer, without special tokens, or without those in `hidden`. The pieces together are what
+    decoding all tokens at once gives.
 
     A token's text may depend on its neighbours, so the tokens of the piece before are decoded again as context, and the
     difference is what the new ones add.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._decode = _decoder(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int] | None = None) -> None:
+        self._decode = _decoder(tokenizer, hidden is None)
+        self._hidden = hidden or frozenset()
         self._window: tuple[int, ...] = ()
         self._num_context = 0  # tokens of the window whose text was returned
         self._context = ""
 
     def push(self, token_id: int) -> str:
         """The text that the token adds; often none yet."""
+        if token_id in self._hidden:
+            return ""
         self._window += (token_id,)
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_context
@@ -52,8 +58,8 @@ class IncrementalText:
 
 
 @lru_cache(_MOST_TOKENIZERS)
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[tuple[int, ...]], str]:
-    """Decoding without special tokens, with a cache, because texts repeat their pairs of tokens.
+def _decoder(tokenizer: PreTrainedTokenizerBase, skips_special: bool) -> Callable[[tuple[int, ...]], str]:
+    """Decoding with a cache, because texts repeat their pairs of tokens.
 
     Calls the backend directly where `transformers` only checks arguments, which takes four times as long as decoding a
     token or two.
@@ -68,7 +74,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[tuple[int, ...]], 
         and not tokenizer.clean_up_tokenization_spaces
     )
     decode = tokenizer.backend_tokenizer.decode if is_plain else tokenizer.decode
-    return lru_cache(_NUM_CACHED_TEXTS)(lambda token_ids: str(decode(token_ids, skip_special_tokens=True)))
+    return lru_cache(_NUM_CACHED_TEXTS)(lambda token_ids: str(decode(token_ids, skip_special_tokens=skips_special)))
 
 
 class StopCut:
@@ -87,18 +93,13 @@ class StopCut:
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]
-        keep = max(_overlap(text, string) for string in self._strings)
+        keep = overlap(text, self._strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, string: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `string`."""
-    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:

@@ -14,11 +14,24 @@ from pathlib import Path
 from posttrain.apps.serve.adapters import find_adapter, load_adapter_tokenizer, warn_of_unused_template
 from posttrain.apps.serve.options import ServeOptions
 from posttrain.apps.serve.sessions import Say, name_of
+from posttrain.data.chat import ChatFormat
+from posttrain.data.tool_prompts import ToolChat
 from posttrain.engines.vllm import allowed_rank
 from posttrain.errors import InputError
 from posttrain.files.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
+from posttrain.models.loading import load_tokenizer
 
+# By format of calls.
+_REASONING_PARSERS = {
+    "hermes": "qwen3",
+    "qwen3_coder": "qwen3",
+    "glm45": "glm45",
+    "mistral": "mistral",
+    "openai": "openai_gptoss",
+    "deepseek_v3": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3",
+}
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
@@ -42,7 +55,19 @@ def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tup
         arguments += ["--max-model-len", str(engine.max_model_len)]
     arguments += ["--max-num-seqs", str(engine.max_batch_size)]
     arguments += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
+    arguments += ["--logprobs-mode", "processed_logprobs", *_parsers(model)]
     return arguments, {"VLLM_API_KEY": options.api_keys[0]} if options.api_keys else {}
+
+
+def _parsers(model: ResolvedModel) -> list[str]:
+    """vLLM's parsers of calls and reasoning, by the chat template. Without the first, vLLM refuses tools."""
+    chat = ToolChat(ChatFormat(load_tokenizer(model.tokenizer, f"model {model.text!r}")))
+    form, arguments = chat.answers, list[str]()
+    if form.name and chat.writes_tools:
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", form.name]
+    if form.has_channels or form.reasoning is not None:
+        arguments += ["--reasoning-parser", _REASONING_PARSERS[form.name]] if form.name in _REASONING_PARSERS else []
+    return arguments
 
 
 def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:

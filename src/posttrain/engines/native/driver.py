@@ -30,7 +30,7 @@ from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
 from posttrain.engines.native.forward import Decoding, ForwardPass, first_logits, prefill, warn_without_graphs
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache
-from posttrain.engines.native.sampler import Drawn, ModelLogprobs, TokenSampler, draw, top_logprobs
+from posttrain.engines.native.sampler import Candidates, Drawn, TokenSampler, draw, top_logprobs
 from posttrain.engines.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
 from posttrain.engines.native.speculation import DrawnWithDrafts, Speculation
 from posttrain.engines.native.stopping import StopRules
@@ -45,12 +45,16 @@ class Request:
     samples: Sequence[Sample]
     sampler: TokenSampler
     stop: StopRules
-    num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not needed
+    num_top_logprobs: int = 0  # the most probable tokens that are reported
     earlier: Sequence[Sequence[int]] = ()  # finished answers to the prompt, to draft from
     unfinished: dict[int, Sample] = field(init=False)  # by index
 
     def __post_init__(self) -> None:
         self.unfinished = {sample.index: sample for sample in self.samples}
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.samples[0].constraint is not None
 
     def finished_texts(self) -> Iterator[Sequence[int]]:
         yield from self.earlier
@@ -62,7 +66,7 @@ class NewToken(NamedTuple):
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
-    model_logprobs: ModelLogprobs | None = None
+    candidates: Candidates = ()
 
 
 class NanLogits(NamedTuple):
@@ -71,7 +75,14 @@ class NanLogits(NamedTuple):
     sample: Sample
 
 
-Update = NewToken | NanLogits
+class FailedGrammar(NamedTuple):
+    """The grammar that the sample obeys cannot be continued. Its request is cancelled."""
+
+    sample: Sample
+    reason: str
+
+
+Update = NewToken | NanLogits | FailedGrammar
 
 # Waiting samples that are not collected further: this many, or the share of the batch that may stay idle meanwhile.
 _ENOUGH_TO_PREFILL = 16
@@ -108,6 +119,7 @@ class Driver:
         self._requests: dict[PromptGroup, Request] = {}
         self._in_flight: list[Drawn] = []  # drawn on the device, not read yet; in the order of their launches
         self._has_read_nan = False
+        self._read_early: list[Update] = []  # tokens that were read in the middle of a step
         self._num_steps_since_prefill = self.steps_between_prefills
         self._enough_to_prefill = min(_ENOUGH_TO_PREFILL, max(1, int(self.scheduler.max_batch_size * _IDLE_SHARE)))
         self._has_backlog = False  # the last prefill took fewer samples than could start
@@ -167,19 +179,23 @@ class Driver:
             updates += self._read_all()
         scheduler.reserve_step()
         num_before = len(self._in_flight)
+        self._read_early = []
         try:
             for adapter, samples in self._by_adapter(scheduler.active):
-                self._in_flight.append(self._launch(adapter, samples, joining))
+                launched = self._launch(adapter, samples, joining)  # may read, and so replace the list
+                self._in_flight.append(launched)
         except GraphCaptureError as error:
             warn_without_graphs(error)
             self._give_up_graphs()
+            updates += self._read_early
             # The next step computes the missing tokens without graphs.
             missing = [sample for sample in joining.samples if not sample.num_drawn]
             prompts = {sample.group: joining.prompts[sample.group] for sample in missing}
             return updates + self._start(Admission(prompts, samples=missing))
         if self.speculation is not None and len(self._in_flight) > num_before:
             self.speculation.launched_without(len(self._in_flight[-1].samples))
-        updates += self._read(num_before)  # tokens of the previous step, while the device computes this one
+        # Tokens of the previous step, while the device computes this one. Grammars may have needed them already.
+        updates += self._read_early or self._read(num_before)
         return updates if self.graphs is not None else updates + self._read_all()
 
     def _may_prefill(self) -> bool:
@@ -296,9 +312,12 @@ class Driver:
             if joining.samples:
                 prompts = {one: joining.prompts[one.group] for one in joining.samples if one.group.adapter == adapter}
                 graphs.join_prompts(prompts)
-            return self._launched(graphs.step(samples, settings, lambda: self._use(adapter)))
+            return self._launched(graphs.step(samples, settings, lambda: self._use(adapter), self._read_for_grammars))
         self._use(adapter)
         return self._draw(samples, self.decoding.next_logits(adapter, samples))[1]
+
+    def _read_for_grammars(self) -> None:
+        self._read_early += self._read_all()
 
     def _draw_first(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
         self._use(adapter)
@@ -314,7 +333,7 @@ class Driver:
         settings = [self._requests[sample.group] for sample in samples]
         tokens, logprobs = draw(samples, settings, logits)
         values = torch.stack([tokens.double(), logprobs.double()])
-        return tokens, self._launched(Drawn.to_host(samples, values, top_logprobs(settings, logits, tokens)))
+        return tokens, self._launched(Drawn.to_host(samples, values, top_logprobs(settings, logits)))
 
     def _launched(self, drawn: Drawn) -> Drawn:
         for sample in drawn.samples:
@@ -345,10 +364,10 @@ class Driver:
             self._clear_damaged_pages()
         return updates
 
-    def _read_rows(self, drawn: Drawn) -> Iterator[tuple[Sample, int, float, ModelLogprobs | None]]:
+    def _read_rows(self, drawn: Drawn) -> Iterator[tuple[Sample, int, float, Candidates]]:
         """The tokens of samples that have not ended."""
         tokens, logprobs = drawn.read()
-        model_logprobs = drawn.read_model_logprobs()
+        candidates = drawn.read_candidates()
         if self.graphs is None:  # samples with NaN logits keep their pages until those are cleared
             rows = zip(drawn.samples, logprobs, strict=True)
             self._leave_at_limit(sample for sample, logprob in rows if not math.isnan(logprob))
@@ -356,9 +375,9 @@ class Driver:
             sample.in_flight -= 1
             self._has_read_nan |= math.isnan(logprob)
             if not (sample.is_cancelled or sample.finish_reason is not None):  # else drawn before its end was known
-                yield sample, token, logprob, model_logprobs.get(row)
+                yield sample, token, logprob, candidates.get(row, ())
 
-    def _read_drafts(self, drawn: DrawnWithDrafts) -> Iterator[tuple[Sample, int, float, ModelLogprobs | None]]:
+    def _read_drafts(self, drawn: DrawnWithDrafts) -> Iterator[tuple[Sample, int, float, Candidates]]:
         assert self.speculation is not None
         for sample, tokens in zip(drawn.samples, self.speculation.read(drawn), strict=True):
             sample.in_flight -= 1 + drawn.num_drafts
@@ -366,10 +385,15 @@ class Driver:
                 self._has_read_nan |= math.isnan(logprob)
                 if sample.is_cancelled or sample.finish_reason is not None:
                     break
-                yield sample, token, logprob, None
+                yield sample, token, logprob, ()
 
-    def _append(self, sample: Sample, token: int, logprob: float, model_logprobs: ModelLogprobs | None) -> Update:
+    def _append(self, sample: Sample, token: int, logprob: float, candidates: Candidates) -> Update:
         request = self._requests[sample.group]
+        if sample.constraint is not None:
+            sample.constraint.accept(token)
+            if error := sample.constraint.error:
+                self.cancel(request)
+                return FailedGrammar(sample, error)
         if math.isnan(logprob):
             self.cancel(request)
             return NanLogits(sample)
@@ -378,7 +402,7 @@ class Driver:
         reason = request.stop.reason(sample.token_ids, sample.group.max_new_tokens, sample.scanner)
         if reason is not None:
             self._finish(request, sample, reason)
-        return NewToken(sample, token, logprob, reason, model_logprobs)
+        return NewToken(sample, token, logprob, reason, candidates)
 
     def _finish(self, request: Request, sample: Sample, reason: FinishReason) -> None:
         sample.finish_reason = reason

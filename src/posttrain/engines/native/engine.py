@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.policy import NativeConfig
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
-from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
+from posttrain.engines.native.driver import Driver, FailedGrammar, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
@@ -487,6 +487,7 @@ def _num_finished(updates: Sequence[Update]) -> int:
                 f"the logits for token {len(sample.token_ids)} of task {sample.group.task.id!r} are NaN: "
                 "the weights of the model have diverged"
             )
+        assert not isinstance(update, FailedGrammar), "generate has no grammars"
         num_finished += update.finish_reason is not None
     return num_finished
 

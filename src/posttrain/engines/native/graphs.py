@@ -4,9 +4,9 @@ A step launches several hundred small kernels. Launching them from Python takes 
 `DecodeGraphs` keeps the state of its rows (last token, position, noise key, temperature) on the device, and the step
 itself advances it. So the next step can be launched before the host has read the tokens of this one.
 
-Tokens are drawn inside the graph, at any temperature. If a row needs top-k, top-p or the model's log-probabilities, the
-graph ends at the logits, and its tokens are drawn after it: the settings of requests would otherwise add graphs without
-bound.
+Tokens are drawn inside the graph, at any temperature. If a row needs top-k, top-p, a grammar or the most probable
+tokens, the graph ends at the logits, and its tokens are drawn after it: the settings of requests would otherwise add
+graphs without bound.
 
 A step may also compute short prompts of samples that join, a row for each token. A prefill of its own would read all
 weights for a few tokens, and launching its kernels from Python takes longer than that.
@@ -209,10 +209,12 @@ class DecodeGraphs:
         samples: Sequence[Sample],
         settings: Sequence[DrawSettings],
         activate: Callable[[], None] = lambda: None,
+        read_earlier: Callable[[], None] = lambda: None,
     ) -> Drawn:
-        """Launch one more token for each sample. Does not synchronise with the device.
+        """Launch one more token for each sample. Does not synchronise with the device, unless a sample is constrained.
 
-        `activate` is called before the model is run by Python: to capture a graph, not to replay it.
+        `activate` is called before the model is run by Python: to capture a graph, not to replay it. `read_earlier`
+        reads all tokens in flight, which grammars need, while the device computes the logits.
         """
         count, rows = len(samples), [*samples, *(row.sample for row in self._prompt_rows)]
         assert len(rows) <= self.sizes[-1], f"{len(rows)} rows, and the largest step has {self.sizes[-1]}"
@@ -237,8 +239,10 @@ class DecodeGraphs:
         if self._draws_inside:
             return Drawn.to_host(samples, result[:, :count])
         logits = result[:count]
+        if any(one.is_constrained for one in settings):
+            read_earlier()
         tokens, logprobs = draw(samples, settings, logits)
-        return Drawn.to_host(samples, self._move_on(tokens, logprobs), top_logprobs(settings, logits, tokens))
+        return Drawn.to_host(samples, self._move_on(tokens, logprobs), top_logprobs(settings, logits))
 
     def _arrange(self, samples: Sequence[Sample], settings: Sequence[DrawSettings]) -> None:
         """Arrange the device's rows in the order of `samples`, prompts behind them: rows move, join and leave."""
@@ -271,7 +275,9 @@ class DecodeGraphs:
         temperature[:count] = [one.sampler.inverse_temperature for one in settings]
         temperature[count:] = 0.0
         self._staged_temperature.send(self.inverse_temperature)
-        self._draws_inside = all(one.sampler.is_plain and one.num_top_logprobs is None for one in settings)
+        self._draws_inside = all(
+            one.sampler.is_plain and not (one.num_top_logprobs or one.is_constrained) for one in settings
+        )
         self._order = order
         self._prefixes.send(samples)
 

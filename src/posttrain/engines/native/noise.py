@@ -8,8 +8,13 @@ bit of a float64.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from posttrain.files.digests import blake2_of
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,6 +31,11 @@ def sequence_key(seed: int, step: int, draw: int, sample: int) -> int:
             key = ((key ^ (key >> shift)) * factor) & _MASK
         key ^= key >> _LAST_SHIFT
     return _signed(key)
+
+
+def prompt_seed(seed: int, prompt_ids: Sequence[int]) -> int:
+    """A seed for one prompt: the turns of a conversation with a constant seed draw different noise."""
+    return seed ^ int.from_bytes(blake2_of(array("q", prompt_ids).tobytes(), 8), "little")
 
 
 def token_keys(sequence_keys: Tensor, token_index: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ changes only if its two best candidates are equal to rounding.
 
 **The log-probability** is that of the full row of logits divided by the temperature, before top-k and top-p and with
 the padding of the vocabulary: what a trainer computes from the same logits. At temperature 0 it is taken at temperature
-1.
+1. If the answer has to obey a grammar, it is that of the tokens that the grammar allows (`constraints.py`).
 
 **On their way to the host** (`Drawn`), nothing waits for the device, except to read.
 """
@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from posttrain.engines.native.constraints import exclude_tokens
 from posttrain.engines.native.noise import gumbel, token_keys
 from posttrain.engines.native.scheduler import Sample
 from posttrain.policy.runtime import to_device, triton_kernels
@@ -161,23 +162,22 @@ class DrawSettings(Protocol):
     """How the tokens of a sample are drawn, and what is reported of them."""
 
     sampler: TokenSampler
-    num_top_logprobs: int | None  # None: the model's own log-probabilities are not needed
+    num_top_logprobs: int  # the most probable tokens that are reported
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the answer obeys a grammar."""
 
 
-@dataclass(frozen=True)
-class ModelLogprobs:
-    """The model's log-probabilities at temperature 1: of the drawn token, and of the most probable ones."""
-
-    of_token: float
-    top: tuple[tuple[int, float], ...]
+Candidates = tuple[tuple[int, float], ...]  # the most probable tokens with their log-probabilities
 
 
 @dataclass
 class TopLogprobs:
-    """Log-probabilities for `ModelLogprobs`. A row: that of the token, then the most probable ids, then theirs."""
+    """The most probable tokens, with the sampler's log-probabilities. A row: ids, then log-probabilities."""
 
-    wanted: Mapping[int, int]  # row of the batch -> number of most probable tokens
-    values: Tensor  # [wanted rows, 1 + 2 * largest number]; float64 holds every token id and every float32
+    wanted: Mapping[int, int]  # row of the batch -> number of tokens
+    values: Tensor  # [wanted rows, 2 * largest number]; float64 holds every token id and every float32
 
 
 @dataclass
@@ -206,14 +206,16 @@ class Drawn:
             self.arrived.synchronize()
         return self.values[0].long().tolist(), self.values[1].tolist()
 
-    def read_model_logprobs(self) -> dict[int, ModelLogprobs]:
+    def read_candidates(self) -> dict[int, Candidates]:
         """By row, where they were requested. After `read`."""
         if self.top is None:
             return {}
         found = {}
-        for (row, number), (of_token, *best) in zip(self.top.wanted.items(), self.top.values.tolist(), strict=True):
+        for (row, number), best in zip(self.top.wanted.items(), self.top.values.tolist(), strict=True):
             ids, logprobs = best[: len(best) // 2], best[len(best) // 2 :]
-            found[row] = ModelLogprobs(of_token, tuple(zip(map(int, ids[:number]), logprobs[:number], strict=True)))
+            drawn, of_drawn = self.values[:, row].tolist()  # the same to the last bit, wherever it is listed
+            listed = zip(ids[:number], logprobs[:number], strict=True)
+            found[row] = tuple((int(token), of_drawn if token == drawn else value) for token, value in listed)
         return found
 
 
@@ -226,6 +228,7 @@ def _to_host(values: Tensor) -> Tensor:
 def draw(samples: Sequence[Sample], settings: Sequence[DrawSettings], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids and log-probabilities, both [samples]. Rows with equal settings are drawn together."""
     device = logits.device
+    exclude_tokens(samples, logits)
     noise = [[sample.noise_key for sample in samples], [sample.noise_index for sample in samples]]
     keys, index = to_device(torch.tensor(noise, dtype=torch.long), device)
     rows_of: dict[TokenSampler, list[int]] = {}
@@ -243,14 +246,14 @@ def draw(samples: Sequence[Sample], settings: Sequence[DrawSettings], logits: Te
     return tokens, logprobs
 
 
-def top_logprobs(settings: Sequence[DrawSettings], logits: Tensor, tokens: Tensor) -> TopLogprobs | None:
-    """What the rows that requested the model's log-probabilities need; None if no row did."""
-    wanted = {row: one.num_top_logprobs for row, one in enumerate(settings) if one.num_top_logprobs is not None}
+def top_logprobs(settings: Sequence[DrawSettings], logits: Tensor) -> TopLogprobs | None:
+    """What the rows that requested the most probable tokens need; None if no row did. After `draw`."""
+    wanted = {row: one.num_top_logprobs for row, one in enumerate(settings) if one.num_top_logprobs}
     if not wanted:
         return None
     vocab_size = settings[0].sampler.vocab_size
-    at = to_device(torch.tensor(list(wanted)), logits.device)
-    logprobs = logits.index_select(0, at).float().log_softmax(dim=-1)
-    of_token = logprobs.gather(1, tokens.index_select(0, at)[:, None])
-    best = logprobs[:, :vocab_size].topk(min(max(1, *wanted.values()), vocab_size), dim=-1)
-    return TopLogprobs(wanted, torch.cat([part.double() for part in (of_token, best.indices, best.values)], dim=1))
+    factors = [settings[row].sampler.inverse_temperature or 1.0 for row in wanted]
+    at, scale = (to_device(torch.tensor(values), logits.device) for values in (list(wanted), factors))
+    logprobs = (logits.index_select(0, at).float() * scale[:, None]).log_softmax(dim=-1)
+    best = logprobs[:, :vocab_size].topk(min(max(wanted.values()), vocab_size), dim=-1)
+    return TopLogprobs(wanted, torch.cat([best.indices.double(), best.values.double()], dim=1))

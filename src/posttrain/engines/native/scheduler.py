@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from posttrain.engines.native.constraints import Constraint
 from posttrain.engines.native.kv_cache import NOT_CACHED, CachedPrefix, PageAllocator, PrefixCache
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
@@ -64,6 +65,7 @@ class Sample:
     pages: list[int] = field(default_factory=list)
     state_slot: int = -1
     scanner: StopStringScanner | None = None  # state of the search for stop strings
+    constraint: Constraint | None = None  # state of the grammar that the answer obeys
     admission: int = -1  # admission number while active, else -1; increases with every admission
     in_flight: int = 0  # tokens drawn on the device that the host has not read yet; with drafts an upper bound
     is_cancelled: bool = False  # discard tokens that are still in flight

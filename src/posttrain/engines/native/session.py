@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
+from posttrain.engines.native.constraints import Constraint
+from posttrain.engines.native.driver import Driver, FailedGrammar, NanLogits, Request, Update
 from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
 from posttrain.engines.native.forward import BackendPerAdapter
 from posttrain.engines.native.fp8 import fp8_weights
 from posttrain.engines.native.graphs import GraphsPerAdapter
 from posttrain.engines.native.kv_cache import PrefixCache
 from posttrain.engines.native.noise import sequence_key
-from posttrain.engines.native.sampler import ModelLogprobs, TokenSampler
+from posttrain.engines.native.sampler import Candidates, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
@@ -49,18 +50,21 @@ class SessionRequest:
     seed: int
     num_samples: int = 1
     adapter: str = ""  # "" is the model as it was loaded
-    num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not requested
+    num_top_logprobs: int = 0  # the most probable tokens that are reported with each token
+    grammar: str = ""  # that the answer obeys; see `constraints.py`
 
 
 class TokenEvent(NamedTuple):
-    """One more token of one sample. `logprob` is the sampler's, under the temperature used, as in `Completion`."""
+    """One more token of one sample. `logprob` is the sampler's, under the temperature used, as in `Completion`; so are
+    those of `candidates`, the most probable tokens.
+    """
 
     request_id: str
     sample: int
     token_id: int
     logprob: float
     finish_reason: FinishReason | None = None
-    model_logprobs: ModelLogprobs | None = None
+    candidates: Candidates = ()
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,13 @@ class GenerationSession:
         task = Task(0, request.id, "", request.prompt_ids)
         group = PromptGroup(task, sampling.max_new_tokens, request.adapter)
         samples = [
-            Sample(group, index, sequence_key(request.seed, 0, 0, index), scanner=stop.scanner())
+            Sample(
+                group,
+                index,
+                sequence_key(request.seed, 0, 0, index),
+                scanner=stop.scanner(),
+                constraint=Constraint(self.tokenizer, request.grammar, stop.token_ids) if request.grammar else None,
+            )
             for index in range(request.num_samples)
         ]
         added = Request(group, samples, self._sampler(sampling), stop, request.num_top_logprobs)
@@ -275,6 +285,8 @@ class GenerationSession:
 def _event(request_id: str, update: Update) -> Event:
     if isinstance(update, NanLogits):
         return FailureEvent(request_id, "the model's output is NaN: its weights are damaged")
+    if isinstance(update, FailedGrammar):
+        return FailureEvent(request_id, f"the grammar of the answer cannot be continued: {update.reason}")
     return TokenEvent(
-        request_id, update.sample.index, update.token_id, update.logprob, update.finish_reason, update.model_logprobs
+        request_id, update.sample.index, update.token_id, update.logprob, update.finish_reason, update.candidates
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import byte_tokenizer
 from tiny_server import options_for, save_adapter, save_model
 from transformers import AutoTokenizer
 
@@ -136,8 +138,24 @@ def test_vllm_gets_equivalent_arguments(model: Path, adapter: Path) -> None:
     assert f"polite={adapter}" in arguments
     for option, value in (("--max-model-len", "256"), ("--max-num-seqs", "8"), ("--max-lora-rank", "8")):
         assert arguments[arguments.index(option) + 1] == value
+    assert arguments[-2:] == ["--logprobs-mode", "processed_logprobs"]
+    assert "--tool-call-parser" not in arguments, "vLLM describes no tools to a template that does not write them"
     assert environment == {"VLLM_API_KEY": "sk-1"}
     assert "sk-1" not in arguments
+
+
+def test_vllm_gets_the_parsers_of_the_chat_template(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in "
+        "m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "copy")
+    arguments, _ = vllm_arguments(options_for(tmp_path / "copy", engine=EngineOptions()), "h", 1, ignore)
+    parsers = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    assert arguments[-5:] == ["--enable-auto-tool-choice", *parsers]
 
 
 def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from posttrain.apps.serve import responses
 from posttrain.apps.serve.responses import ListedToken, ResponseChoice, chat_logprobs, completion_logprobs
 from posttrain.apps.serve.text import IncrementalText, StopCut, token_bytes
-from posttrain.engines.native.session import ModelLogprobs, TokenEvent
+from posttrain.data.tool_calls import Answer, ToolCall, answer_format
+from posttrain.engines.native.session import TokenEvent
 
 BYTES = byte_tokenizer()
 SMOLLM2 = Path(__file__).parents[4] / "models" / "smollm2-135m-instruct"
@@ -114,32 +115,35 @@ def test_tokens_have_their_bytes(smollm2: Any) -> None:
 
 
 def event(token: int, reason: Any = None, logprob: float = -1.0) -> TokenEvent:
-    return TokenEvent("r", 0, token, logprob, reason, ModelLogprobs(logprob, ((token, logprob),)))
+    return TokenEvent("r", 0, token, logprob, reason, ((token, logprob),))
 
 
-def test_logprobs_come_with_the_text_of_their_tokens() -> None:
+def test_every_token_has_a_log_probability_and_an_id() -> None:
+    """Also the one that ends the answer."""
     ids = BYTES("a🙂b")["input_ids"]
-    choice = ResponseChoice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
+    choice = ResponseChoice(3, BYTES, (), frozenset({BYTES.eos_token_id}), lists_logprobs=True, lists_ids=True)
     found = [choice.push(event(token)) for token in ids]
     found.append(choice.push(event(BYTES.eos_token_id, "stop")))
     assert [(piece.text, len(piece.logprobs)) for piece in found] == [
-        ("a", 1), ("", 0), ("", 0), ("", 0), ("🙂", 4), ("b", 1), ("", 0),
+        ("a", 1), ("", 1), ("", 1), ("", 1), ("🙂", 1), ("b", 1), ("", 1),
     ]  # fmt: skip
+    assert [token for piece in found for token in piece.token_ids] == [*ids, BYTES.eos_token_id]
     assert found[-1].finish_reason == "stop"
     assert all(piece.index == 3 for piece in found)
     written = chat_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))["content"]
-    assert bytes(byte for entry in written for byte in entry["bytes"]).decode() == "a🙂b"
+    assert bytes(byte for entry in written for byte in entry["bytes"]).decode() == "a🙂b<|im_end|>"
     assert written[0]["top_logprobs"] == [{"token": "a", "logprob": -1.0, "bytes": [97]}]
     plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
-    assert plain["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x99", r"bytes:\x82", "b"]
-    assert plain["text_offset"] == [0, 1, 1, 1, 1, 2]
+    assert plain["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x99", r"bytes:\x82", "b", "<|im_end|>"]
+    assert plain["text_offset"] == [0, 1, 1, 1, 1, 2, 3]
+    assert chat_logprobs(BYTES, found[0].logprobs, as_ids=True)["content"][0]["token"] == f"token_id:{ids[0]}"
 
 
 def test_offsets_are_positions_in_the_text() -> None:
     """Also after special tokens, which are not part of it, and where text waits because it may be a stop string."""
     answer = "ä€x stop here 🙂."
     ids = [token for text in answer for token in [*BYTES(text)["input_ids"], BYTES.pad_token_id]]
-    choice = ResponseChoice(0, BYTES, ("here you are",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("here you are",), frozenset(), lists_logprobs=True)
     found = [choice.push(event(token, "length" if place == len(ids) - 1 else None)) for place, token in enumerate(ids)]
     assert "".join(piece.text for piece in found) == answer
     plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
@@ -156,7 +160,7 @@ def test_offsets_are_positions_in_the_text() -> None:
 def test_more_probable_of_two_tokens_with_equal_text_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
     top = ((5, -0.5), (6, -2.0), (7, -3.0))
-    written = completion_logprobs(BYTES, (ListedToken(5, ModelLogprobs(-0.5, top), 0),))
+    written = completion_logprobs(BYTES, (ListedToken(5, -0.5, top, 0),))
     assert written["top_logprobs"] == [{"same": -0.5, "other": -3.0}]
 
 
@@ -180,7 +184,7 @@ def test_stop_string_found_in_the_text_ends_the_choice() -> None:
 
 def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[responses.Piece]:
     """The pieces of an answer until its stop string is found, or until `reason` ends it."""
-    choice = ResponseChoice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
+    choice = ResponseChoice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}), lists_logprobs=True)
     found: list[responses.Piece] = []
     for place, token in enumerate(ids):
         found.append(choice.push(event(token, reason if place == len(ids) - 1 else None)))
@@ -190,35 +194,32 @@ def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[responses.P
 
 
 @pytest.mark.parametrize("reason", [None, "stop", "length"])
-def test_tokens_of_a_stop_string_are_not_listed(reason: Any) -> None:
-    """Not even those that came long before it was complete: in a stream nothing could take them back."""
-    found = answer_of(BYTES("Ena 🙂 END")["input_ids"], "END", reason)
-    assert [(piece.text, len(piece.logprobs)) for piece in found if not piece.is_empty] == [
-        ("En", 2), ("a", 1), (" ", 1), ("🙂", 4), (" ", 1), ("", 0),
-    ]  # fmt: skip
+def test_tokens_of_a_stop_string_are_listed_and_not_shown(reason: Any) -> None:
+    """As many log-probabilities as tokens were counted, so that both can be aligned with ids."""
+    ids = BYTES("Ena 🙂 END")["input_ids"]
+    found = answer_of(ids, "END", reason)
+    assert "".join(piece.text for piece in found) == "Ena 🙂 "
+    assert [token.token_id for piece in found for token in piece.logprobs] == ids
     assert found[-1].finish_reason == "stop"
 
 
-def test_tokens_of_an_incomplete_stop_string_are_listed() -> None:
-    for text in ("so EN", "so ENO"):
-        found = answer_of(BYTES(text)["input_ids"], "END", "length")
-        listed = [token for piece in found for token in piece.logprobs]
-        assert "".join(piece.text for piece in found) == text
-        assert [token.token_id for token in listed] == BYTES(text)["input_ids"]
-
-
-def test_token_partly_in_the_text_is_listed(smollm2: Any) -> None:
-    ids = smollm2("one two")["input_ids"]
-    assert smollm2.convert_ids_to_tokens(ids) == ["one", "Ġtwo"]
-    for stop, text, num_listed in (("two", "one ", 2), (" two", "one", 1), ("wo", "one t", 2)):
-        choice = ResponseChoice(0, smollm2, (stop,), frozenset())
-        found = [choice.push(event(token)) for token in ids]
-        listed = [token.token_id for piece in found for token in piece.logprobs]
-        assert ("".join(piece.text for piece in found), listed) == (text, ids[:num_listed])
-
-
-def test_stop_string_found_by_the_engine_is_not_listed() -> None:
+def test_stop_string_found_by_the_engine_is_listed() -> None:
     """It is a special token, which is not part of the text."""
     ids = [*BYTES("ab")["input_ids"], BYTES.pad_token_id]
     found = answer_of(ids, BYTES.pad_token, "stop")
-    assert [token.token_id for piece in found for token in piece.logprobs] == ids[:2]
+    assert "".join(piece.text for piece in found) == "ab"
+    assert [token.token_id for piece in found for token in piece.logprobs] == ids
+
+
+def test_calls_and_reasoning_are_pieces_of_their_own() -> None:
+    form = answer_format("<tool_call><think></think>", writes_tools=True)
+    text = '<think>Hm.</think>So. <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    choice = ResponseChoice(0, BYTES, (), frozenset({BYTES.eos_token_id}), reader=form.reader(), hidden=frozenset())
+    found = [choice.push(event(token)) for token in BYTES(text)["input_ids"]]
+    found.append(choice.push(event(BYTES.eos_token_id, "stop")))
+    whole = found[0]
+    for piece in found[1:]:
+        whole = whole.then(piece)
+    assert (whole.text, whole.finish_reason) == ("So.", "tool_calls")
+    assert whole.answer == Answer("So.", "Hm.", (ToolCall("f", {}),))
+    assert len([piece for piece in found if not piece.is_empty]) < len("Hm.So.") + 3, "markers are held back"

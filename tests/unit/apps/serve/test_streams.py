@@ -55,7 +55,7 @@ class Streamed:
             name="production", session=None, tokenizer=BYTES, stop_ids=lambda sampling: frozenset()
         )
         job = Job("cmpl-1", "tiny", version, [SessionRequest("r", (5,), Sampling(200), seed=0)])
-        writer = ResponseWriter(job, chat=False, streams=True, logprobs=False, includes_usage=False)
+        writer = ResponseWriter(job, chat=False, streams=True, includes_usage=False)
         self.ticket: Ticket
         self.sent: list[Any] = []
         self.may_send = asyncio.Event()

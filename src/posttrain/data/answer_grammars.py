@@ -1,0 +1,199 @@
+"""Grammars that an answer must obey: a JSON schema, or calls of tools as a family of models writes them.
+
+They are texts in the dialect of Lark that `llguidance` reads (decision 60); `engines/native/constraints.py` makes
+masks of them. Reasoning may come before what they describe, in families that have it. Schemas are bounded before
+anything is compiled: some that are short take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from posttrain.data.errors import DataError
+from posttrain.data.tool_calls import AnswerFormat, Tools
+from posttrain.files.json_files import JsonMapping, is_deeper_than
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_SCHEMA_CHARACTERS = 2**16
+MAX_SCHEMA_DEPTH = 48  # of lists and objects
+MAX_PROPERTIES = 256  # of one object
+MAX_DIVISOR = 10_000  # the product of all `multipleOf`: a state for each remainder
+
+# As Python's `json.dumps` and chat templates write it. Free white space would let a model write nothing else.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = "/(.|\\n)*/"
+_SPECIAL = frozenset("\\.+*?()|[]{}^$/#&~-")  # in regular expressions
+_MARKER = re.compile(r"<[^>]+>|\[[A-Z_]+\]")
+
+# By format: what comes before calls, a call, what separates two (None: there is one), what comes after them.
+_CALLS: Mapping[str, tuple[str, str, str | None, str]] = {
+    "hermes": ("", '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n", ""),
+    "qwen3_coder": ("", "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", "\n", ""),
+    "glm45": ("", "<tool_call>NAME\nARGUMENTS</tool_call>", "\n", ""),
+    "llama3_json": ("", '{"name": "NAME", "parameters": ARGUMENTS}', "; ", ""),
+    "mistral": ("", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "", ""),
+    "mistral list": ("[TOOL_CALLS][", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]"),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "openai": (
+        "",
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
+        None,
+        "",
+    ),
+}
+# Of the formats that do not write arguments as one JSON object: what comes before and after a value.
+_VALUES = {
+    "qwen3_coder": ("<parameter=KEY>\n", "\n</parameter>\n"),
+    "glm45": ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+}
+
+
+class AnswerGrammar:
+    """Writes one grammar, for a family and its tokenizer: a marker that is a token of its own is that token."""
+
+    def __init__(self, form: AnswerFormat, tokenizer: PreTrainedTokenizerBase, prompt: str) -> None:
+        self._form, self._prompt = form, prompt
+        self._tokens = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
+        self._split = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._rules: dict[str, str] = {}
+
+    def of_schema(self, schema: JsonMapping) -> str:
+        """An answer that is JSON of this schema."""
+        opening = self._written("<|channel|>final<|message|>") if self._form.has_channels else ""
+        return self._whole(f"{opening} {_json(schema)}")
+
+    def of_calls(self, tools: Tools, schema: JsonMapping | None, *, must_call: bool, may_repeat: bool) -> str:
+        """Calls of these tools, with arguments that obey their schemas. Without `must_call`, text may come first, or
+        be all; with a schema, the answer is calls or JSON of the schema.
+        """
+        style = self._form.name
+        if style == "mistral" and "[ARGS]" not in self._tokens:
+            style = "mistral list"
+        before, call, separator, after = _CALLS[style]
+        opening = found[0] if (found := _MARKER.match(before + call)) else ""
+        head, _, tail = (call if before else call.removeprefix(opening)).partition("ARGUMENTS")
+        for index, function in enumerate(tool["function"] for tool in tools):
+            arguments = self._arguments(f"arguments_{index}", function.get("parameters") or {"type": "object"}, style)
+            named = self._written(head.replace("NAME", function["name"], 1))
+            self._rules[f"call_{index}"] = f"{named} {arguments} {self._written(tail)}"
+        any_call = f"({' | '.join(f'call_{index}' for index in range(len(tools)))})"
+        next_call = any_call if before else f"{self._written(opening)} {any_call}"
+        more = f"({self._written(separator)} {next_call})*" if may_repeat and separator is not None else ""
+        self._rules["calls"] = f"{self._written(before.removeprefix(opening))} {any_call} {more} {self._written(after)}"
+        calls = f"{self._written(opening)} calls"
+        if must_call:
+            return self._whole(calls)
+        final = self._written("<|channel|>final<|message|>") if self._form.has_channels else ""
+        if schema is not None or final:
+            return self._whole(f"({final} {_TEXT if schema is None else _json(schema)} | {calls})")
+        if not opening:  # calls are bare JSON
+            return self._whole(f"(/[^{{\\s](.|\\n)*/ | {calls})")
+        return self._whole(f"({_TEXT} | {self._until(opening)} calls)")
+
+    def _whole(self, answer: str) -> str:
+        rules = {"start": f"{self._reasoning()} {answer}", **self._rules}
+        return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+    def _reasoning(self) -> str:
+        form = self._form
+        if form.has_channels:
+            opening, closing = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+            return f"({self._written(opening)} {self._until(closing)})?"
+        if form.reasoning is None:
+            return ""
+        thought = f"{self._until(form.reasoning[1])} /\\s*/"
+        return thought if form.opens_reasoning(self._prompt) else f"({self._written(form.reasoning[0])} {thought})?"
+
+    def _arguments(self, name: str, schema: JsonMapping, style: str) -> str:
+        if style not in _VALUES:
+            return _json(schema)
+        before, after = _VALUES[style]
+        written = []
+        for key, value in (schema.get("properties") or {}).items():
+            value = value if isinstance(value, dict) else {}
+            head = self._written(before.replace("KEY", key, 1))
+            if value.get("type") != "string":
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                body = f"{_json({**value, **shared})} {self._written(after)}"
+            elif texts := value.get("enum"):
+                body = f"({' | '.join(self._written(str(text)) for text in texts)}) {self._written(after)}"
+            else:
+                body = self._until(after)
+            written.append(f"({head} {body}){'' if key in schema.get('required', ()) else '?'}")
+        self._rules[name] = " ".join(written) or '""'
+        return name
+
+    def _written(self, text: str) -> str:
+        """A text as a sequence of literals and tokens."""
+        parts, start = [], 0
+        for found in self._split.finditer(text):
+            parts += [text[start : found.start()], self._tokens[found[0]]]
+            start = found.end()
+        return " ".join(
+            f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in (*parts, text[start:]) if part != ""
+        )
+
+    def _until(self, end: str) -> str:
+        """Any text up to and including `end`."""
+        if self._split.match(end):
+            return f"{_TEXT} {self._written(end)}"
+        name = f"until_{len(self._rules)}[lazy]"
+        escaped = "".join(
+            "\\n" if letter == "\n" else f"\\{letter}" if letter in _SPECIAL else letter for letter in end
+        )
+        self._rules[name] = f"/(.|\\n)*{escaped}/"
+        return name.removesuffix("[lazy]")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: JsonMapping) -> str:
+    check_schema(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
+
+
+def check_schema(schema: object) -> None:
+    """DataError for a schema that is none, or that would take long to compile."""
+    if not isinstance(schema, dict):
+        raise DataError(f"a JSON schema is an object, found {str(schema)[:80]!r}")
+    if is_deeper_than(MAX_SCHEMA_DEPTH, schema):
+        raise DataError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if (length := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
+        raise DataError(f"the schema has {length} characters; at most {MAX_SCHEMA_CHARACTERS} are compiled")
+    divisor = Fraction(1)
+    for value in _objects(schema):
+        properties, step = value.get("properties"), value.get("multipleOf")
+        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+            raise DataError(f"an object of the schema has {len(properties)} properties; at most {MAX_PROPERTIES}")
+        if isinstance(step, int | float) and math.isfinite(step) and step:
+            divisor *= Fraction(str(step)).numerator
+    if abs(divisor) > MAX_DIVISOR:
+        raise DataError(f"multipleOf {divisor} is too large; at most {MAX_DIVISOR} in one schema, multiplied")
+
+
+def _objects(value: object) -> Iterator[JsonMapping]:
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _objects(inner)
