@@ -40,6 +40,7 @@ from posttrain.policy.objectives import ClippedPolicyGradient, Distillation
 from posttrain.policy.objectives.distillation import Divergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.agents import build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
@@ -153,7 +154,7 @@ class GrpoRecipe(Recipe):
     ) -> tuple[RolloutSource, RolloutSource]:
         """The rollout sources of training and validation."""
         config, grpo = self.config, self.config.grpo
-        folder = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir) / "agent_calls"
+        folder = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir) / AGENT_CALLS_FOLDER
         environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped, folder)
         rollouts = FreshRollouts(
             stream,

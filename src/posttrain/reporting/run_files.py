@@ -6,6 +6,7 @@
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     rollouts/step_N.tokens.npz            tokens of some groups of step N, see `token_files.py`
+    agent_calls/                          journals of agents in the open step, see `rollouts/call_journal.py`
     workers.jsonl                         phases and ranks, see `machines.py`
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
@@ -37,6 +38,7 @@ UNSCORED_FILE = "unscored.jsonl"
 FINDINGS_FILE = "findings.jsonl"
 WORKERS_FILE = "workers.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
+AGENT_CALLS_FOLDER = "agent_calls"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
@@ -53,6 +55,7 @@ FILES_OF_A_RUN = (
     CONFIG_FILE,
     LOG_FOLDER,
     ROLLOUTS_FOLDER,
+    AGENT_CALLS_FOLDER,
     UNSCORED_FILE,
     FINDINGS_FILE,
     LOGGERS_FOLDER,
@@ -192,6 +195,12 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
     for path in (folder / ROLLOUTS_FOLDER).glob("*"):
         match = re.fullmatch(r"(?:validation_)?step_(\d+)\.(?:jsonl\.gz|tokens\.npz)", path.name)
         if match is not None and int(match[1]) > resumed_step:
+            path.unlink()
+    for path in (folder / AGENT_CALLS_FOLDER).glob("*.jsonl"):
+        # Of use only with the weights of the checkpoint: in the step after it, and in a validation that it owes.
+        _, header = next(parse_lines(path), (b"", None))
+        step = resumed_step if path.stem == "validation" else resumed_step + 1
+        if not resumed_step or header is None or header["step"] != step:
             path.unlink()
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{durable.PARTIAL}"):

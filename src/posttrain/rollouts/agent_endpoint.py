@@ -146,7 +146,6 @@ class AgentEndpoint:
                 finish = "tool_calls" if parts.tool_calls and answer.finish_reason == "stop" else answer.finish_reason
                 name = f"chatcmpl-{call.key[0][:24]}-{call.key[1]}"
                 pending.answer = ChatAnswer(name, self.model, message, finish, call.prompt_ids, answer.token_ids)
-                session.clock.answered()
             if self.journal is not None:
                 self.journal.add([(one.session.rollout, one.call) for one, _ in answers if one.answer is not None])
             for one, _ in answers:
@@ -159,7 +158,15 @@ class AgentEndpoint:
         session = self._sessions.get(key)
         if session is None:
             raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
-        request = read_request(body)
+        with self._changed:
+            session.clock.ask()  # from here on: to render and tokenise a long history takes time too
+        try:
+            return self._answer(session, read_request(body), is_retry=is_retry)
+        finally:
+            with self._changed:
+                session.clock.answered()
+
+    def _answer(self, session: AgentSession, request: ChatRequest, *, is_retry: bool) -> tuple[ChatRequest, ChatAnswer]:
         if session.counts["agent_calls"] >= self.max_calls and not is_retry:
             session.counts["out_of_turns"] = 1
             return request, self._last_word()
@@ -195,7 +202,6 @@ class AgentEndpoint:
             earlier.append(pending)
             session.counts["agent_calls"] += 1
             session.counts["overridden_sampling"] += pending.request.num_overridden
-            session.clock.ask()
             known = self.journal.answer(session.rollout, call.key) if self.journal is not None else None
             if known is None:
                 self._pending.append(pending)

@@ -22,6 +22,7 @@ from posttrain.environments.agents.pool import AgentOutcome, AgentPool
 from posttrain.environments.agents.runner import AgentItem
 from posttrain.environments.settings import read_agents, read_settings
 from posttrain.environments.turns.interface import TurnTask
+from posttrain.files.digests import digest, hash_files
 from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import Call, PromptWriter
@@ -59,7 +60,7 @@ class AgentRollouts(FreshRollouts):
         if self.journal is not None:
             self.journal.begin(step, self.sampling)
             for session in sessions:
-                session.score = self.journal.ended(session.rollout, session.tree, session.counts)
+                session.score = self.journal.ended(session.rollout, session.task, session.tree, session.counts)
         try:
             with self._kept_prefixes(self.engine):
                 self._repeat(sessions, step)
@@ -84,9 +85,10 @@ class AgentRollouts(FreshRollouts):
 
         def run(name: str, own: Sequence[AgentSession]) -> None:
             def ended(place: int, score: Score) -> None:
-                self.endpoint.end(own[place])
+                one = own[place]
+                self.endpoint.end(one)
                 if self.journal is not None:
-                    self.journal.end(own[place].rollout, own[place].tree, own[place].counts, score)
+                    self.journal.end(one.rollout, one.task, one.tree, one.counts, score)
 
             clocks = [session.clock for session in own]
             scores = self.pools[name].run([self._item(session, step) for session in own], clocks, ended)
@@ -206,7 +208,8 @@ def build_conversations(
         others, journal = turns(fresh), None
         if journals is not None:
             folder, identity = journals
-            journal = CallJournal(folder / f"{fresh.label}.jsonl", identity)
+            code = hash_files([path for pool in pools.values() for path in pool.code_files])
+            journal = CallJournal(folder / f"{fresh.label}.jsonl", digest([identity, code]))
             cleanup.callback(journal.close)
         shared = {each.name: getattr(others, each.name) for each in fields(FreshRollouts) if each.init}
         return AgentRollouts(**shared, others=others, pools=pools, endpoint=endpoint, judged=judged, journal=journal)

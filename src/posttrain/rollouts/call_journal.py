@@ -3,7 +3,8 @@ the others as before.
 
 Needed for exactness, not only for time: a request that is sampled again in another batch has the same tokens, but
 log-probabilities that differ in their last bits. A journal holds one step. It is used by the first step after a resume,
-whose weights come from a checkpoint, and if the config is the same. What was sampled together is written together,
+whose weights come from a checkpoint (`open_run` removes all others), if the config and the code of the agents are the
+same; a result, if its task is. What was sampled together is written together,
 before an agent gets its answer: of a batch that a kill cut off nothing is read, so it is sampled again as a whole.
 """
 
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import IO
 
 from posttrain.environments.agents.pool import AgentOutcome
+from posttrain.files.digests import digest
 from posttrain.files.json_files import JsonObject
 from posttrain.rollouts.call_tree import Call, CallKey, CallTree
-from posttrain.types import Completion, Sampling, Score, Utterance
+from posttrain.types import Completion, Sampling, Score, Task, Utterance
 
 RolloutId = tuple[int, int]  # (draw, sample)
 
@@ -28,7 +30,7 @@ RolloutId = tuple[int, int]  # (draw, sample)
 @dataclass
 class CallJournal:
     path: Path
-    identity: str  # of everything that decides the answers besides the step
+    identity: str  # of everything that decides the answers besides the weights and the tasks
     _step: int | None = None
     _file: IO[bytes] | None = None
     _calls: dict[tuple[RolloutId, CallKey], Call] = field(default_factory=dict)
@@ -92,16 +94,17 @@ class CallJournal:
         if new := [_line(rollout, call) for rollout, call in calls if (rollout, call.key) not in self._calls]:
             self._write({"batch": new})
 
-    def end(self, rollout: RolloutId, tree: CallTree, counts: Mapping[str, float], score: Score) -> None:
+    def end(self, rollout: RolloutId, task: Task, tree: CallTree, counts: Mapping[str, float], score: Score) -> None:
         """The rollout is over, with this result."""
         answer = score.answer if isinstance(score, AgentOutcome) else None
         result = {"reward": score.reward, "parts": dict(score.parts), "error": score.error, "answer": answer}
         calls = [call.key for call in tree.calls]
-        self._write({"rollout": rollout, "end": result, "counts": dict(counts), "calls": calls})
+        about = {"rollout": rollout, "task": _digest_of(task)}
+        self._write({**about, "end": result, "counts": dict(counts), "calls": calls})
 
-    def ended(self, rollout: RolloutId, tree: CallTree, counts: Counter[str]) -> Score | None:
+    def ended(self, rollout: RolloutId, task: Task, tree: CallTree, counts: Counter[str]) -> Score | None:
         """The result of a rollout that had ended, whose calls and counts are added; None if it had not."""
-        if (line := self._ends.get(rollout)) is None:
+        if (line := self._ends.get(rollout)) is None or line["task"] != _digest_of(task):
             return None
         tree.calls += [self._calls[rollout, tuple(key)] for key in line["calls"]]
         counts.update(line["counts"])
@@ -116,6 +119,10 @@ class CallJournal:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _digest_of(task: Task) -> str:
+    return digest([task.prompt, task.messages, task.reference, task.metadata])
 
 
 def _line(rollout: RolloutId, call: Call) -> JsonObject:

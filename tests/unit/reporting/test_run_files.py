@@ -56,6 +56,21 @@ def test_gap_between_rows_and_checkpoint_is_reported(tmp_path: Any) -> None:
     assert open_run(tmp_path, 4) == ([], ["metrics.jsonl ends at step 1 although the run resumes at step 4"])
 
 
+@pytest.mark.parametrize(
+    ("resumed_step", "kept"), [(0, set()), (9, set()), (10, {"validation"}), (11, {"generation"}), (12, set())]
+)
+def test_journals_of_agents_are_kept_for_the_weights_of_the_checkpoint_only(
+    resumed_step: int, kept: set[str], tmp_path: Any
+) -> None:
+    folder = tmp_path / "agent_calls"
+    folder.mkdir()
+    (folder / "torn.jsonl").write_bytes(b'{"identity": "x", "st')
+    (folder / "generation.jsonl").write_text('{"identity": "x", "step": 12}\n{"batch": []}\n')
+    (folder / "validation.jsonl").write_text('{"identity": "x", "step": 10}\n{"batch": []}\n')
+    open_run(tmp_path, resumed_step)
+    assert {path.stem for path in folder.iterdir()} == kept
+
+
 def test_missing_rows_are_reported(tmp_path: Any) -> None:
     assert open_run(tmp_path, 4) == ([], ["metrics.jsonl is missing: the rows of the steps up to 4 are lost"])
     assert open_run(tmp_path, 0) == ([], [])

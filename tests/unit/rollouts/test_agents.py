@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from posttrain.algorithms.batches import rollout_batch
 from posttrain.config.data import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.environments.agents.pool import AgentClock
+from posttrain.environments.agents.runner import code_files
+from posttrain.rollouts.agent_endpoint import AgentSession
 from posttrain.rollouts.agents import AgentRollouts, build_conversations
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
@@ -87,7 +92,14 @@ def cleanup() -> Iterator[ExitStack]:
 
 
 def source(
-    folder: Path, code: str, cleanup: ExitStack, *, num_samples: int = 2, max_calls: int = 8, **block: Any
+    folder: Path,
+    code: str,
+    cleanup: ExitStack,
+    *,
+    num_samples: int = 2,
+    max_calls: int = 8,
+    has_journal: bool = False,
+    **block: Any,
 ) -> AgentRollouts:
     file = folder / "agent.py"
     file.write_text(OPENING + textwrap.dedent(code))
@@ -105,6 +117,7 @@ def source(
         max_total_tokens=500,
         warn=lambda text: None,
         cleanup=cleanup,
+        journals=(folder / "agent_calls", "run") if has_journal else None,
     )(fresh)
     assert isinstance(made, AgentRollouts)
     return made
@@ -246,15 +259,39 @@ FAILING = {
     "exits": ("sys.exit(3)", "SystemExit: 3"),
     "dies": ("os._exit(4)", "the worker process exited with code 4"),
     "killed": ("os.kill(os.getpid(), 9)", "killed by signal 9"),
-    "hangs": ("time.sleep(1000)", "timeout after 2 s"),
+    "hangs": ("time.sleep(1000)", "timeout after 900 s"),
     "nothing": ("return None", "the agent returned None"),
     "text": ("return object()", "a number, or a dict of named numbers, is needed"),
 }
 
 
+@dataclass
+class LongWork(AgentClock):
+    """After the first answer the agent seems to have worked for long, in all or since that answer."""
+
+    in_all_s: float = 1e6
+
+    def answered(self) -> None:
+        super().answered()
+        self.waited_s -= self.in_all_s
+        self.changed_at -= 1e6
+
+
+def let_hang(agents: AgentRollouts, monkeypatch: pytest.MonkeyPatch, in_all_s: float = 1e6) -> None:
+    """The agents of the first task reach their limit as soon as they were answered, however busy the machine is."""
+    open_session = agents.endpoint.open
+
+    def opened(task: Task, sample: int) -> AgentSession:
+        session = open_session(task, sample)
+        session.clock = LongWork(in_all_s=in_all_s) if task.draw == 0 else session.clock
+        return session
+
+    monkeypatch.setattr(agents.endpoint, "open", opened)
+
+
 @pytest.mark.parametrize("ending", FAILING)
 def test_an_agent_that_fails_leaves_an_unscored_rollout_with_the_reason(
-    ending: str, tmp_path: Path, cleanup: ExitStack
+    ending: str, tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, reason = FAILING[ending]
     script = f"""
@@ -264,7 +301,9 @@ def test_an_agent_that_fails_leaves_an_unscored_rollout_with_the_reason(
             {code}
         return 2.0
     """
-    agents = source(tmp_path, script, cleanup, num_samples=1, timeout_s=2)
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    if ending == "hangs":
+        let_hang(agents, monkeypatch)
     failed, fine = (group.rollouts[0] for group in agents.take(2, step=1).groups)
     assert failed.score.reward is None
     assert reason in str(failed.score.error)
@@ -272,15 +311,92 @@ def test_an_agent_that_fails_leaves_an_unscored_rollout_with_the_reason(
     assert len(failed.completion.token_ids) > 0  # what it sampled is shown, not trained
 
 
-def test_an_agent_that_works_too_long_between_requests_is_ended(tmp_path: Path, cleanup: ExitStack) -> None:
+def test_an_agent_that_works_too_long_between_requests_is_ended(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = """
     def solve(task, endpoint):
         ask(endpoint, task.messages)
         time.sleep(1000)
     """
-    agents = source(tmp_path, script, cleanup, num_samples=1, turn_timeout_s=0.5)
+    agents = source(tmp_path, script, cleanup, num_samples=1, turn_timeout_s=600)
+    let_hang(agents, monkeypatch, in_all_s=0)
     (group,) = agents.take(1, step=1).groups
-    assert group.rollouts[0].score.error == "the agent asked nothing for 0.5 s (turn_timeout_s)"
+    assert group.rollouts[0].score.error == "the agent asked nothing for 600 s (turn_timeout_s)"
+    assert len(group.rollouts[0].completion.token_ids) > 0
+
+
+def test_time_in_which_the_endpoint_works_is_not_the_agents(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = source(tmp_path, TALK, cleanup, num_samples=1)
+    first, seen = agents.endpoint.writer.first, []
+
+    def rendered(messages: Any, tools: Any) -> tuple[int, ...]:
+        seen.extend(session.clock.num_waiting for session in agents.endpoint._sessions.values())
+        return first(messages, tools)
+
+    monkeypatch.setattr(agents.endpoint.writer, "first", rendered)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(0.0)
+    assert seen == [1]
+
+
+def test_an_agent_waits_until_its_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = AgentClock(), time.monotonic()
+    clock.ask()
+    seen = []
+    monkeypatch.setattr(time, "monotonic", lambda: seen.append(clock.num_waiting) or now)
+    clock.answered()
+    assert (seen, clock.num_waiting) == ([1], 0)
+
+
+NOTED = """
+def solve(task, endpoint):
+    ask(endpoint, task.messages)
+    with open(BEGUN, "a") as file:
+        print(task.reference, file=file)
+    return REWARD
+"""
+
+
+@pytest.mark.full
+def test_a_journal_gives_results_of_the_same_code_and_the_same_tasks_only(tmp_path: Path, cleanup: ExitStack) -> None:
+    begun = tmp_path / "begun"
+
+    class OtherTasks(Tasks):
+        def take(self, count: int) -> Sequence[Task]:
+            first, second = super().take(count)
+            return [first, replace(second, reference="other")]
+
+    def rewards(reward: str, stream: Tasks) -> list[float | None]:
+        script = NOTED.replace("BEGUN", repr(str(begun))).replace("REWARD", reward)
+        with ExitStack() as cleanup:
+            agents = source(tmp_path, script, cleanup, num_samples=1, has_journal=True)
+            agents.stream = stream
+            return [group.rollouts[0].score.reward for group in agents.take(2, step=3).groups]
+
+    assert rewards("1.0", Tasks()) == rewards("1.0", Tasks()) == [1.0, 1.0]
+    assert begun.read_text().split() == ["ref", "ref"]
+    assert rewards("1.0", OtherTasks()) == [1.0, 1.0]
+    assert begun.read_text().split()[2:] == ["other"]
+    assert rewards("2.0", OtherTasks()) == [2.0, 2.0]
+
+
+def test_the_code_of_an_agent_is_what_its_setting_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    for name in ("agent.py", "tools.py", "data.txt", "path/package/__init__.py", "path/package/solver.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def names(agent: str | list[str]) -> list[str]:
+        return [str(path.relative_to(tmp_path)) for path in code_files(agent, tmp_path)]
+
+    assert names("agent.py:solve") == names(["python", "agent.py", "x" * 5000]) == ["agent.py", "tools.py"]
+    assert names("package.solver:solve") == ["path/package/__init__.py", "path/package/solver.py"]
+    assert names("package.solve") == names(["python", "-m", "package"]) == names("package.solver.solve")
+    assert names(["./data.txt"]) == ["agent.py", "data.txt", "tools.py"]
+    assert names("missing:solve") == []
 
 
 FORKS = """
@@ -293,17 +409,21 @@ def solve(task, endpoint):
             time.sleep(1000)
         os._exit(0)
     os.waitpid(child, 0)
-    ask(endpoint, task.messages)
     with open(task.metadata["pids"], "a") as file:
         print(started.pid, file=file)
+    ask(endpoint, task.messages)
     END
 """
 
 
 @pytest.mark.parametrize("ending", ["return 1.0", "raise ValueError", "os._exit(1)", "time.sleep(1000)"])
-def test_children_of_an_agent_end_with_it(ending: str, tmp_path: Path, cleanup: ExitStack) -> None:
+def test_children_of_an_agent_end_with_it(
+    ending: str, tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = FORKS.replace("END", ending).replace('task.metadata["pids"]', repr(str(tmp_path / "pids")))
-    agents = source(tmp_path, script, cleanup, num_samples=1, timeout_s=3)
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    if ending == "time.sleep(1000)":
+        let_hang(agents, monkeypatch)
     (group,) = agents.take(1, step=1).groups
     assert (group.rollouts[0].score.reward == 1.0) == (ending == "return 1.0"), group.rollouts[0].score
     started = [int(line) for line in (tmp_path / "pids").read_text().split()]

@@ -10,9 +10,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from posttrain.config.rewards import AgentConfig
-from posttrain.environments.agents.runner import AgentItem
+from posttrain.environments.agents.runner import AgentItem, code_files
 from posttrain.environments.pool import Batch, ScoringPool, to_score
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import WorkerProcess
@@ -41,10 +42,11 @@ class AgentClock:
         self.num_waiting += 1
 
     def answered(self) -> None:
-        self.num_waiting -= 1
-        if self.num_waiting == 0:
+        """`num_waiting` comes last: as long as it is not 0, the thread that watches the limits reads nothing else."""
+        if self.num_waiting == 1:
             now = time.monotonic()
             self.waited_s, self.changed_at = self.waited_s + now - self.changed_at, now
+        self.num_waiting -= 1
 
 
 class AgentPool(ScoringPool):
@@ -53,6 +55,7 @@ class AgentPool(ScoringPool):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__(settings)
         assert isinstance(settings.config, AgentConfig)
+        self.code_files: list[Path] = code_files(settings.config.agent, settings.base_folder)
         self._turn_limit_s = settings.config.turn_timeout_s or math.inf
         self._clocks: Sequence[AgentClock] = ()
         self._on_end: Callable[[int, Score], None] = lambda place, score: None

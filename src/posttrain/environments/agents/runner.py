@@ -73,6 +73,21 @@ def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
     return answer
 
 
+def code_files(agent: str | Sequence[str], folder: Path) -> list[Path]:
+    """The code of an agent, as far as its setting names it: files and modules, and the modules beside them."""
+    named = [agent.rpartition(":")[0] or agent.rpartition(".")[0]] if isinstance(agent, str) else agent
+    found: set[Path] = set()
+    for word in named:
+        module = word.replace(".", "/")
+        folders = [str(folder), *sys.path]
+        places = (Path(place, f"{module}{end}") for place in folders for end in (".py", "/__init__.py"))
+        for path in (folder / os.path.expanduser(word), *places):
+            if os.path.isfile(path):
+                found |= {path, *path.parent.glob("*.py")}
+                break
+    return sorted(path for path in found if os.path.isfile(path) and os.access(path, os.R_OK))
+
+
 def _function(spec: str, kwargs: JsonMapping, folder: Path) -> Callable[[TurnTask, Endpoint], object]:
     function = load_function(spec, folder)
     with contextlib.suppress(ValueError):  # no signature is known
