@@ -19,7 +19,7 @@ from posttrain.config.foreign.nemo_rl import apply_renames
 from posttrain.config.loader import LoadedConfig, built_in_defaults
 from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys
-from posttrain.config.tree import DEFAULT, Path, dotted, leaves, without_marks
+from posttrain.config.tree import DEFAULT, Path, Values, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import same_but_for_credentials, without_credentials
 
@@ -90,6 +90,7 @@ def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml
         raise ConfigError(f"{label} is the config of a {kinds[0]} run, and this is a {loaded.kind} run")
     apply_renames(old_tree, loaded.kind, [])
     plain = without_marks(old_tree.values)
+    _name_old_deviation(plain)
     # A key that this version does not have was written by another version and has no value to compare with.
     removed = set(unknown_keys(schema_of(loaded.kind), plain))
     old = {
@@ -98,6 +99,15 @@ def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml
     new = dict(leaves(without_marks(parse_document(loaded.to_yaml(), label).values)))
     changes = {dotted(path): change for path, change in _differences(old, new, loaded)}
     return tuple(change for change in changes.values() if not _follows(change, changes, loaded))
+
+
+def _name_old_deviation(values: Values) -> None:
+    """Before there was a section `teacher`, `std_over: group` with a leave-one-out baseline was what `others` is."""
+    estimator = (values.get("grpo") or {}).get("adv_estimator")
+    if "teacher" in values or not isinstance(estimator, dict):
+        return
+    if estimator.get("std_over") == "group" and estimator.get("use_leave_one_out_baseline") is True:
+        estimator["std_over"] = "others"
 
 
 def same_but_for_the_version(old: Mapping[str, object], new: Mapping[str, object], loaded: LoadedConfig) -> bool:

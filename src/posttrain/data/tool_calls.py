@@ -225,17 +225,21 @@ def _glm_call(body: str, tools: Tools) -> list[AnyCall]:
 
 def _typed(values: Mapping[str, str], name: str, tools: Tools) -> JsonObject:
     """Values that are written without quotes: the schema decides whether they are texts."""
-    functions = (tool.get("function", {}) for tool in tools)
-    schema = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
-    properties = schema.get("properties") or {}
-    return {key: _typed_value(value, properties.get(key)) for key, value in values.items()}
+    functions = (_object(tool.get("function")) for tool in tools)
+    schema = next((_object(one.get("parameters")) for one in functions if one.get("name") == name), {})
+    properties = _object(schema.get("properties"))
+    return {key: _typed_value(value, _object(properties.get(key))) for key, value in values.items()}
 
 
-def _typed_value(text: str, schema: object) -> Any:
-    schema = schema if isinstance(schema, dict) else {}
-    of_members = [member.get("type") for member in schema.get("anyOf", ()) if isinstance(member, dict)]
-    types = {kind for kind in (schema.get("type"), *of_members) if isinstance(kind, str)}
-    types |= set(schema["type"]) if isinstance(schema.get("type"), list) else set()
+def _object(value: object) -> JsonObject:
+    """An object of a schema that nobody has checked; empty if it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _typed_value(text: str, schema: JsonObject) -> Any:
+    members = schema.get("anyOf")
+    named = [schema.get("type"), *(_object(one).get("type") for one in (members if isinstance(members, list) else ()))]
+    types = {one for kind in named for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
     if not types or ("string" in types and not ("null" in types and text == "null")):
         return text
     try:

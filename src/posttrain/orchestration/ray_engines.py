@@ -37,7 +37,9 @@ class RayEngine:
     ) -> None:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
         self._newest: Sequence[SentWeights] | None = None
-        self._to_repeat: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # calls whose cached pages are in use
+        self._to_repeat: list[
+            tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+        ] = []  # calls whose cached pages are in use
         self._is_closing = self._is_asked_to_stop = False
         self._waits_for: Sequence[Future[Any]] = ()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
@@ -65,19 +67,21 @@ class RayEngine:
             self._to_repeat = []
         for num_replaced in range(MAX_REPLACEMENTS + 1):
             try:
+                if num_replaced:
+                    self._replace(name)
+                if num_replaced and self._is_asked_to_stop:  # meanwhile; the time that is left is for saving
+                    raise StopRequested
                 result = self._call_all(operation, *args, **kwargs)
                 if self._to_repeat or (name == Rank.keep_prefixes.__name__ and args[0]):
-                    self._to_repeat.append((operation, args))
+                    self._to_repeat.append((operation, args, kwargs))
                 return result
             except (WorkerDiedError, EngineLostError) as error:
                 if self._is_closing or num_replaced == MAX_REPLACEMENTS:
                     raise
-                if not self._is_asked_to_stop:
-                    if isinstance(error, EngineLostError):
-                        self._say(str(error))  # with the end of its log
-                    self._replace(operation.__name__)
-                if self._is_asked_to_stop:  # perhaps meanwhile; the time that is left is for saving
+                if self._is_asked_to_stop:
                     raise StopRequested from error
+                if isinstance(error, EngineLostError):
+                    self._say(str(error))  # with the end of its log
         raise AssertionError("the last attempt returns or raises")
 
     def _call_all(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -93,8 +97,8 @@ class RayEngine:
         self._build_all()
         if self._newest is not None:
             self._call_all(Rank.receive_weights, self._newest)
-        for earlier, args in self._to_repeat:
-            self._call_all(earlier, *args)
+        for earlier, args, kwargs in self._to_repeat:
+            self._call_all(earlier, *args, **kwargs)
 
     def _kill(self) -> None:
         """Stop all actors: the remaining ones would hold their place or wait for the dead one."""

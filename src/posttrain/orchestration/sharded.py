@@ -193,7 +193,8 @@ class ShardedEngine:
         self.group = group
         self.prepare = prepare  # called before anything is sampled
         self.mesh = mesh or group.mesh.for_sampling
-        self._shard_of: dict[tuple[int, int], int] | None = None  # draw and sample -> shard that has its pages
+        # Draw and sample, None for all samples of a draw -> shard that has their pages.
+        self._shard_of: dict[tuple[int, int | None], int] | None = None
 
     def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
         """While prefixes are kept, a conversation stays on the rank that began it."""
@@ -210,7 +211,9 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        sampled = self._on_ranks(Rank.generate, tasks, tasks, (num_samples, sampling, key), progress)
+        sampled = self._on_ranks(
+            Rank.generate, tasks, tasks, (num_samples, sampling, key), progress, are_groups=num_samples > 1
+        )
         if progress is not None and not self.group.in_process:
             progress(len(tasks) * num_samples)
         return sampled
@@ -229,7 +232,12 @@ class ShardedEngine:
             assert quota.num_groups % self.mesh.dp == 0, "checked when the run was built"
             own = replace(quota, num_groups=quota.num_groups // self.mesh.dp)
         return self._on_ranks(
-            Rank.sample_round, groups, [group.task for group in groups], (sampling, seed, own), progress
+            Rank.sample_round,
+            groups,
+            [group.task for group in groups],
+            (sampling, seed, own),
+            progress,
+            are_groups=True,
         )
 
     def _on_ranks(
@@ -239,10 +247,12 @@ class ShardedEngine:
         tasks: Sequence[Task],
         shared: tuple[object, ...],
         progress: Progress | None,
+        *,
+        are_groups: bool,
     ) -> list[T]:
         """One result for each item, in order. Every data-parallel rank gets its items and the `shared` arguments."""
         self.prepare()
-        mesh, shards = self.mesh, self._shards(tasks)
+        mesh, shards = self.mesh, self._shards(tasks, are_groups=are_groups)
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         calls = [
             worker.submit(
@@ -256,21 +266,23 @@ class ShardedEngine:
         by_shard = [iter(results) for results in mesh.one_per_shard(gather(operation.__name__, calls, self.group.unit))]
         return [next(by_shard[shard]) for shard in shards]
 
-    def _shards(self, tasks: Sequence[Task]) -> list[int]:
-        """Tasks in turn; later turns go where their last one went, unless that was a group's and left a shard idle."""
+    def _shards(self, tasks: Sequence[Task], *, are_groups: bool) -> list[int]:
+        """Later turns go where their last one went, unless that was a group's and left a shard idle; others where the
+        fewest are. `are_groups`: each task stands for all samples of its draw."""
         num_shards, known = self.mesh.dp, self._shard_of
         if known is None:
             return [place % num_shards for place in range(len(tasks))]
-        keys = [(task.draw, task.first_sample) for task in tasks]
-        found = [known.get(key, known.get((key[0], 0))) for key in keys]
-        new = iter(range(len(tasks)))
-        shards = [next(new) % num_shards if shard is None else shard for shard in found]
-        known |= {
-            key: shard
-            for key, shard, task in zip(keys, shards, tasks, strict=True)
-            if task.first_token or len(tasks) >= num_shards
-        }
-        return shards
+        shards = [known.get((task.draw, task.first_sample), known.get((task.draw, None))) for task in tasks]
+        load = [shards.count(shard) for shard in range(num_shards)]
+        for place, shard in enumerate(shards):
+            if shard is None:
+                shards[place] = shard = load.index(min(load))
+                load[shard] += 1
+        found = [shard for shard in shards if shard is not None]
+        for task, shard in zip(tasks, found, strict=True):
+            if task.first_token or len(tasks) >= num_shards:
+                known[task.draw, None if are_groups else task.first_sample] = shard
+        return found
 
     def release(self) -> None:
         call_all(self.group, Rank.release)

@@ -25,6 +25,14 @@ def test_equal_settings_have_no_changes(kind: str) -> None:
     assert changes(load(kind=kind), load(kind=kind)) == {}
 
 
+def test_a_deviation_that_had_another_meaning_is_a_change() -> None:
+    old = load().to_yaml()
+    before = old.replace("\nteacher:", "\nformer_teacher:", 1)
+    assert before != old
+    (change,) = changes_since(before, load())
+    assert (change.key, change.old, change.is_training) == ("grpo.adv_estimator.std_over", '"others"', True)
+
+
 def test_config_loaded_from_the_run_folder_has_no_changes(tmp_path: Path) -> None:
     old = load("policy.optimizer.kwargs.lr=1e-5", "data.validation={dataset_name: ResponseDataset, data_path: a.jsonl}")
     (tmp_path / "config.yaml").write_text(old.to_yaml())

@@ -161,6 +161,17 @@ def test_values_without_quotes_get_the_type_of_their_schema() -> None:
     assert call.arguments == {"what": "1", "or_null": None, "count": "many", "new": "3"}
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [["x"], {"properties": ["x"]}, {"properties": {"what": {"anyOf": None}}}, {"properties": {"what": {"type": [{}]}}}],
+)
+def test_a_schema_that_is_none_gives_texts(parameters: object) -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    text = "<tool_call>find<arg_key>what</arg_key><arg_value>1</arg_value></tool_call>"
+    (call,) = FORMATS["glm45"].parse(text, [tool]).tool_calls
+    assert call.arguments == {"what": "1"}
+
+
 @pytest.mark.parametrize("prompt", ["", "…<think>\n"])
 def test_reasoning_is_kept_apart(prompt: str) -> None:
     form = answer_format("<tool_call> <think> </think>", writes_tools=True)

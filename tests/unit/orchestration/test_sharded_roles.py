@@ -262,23 +262,30 @@ def test_later_turns_go_to_the_rank_of_their_first_one_while_prefixes_are_kept()
     ranks = Ranks([FakeRank() for _ in range(3)])
     engine = ShardedEngine(ranks)
 
-    def draws(tasks: Sequence[Task]) -> list[list[tuple[int, int]]]:
-        groups = engine.generate(tasks, 1, Sampling(max_new_tokens=1), NoiseKey(0, 0))
-        assert [completion.token_ids[0] for (completion,) in groups] == [task.draw for task in tasks]
+    def draws(tasks: Sequence[Task], num_samples: int = 1) -> list[list[tuple[int, int]]]:
+        groups = engine.generate(tasks, num_samples, Sampling(max_new_tokens=1), NoiseKey(0, 0))
+        assert [completions[0].token_ids[0] for completions in groups] == [task.draw for task in tasks]
         return [[(task.draw, task.first_sample) for task in args[0]] for args in ranks.calls[-1][1]]
 
     later = [replace(task, first_sample=sample, first_token=9) for task in tasks_of(5)[1:] for sample in range(2)]
     spread = draws(later)
     assert engine.keep_prefixes(True) == PrefillTokens(15, 9)
-    assert draws(tasks_of(5)) == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0)]]
+    assert draws(tasks_of(5), 2) == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0)]]
     assert draws(later) == [[(3, 0), (3, 1)], [(1, 0), (1, 1), (4, 0), (4, 1)], [(2, 0), (2, 1)]]
     engine.keep_prefixes(True)
-    draws(tasks_of(2))
+    draws(tasks_of(2), 2)
     assert draws(later) == spread, "one rank had nothing to do"
     assert [draws(later[first:])[0] for first in (3, 6)] == [spread[0][1:], spread[0][2:]]
     assert draws(later[4:5])[1] == [(3, 0)], "a single conversation too"
     engine.keep_prefixes(False)
     assert draws(later) == spread
+
+    # Conversations that begin one after another, a sample each, go where the fewest are.
+    engine.keep_prefixes(True)
+    one_by_one = [replace(tasks_of(1)[0], first_sample=sample) for sample in range(6)]
+    for begun in range(3, 7):
+        shares = draws(one_by_one[:begun])
+    assert [len(share) for share in shares] == [2, 2, 2]
 
 
 def test_tensor_parallel_ranks_get_the_same_data_and_count_once() -> None:
