@@ -69,8 +69,9 @@ class VllmSampler:
         self._longest = LengthLimit("policy.max_total_sequence_length", policy.max_total_sequence_length)
         self._is_adapted = is_adapted(model)
         self._records_routes = policy.router_replay.enabled
+        self._converts = is_stored_otherwise(_base(model), dict(base_weights(model)))
         empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in base_weights(model))
-        self._shapes = {name: list(tensor.shape) for name, tensor in _as_in_files(model, empty)}
+        self._shapes = {name: list(tensor.shape) for name, tensor in self._as_in_files(empty)}
         self.version: int | None = None  # of the weights that vLLM holds
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every heartbeat; True ends the call
         self._is_ready = True  # ready to sample; otherwise its memory must be restored first
@@ -102,7 +103,9 @@ class VllmSampler:
         files = list(source.glob("*.safetensors*")) if self._is_adapted and source.is_dir() else []
         weights = {}
         if self._is_adapted and not files:
-            weights = {name: tensor.cpu().contiguous() for name, tensor in self._file_weights()}
+            weights = {
+                name: tensor.cpu().contiguous() for name, tensor in self._as_in_files(_whole(base_weights(self._model)))
+            }
         # Not with save_pretrained, which writes on the first rank only: every rank has its own vLLM.
         base: Any = _base(self._model)
         base.config.architectures = base.config.architectures or [type(base).__name__]
@@ -154,13 +157,18 @@ class VllmSampler:
         self._is_ready, self._is_awake = False, True
         self.process.call("begin_update", shapes=self._shapes)
         send = self._send_memory if self._device.type == "cuda" else self._send_files
-        send(version, self._file_weights())
+        send(version, self._as_in_files(_whole(base_weights(self._model))))
         wrong = self.process.call("end_update", version=version)
         if wrong is not None:
             raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
 
-    def _file_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return _as_in_files(self._model, _whole(base_weights(self._model)))
+    def _as_in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """In the layout of the model's files, which is vLLM's: of stacked experts one tensor for each."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, tensor in weights:
+            found = {name: tensor}
+            yield from (revert_weight_conversion(_base(self._model), found) if self._converts else found).items()
 
     def _send_files(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         for index, lot in enumerate(lots_of(weights, _FILE_BUCKET_BYTES)):
@@ -340,18 +348,6 @@ def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
     """Yields one tensor at a time: a sharded tensor is gathered only while it is used."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _as_in_files(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """In the layout of the model's files, which is vLLM's: of stacked experts one tensor for each."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    base = _base(model)
-    if not is_stored_otherwise(base, dict(base_weights(model))):
-        yield from weights
-        return
-    for name, tensor in weights:
-        yield from revert_weight_conversion(base, {name: tensor}).items()
 
 
 def _unpacked(shape: list[int], dtype: str, content: str) -> Tensor:

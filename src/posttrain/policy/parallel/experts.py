@@ -37,10 +37,6 @@ class ExpertGroup:
         self._passes_differ = False
 
     @property
-    def rank(self) -> int:
-        return self.mesh.get_local_rank("ep")
-
-    @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("ep")
 
@@ -75,7 +71,7 @@ class ExpertGroup:
         return list(found.values())
 
     def _share(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        own = parameter.detach().chunk(self.size)[self.rank]
+        own = parameter.detach().chunk(self.size)[self.mesh.get_local_rank("ep")]
         # With memory of its own: otherwise the whole tensor would stay in memory.
         own = own.to(device, memory_format=torch.contiguous_format, copy=True)
         placements = [Shard(0) if axis == "ep" else Replicate() for axis in self.mesh.mesh_dim_names or ()]
@@ -118,6 +114,7 @@ class ExpertsOverRanks:
         self.adapters: dict[str, Any] = getattr(module.forward, "adapters", {})
         self._last: tuple[Tensor, Tensor, Tensor] | None = None  # inputs without rows, to serve with
         self._share = module.num_experts // group.size
+        self._first = self._share * group.mesh.get_local_rank("ep")
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._last is None:
@@ -136,7 +133,7 @@ class ExpertsOverRanks:
         here = SortedRows.of(by_rank.repeat_interleave(received.flatten(), output_size=len(rows)), self._share)
         # The loss is multiplied by the number of ranks that FSDP averages gradients over; it averages those of experts,
         # which are sums over the group already, over fewer.
-        own = {"first_expert": self._share * self.group.rank, "gradient_factor": 1 / size}
+        own = {"first_expert": self._first, "gradient_factor": 1 / size}
         outputs = expert_outputs(module, rows.index_select(0, here.order), here.num_rows, **own)
         outputs = _Exchange.apply(here.back(outputs), *lengths[::-1], self.group.group)
         return weighted_sum(pairs.back(outputs), top_k_weights, hidden.dtype)
