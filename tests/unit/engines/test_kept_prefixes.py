@@ -19,7 +19,7 @@ from posttrain.types import Completion, NoiseKey, PrefillTokens, Sampling, Task
 TOKENIZER = byte_tokenizer()
 KEY = NoiseKey(seed=3, step=5)
 SAMPLING = Sampling(9, temperature=1.3, stop_token_ids=tuple(range(0, VOCAB_SIZE, 20)))
-NUM_TURNS = 5
+NUM_TURNS = 4
 # A page of 4 tokens of the tiny model takes 4 KiB here: 2 layers, keys and values, 2 heads of 8, fp32, and the dense
 # copy.
 PAGE_GIB = 4 * 2 * 2 * 2 * 8 * 4 * 2 / 2**30
@@ -79,7 +79,7 @@ def test_turns_compute_each_token_once_and_sample_the_same(
     computed, reused = engine.keep_prefixes(False)
     # One step ahead, the last token of an answer is computed too, or not known yet when it ends at its limit.
     assert computed == (pytest.approx(num_tokens, rel=0.1) if kind == "ahead" else num_tokens)
-    assert computed + reused > 3 * num_tokens
+    assert reused > num_tokens
     assert engine.num_held_bytes == 0 or kind == "ahead"
     assert_same(converse(engine)[0], expected)
     assert engine.keep_prefixes(False).reused == 0
@@ -98,28 +98,30 @@ def test_short_memory_costs_time_and_changes_nothing(model: nn.Module, num_pages
     assert_same(found[0], expected)
 
 
-def test_a_step_depends_on_nothing_before_it(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_depends_on_nothing_before_it(model: nn.Module, monkeypatch: pytest.MonkeyPatch, is_ahead: bool) -> None:
     """Bit for bit: a resumed run begins where another one has sampled before."""
-    for engine in (engine_of(model, max_batch_size=4), ahead(model, monkeypatch, max_batch_size=4, deterministic=True)):
-        engine.keep_prefixes(True)
-        first, _ = converse(engine)
-        prefilled = engine.keep_prefixes(True)
-        assert (converse(engine)[0], engine.keep_prefixes(False)) == (first, prefilled)
+    settings: dict[str, Any] = {"max_batch_size": 4, "deterministic": is_ahead, "max_total_tokens": 128}
+    engine = ahead(model, monkeypatch, **settings) if is_ahead else engine_of(model, **settings)
+    engine.keep_prefixes(True)
+    first, _ = converse(engine)
+    prefilled = engine.keep_prefixes(True)
+    assert (converse(engine)[0], engine.keep_prefixes(False)) == (first, prefilled)
 
 
 @pytest.mark.parametrize("change", ["take_weights", "forget_weights", "make_room", "release"])
 def test_nothing_is_reused_after_weights_have_changed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     model = tiny_model("llama")
-    for engine in (engine_of(model), ahead(model, monkeypatch)):
-        engine.keep_prefixes(True)
-        before, _ = converse(engine)
-        with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(1.5)
-        getattr(engine, change)(*([1] if change == "take_weights" else []))
-        after, _ = converse(engine)
-        assert before != after
-        engine.keep_prefixes(False)
-        assert_same(after, converse(engine)[0])
+    engine = ahead(model, monkeypatch)
+    engine.keep_prefixes(True)
+    before, _ = converse(engine)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    getattr(engine, change)(*([1] if change == "take_weights" else []))
+    after, _ = converse(engine)
+    assert before != after
+    engine.keep_prefixes(False)
+    assert_same(after, converse(engine)[0])
 
 
 def test_states_of_recurrent_layers_are_not_kept() -> None:
