@@ -217,7 +217,7 @@ def _coder_call(body: str, tools: Tools) -> list[AnyCall]:
 def _glm_call(body: str, tools: Tools) -> list[AnyCall]:
     """f, then <arg_key>a</arg_key> <arg_value>value</arg_value>."""
     name = body.partition("<arg_key>")[0].strip()
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", body, re.DOTALL)
+    pairs = re.findall(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", body, re.DOTALL)
     if not re.fullmatch(r"[\w.:-]+", name):
         return [MalformedCall("the tool call names no function")]
     return [ToolCall(name, _typed({key.strip(): value for key, value in pairs}, name, tools))]
@@ -259,8 +259,10 @@ def _mistral_calls(body: str, tools: Tools) -> list[AnyCall]:
 def _deepseek_call(body: str, tools: Tools) -> list[AnyCall]:
     """f<sep>{...}; before V3.1: function<sep>f and fenced JSON."""
     name, _, rest = body.partition("<｜tool▁sep｜>")
-    fenced = re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*(?:```)?\s*", rest, re.DOTALL)
-    return [_call(fenced[1], fenced[2]) if fenced else _call(name.strip(), rest)]
+    if "```json" in rest:
+        name, _, rest = rest.partition("```json")
+        rest = rest.strip().removesuffix("```")
+    return [_call(name.strip(), rest)]
 
 
 FORMATS: Mapping[str, AnswerFormat] = {

@@ -145,6 +145,14 @@ def test_a_malformed_call_stays_in_the_text_and_is_counted(name: str, text: str)
     assert (answer.content, answer.num_malformed, answer.tool_calls) == (text, 1, [])
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.timeout(20)
+def test_long_nonsense_is_read_in_no_time(name: str) -> None:
+    for filling in (" ", "\n", "<", "{", "<arg_key>", "<parameter=a>", "```json", "[ARGS]", "a"):
+        opening = "<|channel|>x to=f<|message|>" if name == "openai" else FORMATS[name].opening[0]
+        FORMATS[name].parse(f"{opening}f<｜tool▁sep｜>f```json{filling * 4000}x", [TOOL])
+
+
 def test_a_bare_object_is_a_call_only_if_it_looks_like_one() -> None:
     form = FORMATS["llama3_json"]
     assert form.parse('{"name": "look", "parameters": {}}').calls == (OTHER,)

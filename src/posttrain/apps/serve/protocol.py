@@ -20,7 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_TOOLS = 128
 _SMALLEST_TOP_P = 1e-6
-_TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|NamedTool|literal\[.*\]")
+_TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|Tool|literal\[.*\]")
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -195,15 +195,6 @@ class Tool(_Strict):
     function: Function
 
 
-class FunctionName(_Strict):
-    name: str
-
-
-class NamedTool(_Strict):
-    type: Literal["function"]
-    function: FunctionName
-
-
 class NamedSchema(_Strict):
     name: str
     description: str | None = None
@@ -242,7 +233,7 @@ class ChatBody(PromptFields, _Body):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
@@ -261,14 +252,14 @@ class ChatBody(PromptFields, _Body):
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
     @property
     def usable_tools(self) -> list[JsonObject]:
         """Those that the answer may call."""
         if self.tool_choice == "none":
             return []
-        only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         return [tool for tool in self.tool_schemas() if only is None or tool["function"]["name"] == only]
 
 
@@ -348,7 +339,7 @@ def parse_chat(body: bytes) -> ChatBody:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     check_prompt(parsed)
     if parsed.must_call and not parsed.usable_tools:
-        named = f" {parsed.tool_choice.function.name!r}" if isinstance(parsed.tool_choice, NamedTool) else ""
+        named = f" {parsed.tool_choice.function.name!r}" if isinstance(parsed.tool_choice, Tool) else ""
         raise bad_request(f"tool_choice asks for a call, and tools has no function{named}", "tool_choice")
     given = parsed.response_format
     if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
