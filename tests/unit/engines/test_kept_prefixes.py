@@ -124,11 +124,50 @@ def test_nothing_is_reused_after_weights_have_changed(monkeypatch: pytest.Monkey
     assert_same(after, converse(engine)[0])
 
 
-def test_states_of_recurrent_layers_are_not_kept() -> None:
-    engine = engine_of(tiny_model("qwen3.5"))
-    engine.keep_prefixes(True)
-    converse(engine)
+@pytest.mark.parametrize("kind", ["in step", "ahead"])
+@pytest.mark.parametrize("family", ["qwen3.5", "nemotron-h", "lfm2"])
+def test_turns_go_on_from_the_states_of_recurrent_layers(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    expected, num_tokens = converse(engine_of(model))
+    engine = ahead(model, monkeypatch, max_batch_size=8) if kind == "ahead" else engine_of(model, max_batch_size=8)
+    for _ in range(2):
+        engine.keep_prefixes(True)
+        assert_same(converse(engine)[0], expected)
+        computed, reused = engine.keep_prefixes(False)
+        # One step ahead, the last token of an answer is computed too: of six in each turn but the last.
+        assert computed == num_tokens - (6 * (NUM_TURNS - 1) if kind == "ahead" else 0)
+        assert reused > num_tokens
+    assert_same(converse(engine)[0], expected)
     assert engine.keep_prefixes(False).reused == 0
+
+
+def test_too_few_slots_for_states_cost_time_and_change_nothing() -> None:
+    model = tiny_model("qwen3.5")
+    expected, num_tokens = converse(engine_of(model), num_samples=6)
+    found = []
+    for _ in range(2):
+        engine = engine_of(model, max_batch_size=2)  # ten slots for twelve conversations
+        engine.keep_prefixes(True)
+        found.append(converse(engine, num_samples=6)[0])
+        assert engine.keep_prefixes(False).computed > num_tokens
+    assert found[0] == found[1], "bit for bit"
+    assert_same(found[0], expected)
+
+
+def test_no_state_is_reused_after_weights_have_changed() -> None:
+    model = tiny_model("qwen3.5")
+    engine = engine_of(model)
+    engine.keep_prefixes(True)
+    before, _ = converse(engine)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    engine.take_weights(1)
+    after, _ = converse(engine)
+    assert before != after
+    engine.keep_prefixes(False)
+    assert_same(after, converse(engine)[0])
 
 
 def test_answers_that_begin_alike_are_all_kept(model: nn.Module) -> None:

@@ -285,6 +285,34 @@ def test_answers_are_the_same_when_prompts_begin_with_known_pages(model: nn.Modu
         assert {key: answers[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "nemotron-h", "lfm2"])
+@pytest.mark.parametrize("max_batch_size", [6, 2])
+def test_prompts_that_begin_alike_go_on_from_kept_states(family: str, max_batch_size: int) -> None:
+    """The state is kept where prompts were seen to part, and where answers end; also with few slots for states."""
+    recurrent = tiny_model(family, dtype=torch.float64)
+    session = session_of(recurrent, keeps_prefixes=True, max_batch_size=max_batch_size)
+    begin = tuple(range(10, 21))
+    first = [replace(one, prompt_ids=(*begin, *one.prompt_ids)[:24], num_samples=1) for one in requests(8, seed=6)]
+    answers = tokens(run(session, first, every=2))
+    before = session.counts.num_reused_tokens
+    assert before >= 5 * 8, "two pages, from the third prompt on"
+    further = [
+        replace(one, id=f"then {one.id}", prompt_ids=(*one.prompt_ids, *answers[one.id, 0], 5)[:40], num_samples=2)
+        for one in first
+    ]
+    again = [replace(one, id=f"again {one.id}") for one in further]
+    for asked in (further, again):
+        asked = [replace(one, sampling=replace(one.sampling, max_new_tokens=8)) for one in asked]
+        answers |= tokens(run(session, asked, every=2))
+        for one in asked:
+            expected = engine_answers(recurrent, one)
+            assert {key: answers[key] for key in expected} == {key: ids for key, (ids, _, _) in expected.items()}
+    assert session.counts.num_reused_tokens - before > 100
+    scheduler = session.driver.scheduler
+    assert scheduler.states is not None
+    assert scheduler.states.num_free == session._cache.states.num_slots, "no slot is lost"  # type: ignore[union-attr]
+
+
 def test_new_weights_reuse_nothing() -> None:
     model = tiny_model("llama")
     session = session_of(model, keeps_prefixes=True)

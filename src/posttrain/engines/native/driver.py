@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -191,7 +191,7 @@ class Driver:
             # The next step computes the missing tokens without graphs.
             missing = [sample for sample in joining.samples if not sample.num_drawn]
             prompts = {sample.group: joining.prompts[sample.group] for sample in missing}
-            return updates + self._start(Admission(prompts, samples=missing))
+            return updates + self._start(Admission(prompts=prompts, samples=missing))
         if self.speculation is not None and len(self._in_flight) > num_before:
             self.speculation.launched_without(len(self._in_flight[-1].samples))
         # Tokens of the previous step, while the device computes this one. Grammars may have needed them already.
@@ -282,9 +282,13 @@ class Driver:
             self._adapter = adapter
 
     def _start(self, admission: Admission) -> list[Update]:
+        if self.cache.states is not None:
+            self.cache.states.copy(admission.state_loads)
         for adapter, samples in self._by_adapter(admission.samples):
             groups = dict.fromkeys(sample.group for sample in samples)
-            self._prefill(adapter, [admission.prompts[group] for group in groups if group in admission.prompts])
+            jobs = [admission.prompts[group] for group in groups if group in admission.prompts]
+            self._prefill(adapter, self._from_borders(adapter, jobs))
+        self.scheduler.keep_borders(admission)
         self.cache.copy_pages(admission.copies)
         if self.cache.states is not None:
             self.cache.states.copy(admission.state_copies)
@@ -297,6 +301,20 @@ class Driver:
         if self.graphs is None or not self.scheduler.active:  # no decode step follows to overlap with the wait
             return self._read_all()
         return []
+
+    def _from_borders(self, adapter: str, jobs: list[Prefill]) -> list[Prefill]:
+        """Compute those prompts up to the page whose state is kept; returns what is left of all."""
+        split = [job for job in jobs if job.border]
+        if not split or self.cache.states is None:
+            return jobs
+        self._prefill(
+            adapter, [replace(job, token_ids=job.token_ids[: job.border - job.start], group=None) for job in split]
+        )
+        self.cache.states.copy([(job.state_slot, job.border_slot) for job in split])
+        return [
+            replace(job, token_ids=job.token_ids[job.border - job.start :], start=job.border) if job.border else job
+            for job in jobs
+        ]
 
     def _prefill(self, adapter: str, jobs: Sequence[Prefill]) -> None:
         if jobs:
@@ -338,7 +356,8 @@ class Driver:
     def _launched(self, drawn: Drawn) -> Drawn:
         for sample in drawn.samples:
             sample.in_flight += 1
-        if self.graphs is not None:
+        keeps_states = self.scheduler.prefixes is not None and self.cache.states is not None
+        if self.graphs is not None and not keeps_states:  # a state is kept with the tokens that it has seen
             self._leave_at_limit(drawn.samples)  # does not require reading their last tokens
         return drawn
 

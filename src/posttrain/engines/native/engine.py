@@ -23,7 +23,14 @@ from posttrain.engines.native.driver import Driver, FailedGrammar, NanLogits, Re
 from posttrain.engines.native.forward import ForwardPass, SingleBackend
 from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
-from posttrain.engines.native.kv_cache import GIB, PagedKvCache, PrefixCache, num_pages_for_call, usable_bytes
+from posttrain.engines.native.kv_cache import (
+    GIB,
+    PagedKvCache,
+    PrefixCache,
+    StateSlots,
+    num_pages_for_call,
+    usable_bytes,
+)
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.recurrent_states import NUM_PROMPT_SLOTS, RecurrentStates
 from posttrain.engines.native.sampler import TokenSampler
@@ -377,7 +384,7 @@ class NativeEngine:
         wanted = needed = _pages_wanted([(one.group, len(one.samples)) for one in requests], num_together, size)
         least = max(pages_needed(group, size) for group in groups)
         if keeps and held is not None and held.prefixes is None:
-            held.prefixes = PrefixCache(held.num_pages, size)
+            held.prefixes = new_prefixes(held.cache, held.num_pages)
         prefixes = None if held is None else held.prefixes
         kept: list[int] = []  # cached pages
         if prefixes is not None:
@@ -391,6 +398,8 @@ class NativeEngine:
                 held.fp8.refresh()  # the weights may have been trained since
             return held
         contents = held.cache.read_pages(kept) if held is not None and kept else []
+        states = held.cache.states if held is not None and kept else None
+        held = None  # its memory is free from here on
         self.release()
         if keeps:  # the next calls have longer prompts
             wanted, longest = wanted * 3 // 2, min(longest * 3 // 2, settings.max_total_tokens)
@@ -400,7 +409,7 @@ class NativeEngine:
             # Call sizes alternate, e.g. over the turns of conversations. The largest size so far fits all of them.
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
         fp8 = fp8_weights(self.forward, settings)  # before the cache takes the remaining memory
-        num_pages = num_pages_for(self.forward, settings, wanted, least)
+        num_pages = num_pages_for(self.forward, settings, wanted, least, has_states=states is not None)
         if (group := self.forward.head.tensor_group) is not None:
             num_pages = group.smallest(num_pages)  # ranks that share layers run the same schedule
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < needed
@@ -410,11 +419,11 @@ class NativeEngine:
                 f"that are open, and the free memory holds {num_pages / needed:.0%} of it: which answers wait would "
                 "depend on what else is in memory. Set kv_cache_gib, or lower max_batch_size"
             )
-        cache = new_cache(self.forward, settings, num_pages)
+        cache = new_cache(self.forward, settings, num_pages, states)
         if not keeps:
             prefixes = None
-        elif prefixes is None or num_pages < prefixes.num_pages:
-            prefixes = PrefixCache(num_pages, size)
+        elif prefixes is None or not kept or num_pages < prefixes.num_pages:
+            prefixes = new_prefixes(cache, num_pages)
         else:
             prefixes.grow(num_pages)
             cache.write_pages(kept, contents)
@@ -439,16 +448,15 @@ class NativeEngine:
         """For prompts of one call that begin alike. Pages are shared while samples hold them, however many there are:
         the same call computes the same.
         """
-        if not self._can_keep_prefixes():
+        if not self._can_keep_prefixes() or workspace.cache.states is not None:
             return None
         return PrefixCache(workspace.num_pages, self.settings.page_size, only_held=_LEAST_SHARED_TOKENS)
 
     def _can_keep_prefixes(self) -> bool:
-        """States of recurrent layers are not kept. With an FP8 cache, a prompt that continues cached pages would attend
-        to rounded keys, and one that is computed as a whole to exact ones.
+        """With an FP8 cache, a prompt that continues cached pages would attend to rounded keys, and one that is
+        computed as a whole to exact ones.
         """
-        has_fp8 = any(shape.is_fp8 for shape in cache_layers(self.forward, self.settings).values())
-        return not has_fp8 and not self.forward.shapes().states
+        return not any(shape.is_fp8 for shape in cache_layers(self.forward, self.settings).values())
 
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
         """None if it is off, or if its timing-based choice could change the bits of a run that must be reproducible."""
@@ -493,14 +501,20 @@ def _num_finished(updates: Sequence[Update]) -> int:
 
 
 def num_pages_for(
-    forward: ForwardPass, settings: NativeSettings, wanted: int, least: int, num_prompt_rows: int = 0
+    forward: ForwardPass,
+    settings: NativeSettings,
+    wanted: int,
+    least: int,
+    num_prompt_rows: int = 0,
+    *,
+    has_states: bool = False,
 ) -> int:
     """Number of pages for sequences that memory allows, between `least` and `wanted`. `num_prompt_rows`: of a decode
-    step, beside the samples.
+    step, beside the samples. `has_states`: those of recurrent layers are allocated.
     """
     num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     num_rows = max(settings.max_batch_size + num_prompt_rows, num_drafted)
-    num_slots = _num_state_slots(forward, settings) + 1 if forward.shapes().states else 0
+    num_slots = _num_state_slots(forward, settings) + 1 if forward.shapes().states and not has_states else 0
     reserved_for_states = num_slots * forward.shapes().state_bytes
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device,
@@ -510,10 +524,16 @@ def num_pages_for(
     )  # fmt: skip
 
 
-def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) -> PagedKvCache:
-    """A cache with `num_pages` for sequences and the scratch page for padding."""
-    shapes = forward.shapes().states
-    states = RecurrentStates(shapes, _num_state_slots(forward, settings), forward.device) if shapes else None
+def new_prefixes(cache: PagedKvCache, num_pages: int) -> PrefixCache:
+    return PrefixCache(num_pages, cache.page_size, StateSlots(cache.states.num_slots) if cache.states else None)
+
+
+def new_cache(
+    forward: ForwardPass, settings: NativeSettings, num_pages: int, states: RecurrentStates | None = None
+) -> PagedKvCache:
+    """A cache with `num_pages` for sequences and the scratch page for padding. `states` are kept, if there are any."""
+    if states is None and (shapes := forward.shapes().states):
+        states = RecurrentStates(shapes, _num_state_slots(forward, settings), forward.device)
     return PagedKvCache(cache_layers(forward, settings), num_pages + 1, settings.page_size, forward.device, states)
 
 

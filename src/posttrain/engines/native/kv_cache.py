@@ -74,6 +74,51 @@ class PageAllocator:
         self._free.append(page)
 
 
+class StateSlots:
+    """Slots for the states of recurrent layers: of sequences, and of cached prefixes, by the page that each ends in.
+    The latter count as free, and are taken when no other slot is: least recently kept first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(reversed(range(num_slots)))
+        self._kept: OrderedDict[int, int] = OrderedDict()  # by page
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._kept)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._kept
+
+    def take(self) -> int:
+        return self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+
+    def take_kept(self, page: int) -> int:
+        """The slot with the state at the end of a cached prefix, for the sequence that continues it."""
+        return self._kept.pop(page)
+
+    def kept(self, page: int) -> int:
+        """The same slot, to be copied."""
+        self._kept.move_to_end(page)
+        return self._kept[page]
+
+    def release(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def keep(self, page: int, slot: int) -> None:
+        """The slot of a sequence has the state at the end of the prefix that ends in `page`."""
+        self.drop(page)
+        self._kept[page] = slot
+
+    def drop(self, page: int) -> None:
+        if page in self._kept:
+            self._free.append(self._kept.pop(page))
+
+    def drop_all(self) -> None:
+        self._free += self._kept.values()
+        self._kept.clear()
+
+
 # Key of a page: its predecessor (a page, or the adapter at the start of a sequence) and its tokens.
 _Key = tuple[int | str, tuple[int, ...]]
 
@@ -98,12 +143,18 @@ class PrefixCache(PageAllocator):
     it leaves the cache with its new holder.
 
     `only_held`: pages are cached only as long as they have a holder, and prefixes of fewer tokens are not found.
+
+    With recurrent layers (`states`) a prefix is found where its state was kept: where a sequence has ended, and at the
+    page where two prompts were seen to part.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, only_held: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, states: StateSlots | None = None, *, only_held: int | None = None
+    ) -> None:
         super().__init__(num_pages)
         self.only_held = only_held
         self._page_size = page_size
+        self.states = states
         self._page_of: dict[_Key, int] = {}
         self._key_of: dict[int, _Key] = {}
         self._tails: dict[int | str, set[tuple[int, ...]]] = {}  # tokens of partly filled pages, by predecessor
@@ -113,16 +164,28 @@ class PrefixCache(PageAllocator):
     def num_free(self) -> int:
         return super().num_free + len(self._evictable)
 
-    def find(self, adapter: str, token_ids: Sequence[int]) -> CachedPrefix:
-        """The longest cached prefix. The caller must `hold` it before it allocates pages."""
+    def full_pages(self, adapter: str, token_ids: Sequence[int]) -> list[int]:
+        """The full pages of the longest prefix whose keys and values are cached."""
         pages: list[int] = []
         for _, key in self._keys(adapter, token_ids, pages):
             if (page := self._page_of.get(key)) is None:
                 break
             pages.append(page)
-        num_tokens, before = len(pages) * self._page_size, pages[-1] if pages else adapter
-        rest = tuple(token_ids[num_tokens : num_tokens + self._page_size])
-        tails = [tail for tail in self._tails.get(before, ()) if tail == rest[: len(tail)]]
+        return pages
+
+    def find(self, adapter: str, token_ids: Sequence[int]) -> CachedPrefix:
+        """The longest cached prefix. The caller must `hold` it before it allocates pages."""
+        pages = self.full_pages(adapter, token_ids)
+        while True:
+            num_tokens, before = len(pages) * self._page_size, pages[-1] if pages else adapter
+            rest = tuple(token_ids[num_tokens : num_tokens + self._page_size])
+            tails = [tail for tail in self._tails.get(before, ()) if tail == rest[: len(tail)]]
+            if self.states is None:
+                break
+            tails = [tail for tail in tails if self._page_of[before, tail] in self.states]
+            if tails or not pages or pages[-1] in self.states:
+                break
+            pages.pop()
         if tails:
             longest = max(tails, key=len)
             pages.append(self._page_of[before, longest])
@@ -149,12 +212,14 @@ class PrefixCache(PageAllocator):
                 return
             self._key_of[page] = key
 
-    def insert_and_release(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Cache the pages of a sequence that has ended, also the last one, and remove its holder.
+    def insert_and_release(self, adapter: str, token_ids: Sequence[int], pages: Sequence[int]) -> int | None:
+        """Cache the pages of a sequence that has ended, also the last one, and remove its holder. Returns the cached
+        page that the sequence ends in; None: it is not cached to its end.
 
         Where contents are cached already, that page takes the place of the sequence's own, so that those after it can
         be cached.
         """
+        last: int | None = None
         pages, size = list(pages), self._page_size
         for index, key in self._new_keys(adapter, token_ids, pages):
             own = pages[index]
@@ -169,11 +234,14 @@ class PrefixCache(PageAllocator):
             num_full = len(token_ids) // size
             key = (pages[num_full - 1] if num_full else adapter, tuple(token_ids[num_full * size :]))
             page = pages[num_full] if key[1] else -1
+            last = None if key[1] or not num_full else pages[num_full - 1]
             is_own = page >= 0 and self._holders[page] == 1 and page not in self._key_of and page not in self._to_clear
             if is_own and key not in self._page_of:
                 self._page_of[key], self._key_of[page] = page, key
                 self._tails.setdefault(key[0], set()).add(key[1])
+                last = page
         self.release(pages)
+        return last
 
     def _keys(
         self, adapter: str, token_ids: Sequence[int], pages: Sequence[int], first: int = 0
@@ -191,6 +259,8 @@ class PrefixCache(PageAllocator):
     def clear(self) -> None:
         for page in list(self._evictable):
             self._evict(page)
+        if self.states is not None:
+            self.states.drop_all()
         self._page_of.clear()
         self._key_of.clear()
         self._tails.clear()
@@ -226,6 +296,8 @@ class PrefixCache(PageAllocator):
     def _uncache(self, page: int) -> None:
         before, tokens = key = self._key_of.pop(page)
         del self._page_of[key]
+        if self.states is not None:
+            self.states.drop(page)
         if len(tokens) < self._page_size:
             self._tails[before].discard(tokens)
             if not self._tails[before]:

@@ -14,6 +14,8 @@ With `prefixes`, pages stay cached by their tokens after their sequence has fini
 later prompt with the same prefix reuses them.
 
 A model with recurrent layers has a slot for the states of each active sample, and one for each prompt that is kept.
+With `prefixes` the slot of a sample that ends stays with its last page, until a prompt continues it or the slot is
+needed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from posttrain.engines.native.constraints import Constraint
-from posttrain.engines.native.kv_cache import NOT_CACHED, CachedPrefix, PageAllocator, PrefixCache
+from posttrain.engines.native.kv_cache import NOT_CACHED, CachedPrefix, PageAllocator, PrefixCache, StateSlots
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 
@@ -94,12 +96,15 @@ class Prefill:
     pages: Sequence[int]
     group: PromptGroup | None = None  # set if this is a prompt
     state_slot: int = -1  # of recurrent layers: written, and read if `start` is not 0
+    border: int = 0  # after so many tokens of the sequence the state is copied to `border_slot`; 0: nowhere
+    border_slot: int = -1
 
 
 @dataclass
 class Admission:
     """The work to do, in this order, before the admitted samples can decode."""
 
+    state_loads: list[tuple[int, int]] = field(default_factory=list)  # slot of a cached prefix -> slot
     prompts: dict[PromptGroup, Prefill] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
     state_copies: list[tuple[int, int]] = field(default_factory=list)  # slot -> slot
@@ -125,7 +130,9 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.prefixes = prefixes
         self.pages = prefixes or PageAllocator(num_pages)
-        self.state_slots = None if num_state_slots is None else list(reversed(range(num_state_slots)))  # free ones
+        self.states = None if num_state_slots is None else StateSlots(num_state_slots)
+        if prefixes is not None:
+            self.states = prefixes.states
         self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
@@ -186,6 +193,8 @@ class Scheduler:
             group.num_waiting -= 1
             group.num_active += 1
             if group.pages is None:
+                group.state_slot = self._take_state_slot(known, admission)
+                border, border_slot = self._border(group, known)
                 if self.prefixes is not None:
                     self.prefixes.hold(known)
                 start = known.num_tokens
@@ -195,10 +204,15 @@ class Scheduler:
                 group.pages = known.pages + self.pages.take(missing)
                 if self.prefixes is not None:  # prompts of one admission share them: a pass writes before it reads
                     self.prefixes.insert(group.adapter, group.task.prompt_ids, group.pages)
-                group.state_slot = self._take_state_slot()
                 # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(
-                    group.task.prompt_ids[start:], start, tuple(group.pages), group, group.state_slot
+                    group.task.prompt_ids[start:],
+                    start,
+                    tuple(group.pages),
+                    group,
+                    group.state_slot,
+                    border,
+                    border_slot,
                 )
             self._start(sample, admission)
             sample.admission = self._num_admissions
@@ -214,6 +228,21 @@ class Scheduler:
     def _num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
         return group.prompt_length - self._known(group).num_tokens if group.pages is None else 0
+
+    def keep_borders(self, admission: Admission) -> None:
+        """Called when the prompts of the admission have been computed."""
+        for group, job in admission.prompts.items():
+            if job.border and self.prefixes is not None:
+                pages = self.prefixes.full_pages(group.adapter, group.task.prompt_ids[: job.border])
+                is_cached = len(pages) * self.page_size == job.border
+                self._return_state_slot(job.border_slot, pages[-1] if is_cached else None)
+
+    def _border(self, group: PromptGroup, known: CachedPrefix) -> tuple[int, int]:
+        """Where the prompt parts from one that is cached, whose state there was not kept, and a slot for that state."""
+        if self.prefixes is None or self.states is None or self.states.num_free <= group.num_waiting + 1:
+            return 0, -1
+        border = self.page_size * len(self.prefixes.full_pages(group.adapter, group.task.prompt_ids[:-1]))
+        return (border, self.states.take()) if border > known.num_tokens else (0, -1)
 
     def _num_within(self, max_tokens: int, slots: int) -> int:
         """How many samples from the head of the queue have `max_tokens` to prefill; at least 1 if there is a slot."""
@@ -245,15 +274,32 @@ class Scheduler:
     def _has_state_slots(self, sample: Sample) -> bool:
         """For the prompt unless it has one, and for the sample unless it is the last that starts from the prompt."""
         needed = (sample.group.pages is None) + (sample.group.num_waiting > 1)
-        return self.state_slots is None or needed <= len(self.state_slots)
+        return self.states is None or needed <= self.states.num_free
 
-    def _take_state_slot(self) -> int:
-        return -1 if self.state_slots is None else self.state_slots.pop()
+    def _take_state_slot(self, known: CachedPrefix, admission: Admission) -> int:
+        """With the state at the end of `known`, if that is not empty. Other prompts may continue a full page too."""
+        if self.states is None:
+            return -1
+        if not known.pages:
+            return self.states.take()
+        if known.num_tokens % self.page_size or self.states.num_free <= 1:
+            return self.states.take_kept(known.pages[-1])
+        source = self.states.kept(known.pages[-1])
+        admission.state_loads.append((source, own := self.states.take()))
+        return own
 
-    def _release_state_slot(self, owner: Sample | PromptGroup) -> None:
-        if self.state_slots is not None:
-            self.state_slots.append(owner.state_slot)
+    def _release_state_slot(self, owner: Sample | PromptGroup, last_page: int | None = None) -> None:
+        if self.states is not None:
+            self._return_state_slot(owner.state_slot, last_page)
             owner.state_slot = -1
+
+    def _return_state_slot(self, slot: int, last_page: int | None) -> None:
+        """The state is kept with the cached page that its sequence ends in, if there is one."""
+        assert self.states is not None
+        if last_page is None:
+            self.states.release(slot)
+        else:
+            self.states.keep(last_page, slot)
 
     def _pages_to_start(self, sample: Sample) -> int:
         group = sample.group
@@ -275,8 +321,8 @@ class Scheduler:
             own = self.pages.take(len(partial))
             admission.copies.extend(zip(partial, own, strict=True))
             sample.pages = shared + own
-            if self.state_slots is not None:
-                sample.state_slot = self._take_state_slot()
+            if self.states is not None:
+                sample.state_slot = self.states.take()
                 admission.state_copies.append((group.state_slot, sample.state_slot))
         if len(sample.token_ids) > 1:
             missing = pages_for(sample.num_cached, self.page_size) - len(sample.pages)
@@ -354,12 +400,15 @@ class Scheduler:
 
     def leave(self, sample: Sample) -> None:
         """Remove the sample from the batch, finished or preempted, and free its pages."""
+        last_page = None
         if self.prefixes is not None and self.prefixes.only_held is None:
             written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
-            self.prefixes.insert_and_release(sample.group.adapter, written, sample.pages)
+            last_page = self.prefixes.insert_and_release(sample.group.adapter, written, sample.pages)
+            if len(written) < sample.num_cached:  # the state is further than the tokens that are known
+                last_page = None
         else:
             self.pages.release(sample.pages)
-        self._release_state_slot(sample)
+        self._release_state_slot(sample, last_page)
         sample.pages = []
         sample.admission = -1
         sample.group.num_active -= 1

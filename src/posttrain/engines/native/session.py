@@ -21,11 +21,10 @@ import torch
 
 from posttrain.engines.native.constraints import Constraint
 from posttrain.engines.native.driver import Driver, FailedGrammar, NanLogits, Request, Update
-from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
+from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, new_prefixes, num_pages_for
 from posttrain.engines.native.forward import BackendPerAdapter
 from posttrain.engines.native.fp8 import fp8_weights
 from posttrain.engines.native.graphs import GraphsPerAdapter
-from posttrain.engines.native.kv_cache import PrefixCache
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import Candidates, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
@@ -165,12 +164,11 @@ class GenerationSession:
     def _new_driver(self) -> Driver:
         settings = self.settings
         states = self._cache.states
-        keeps = self._keeps_prefixes and states is None
         scheduler = Scheduler(
             self.num_pages,
             settings.page_size,
             settings.max_batch_size,
-            prefixes=PrefixCache(self.num_pages, settings.page_size) if keeps else None,
+            prefixes=new_prefixes(self._cache, self.num_pages) if self._keeps_prefixes else None,
             num_state_slots=None if states is None else states.num_slots,
         )
         # Prefill about one row of prompts at a time, which bounds the wait of active samples.
