@@ -142,3 +142,17 @@ def test_bad_settings_are_refused_with_their_name(
     given = [word.replace("{data}", str(data)) for word in settings]
     assert tiny_runs.run([*arguments(model, data, tmp_path / "run"), *given]) == 64
     assert problem in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.ray
+@pytest.mark.full
+def test_two_ranks_answer_agents_as_one_process_does(tmp_path: Path, data: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    model = tiny_runs.save_model(tmp_path / "model")
+    for name, ranks in (
+        ("one", ["cluster.launcher=local"]),
+        ("two", ["cluster.launcher=ray", "cluster.gpus_per_node=2"]),
+    ):
+        words = [*arguments(model, data, tmp_path / name), "grpo.max_num_steps=2", *ranks]
+        assert tiny_runs.run(words) == 0
+    tiny_runs.assert_same_curves(tmp_path / "two", tmp_path / "one", but="prefill_tokens")

@@ -42,10 +42,9 @@ from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, loa
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import RolloutSource, Stateful
-from posttrain.rollouts.agents import build_conversations
+from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
-from posttrain.rollouts.multi_turn import TurnTaking
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups

@@ -20,14 +20,16 @@ from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.environments.agents.pool import AgentOutcome, AgentPool
 from posttrain.environments.agents.runner import AgentItem
-from posttrain.environments.settings import read_agents, read_settings
+from posttrain.environments.settings import read_agents, read_settings, read_turns
 from posttrain.environments.turns.interface import TurnTask
+from posttrain.environments.turns.pool import TurnRouter
 from posttrain.files.digests import digest, hash_files
 from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import Call, PromptWriter
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
-from posttrain.rollouts.multi_turn import TurnTaking, build_turns
+from posttrain.rollouts.multi_turn import MultiTurnRollouts
+from posttrain.rollouts.turn_prompts import ToolPrompts
 from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
 
 
@@ -162,6 +164,9 @@ class AgentRollouts(FreshRollouts):
         return replace(first, branches=tuple(others), conversation=talk)
 
 
+TurnTaking = Callable[[FreshRollouts], FreshRollouts]  # of a single-turn source one with conversations
+
+
 def build_conversations(
     environments: Mapping[str, EnvironmentConfig],
     chat: ChatFormat,
@@ -174,44 +179,47 @@ def build_conversations(
     when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
     journals: tuple[Path, str] | None = None,
 ) -> TurnTaking:
-    """Of a single-turn source one with turns and agents, as far as the environments have them.
+    """Environments with turns, and agents; the source itself if there are none in use.
 
     `journals`: the folder for those of agents, and the identity of the run.
     """
-    turns = build_turns(
-        environments,
-        chat,
-        max_turns=max_turns,
-        max_total_tokens=max_total_tokens,
-        warn=warn,
-        cleanup=cleanup,
-        when_stopped=when_stopped,
-    )
-    settings = read_agents(environments, base_folder=Path.cwd())
-    if not settings:
-        return turns
-    writer = PromptWriter(chat)
-    if writer.caution is not None:
-        warn(writer.caution)
-    pools = {name: AgentPool(one) for name, one in settings.items()}
+    turns, agents = read_turns(environments, Path.cwd()), read_agents(environments, Path.cwd())
+    if not turns and not agents:
+        return lambda fresh: fresh
+    writer, judged = PromptWriter(chat), frozenset(read_settings(environments, Path.cwd()))
+    if writer.next_turn.caution is not None:
+        warn(writer.next_turn.caution)
+    router = TurnRouter(turns)
+    pools = {name: AgentPool(settings) for name, settings in agents.items()}
+    processes: list[TurnRouter | AgentPool] = [router, *pools.values()]
+    for each in processes:
+        cleanup.callback(each.close)
+        when_stopped(each.interrupt)
+    limits = {"max_calls": max_turns, "max_total_tokens": max_total_tokens}
     num_connections = 64 + 4 * sum(pool.num_workers for pool in pools.values())
-    endpoint = AgentEndpoint(
-        writer, model, max_calls=max_turns, max_total_tokens=max_total_tokens, max_connections=num_connections
-    )
-    cleanup.callback(endpoint.close)
-    for pool in pools.values():
-        cleanup.callback(pool.close)
-        when_stopped(pool.interrupt)
-    judged = frozenset(read_settings(environments, Path.cwd()))
+    endpoint = AgentEndpoint(writer, model, **limits, max_connections=num_connections) if agents else None
+    if endpoint is not None:
+        cleanup.callback(endpoint.close)
 
     def over(fresh: FreshRollouts) -> FreshRollouts:
-        others, journal = turns(fresh), None
+        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts) if each.init}
+        if turns:
+            shared["stream"] = ToolPrompts(fresh.stream, chat, router.names, router.tools)
+            fresh = MultiTurnRollouts(
+                **shared,
+                turns=router,
+                renderer=writer.next_turn,
+                max_turns=max_turns,
+                max_total_tokens=max_total_tokens,
+                judged=judged,
+            )
+        if endpoint is None:
+            return fresh
+        journal = None
         if journals is not None:
-            folder, identity = journals
             code = hash_files([path for pool in pools.values() for path in pool.code_files])
-            journal = CallJournal(folder / f"{fresh.label}.jsonl", digest([identity, code]))
+            journal = CallJournal(journals[0] / f"{fresh.label}.jsonl", digest([journals[1], code]))
             cleanup.callback(journal.close)
-        shared = {each.name: getattr(others, each.name) for each in fields(FreshRollouts) if each.init}
-        return AgentRollouts(**shared, others=others, pools=pools, endpoint=endpoint, judged=judged, journal=journal)
+        return AgentRollouts(**shared, others=fresh, pools=pools, endpoint=endpoint, judged=judged, journal=journal)
 
     return over

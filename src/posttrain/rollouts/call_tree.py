@@ -66,8 +66,7 @@ class PromptWriter:
 
     def __init__(self, chat: ChatFormat) -> None:
         self.chat = ToolChat(chat)
-        self._next_turn = NextTurn(chat)
-        self.caution = self._next_turn.caution
+        self.next_turn = NextTurn(chat)
         self._lock = threading.Lock()  # tokenizers are not made for several threads
 
     def first(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
@@ -78,7 +77,7 @@ class PromptWriter:
         """What `after` adds to `sampled`, the answer to `before`."""
         with self._lock:
             rendered = self.chat.render([*before, TURN, *after], tools)
-            return tuple(self._next_turn.ids_after(rendered, sampled))
+            return tuple(self.next_turn.ids_after(rendered, sampled))
 
     def read(self, prompt: Sequence[int], answer: Completion, tools: Tools) -> Answer:
         """The model's answer as text, reasoning and calls."""

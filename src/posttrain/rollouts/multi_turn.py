@@ -14,22 +14,17 @@ the reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from posttrain.config import EnvironmentConfig
-from posttrain.data.chat import ChatFormat
 from posttrain.data.reward_values import NEEDED, is_reward, total
-from posttrain.environments.settings import read_settings, read_turns
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
-from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolPrompts
+from posttrain.rollouts.turn_prompts import Exchange, NextTurn
 from posttrain.types import (
     Completion,
     Conversation,
@@ -316,43 +311,3 @@ class MultiTurnRollouts(FreshRollouts):
 
 def _dialogues(group: OpenGroup) -> list[Dialogue]:
     return [answer for answer in group.answers if isinstance(answer, Dialogue)]
-
-
-TurnTaking = Callable[[FreshRollouts], FreshRollouts]  # of a single-turn source a multi-turn one
-
-
-def build_turns(
-    environments: Mapping[str, EnvironmentConfig],
-    chat: ChatFormat,
-    *,
-    max_turns: int,
-    max_total_tokens: int,
-    warn: Callable[[str], None],
-    cleanup: ExitStack,
-    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
-) -> TurnTaking:
-    """Gives the source itself back if no environment in use is multi-turn."""
-    settings = read_turns(environments, base_folder=Path.cwd())
-    if not settings:
-        return lambda fresh: fresh
-    renderer = NextTurn(chat)
-    if renderer.caution is not None:
-        warn(renderer.caution)
-    router = TurnRouter(settings)
-    cleanup.callback(router.close)
-    when_stopped(router.interrupt)
-    judged = frozenset(read_settings(environments, Path.cwd()))
-
-    def over(fresh: FreshRollouts) -> MultiTurnRollouts:
-        shared = {each.name: getattr(fresh, each.name) for each in fields(FreshRollouts) if each.init}
-        shared["stream"] = ToolPrompts(fresh.stream, chat, router.names, router.tools)
-        return MultiTurnRollouts(
-            **shared,
-            turns=router,
-            renderer=renderer,
-            max_turns=max_turns,
-            max_total_tokens=max_total_tokens,
-            judged=judged,
-        )
-
-    return over
