@@ -3,7 +3,9 @@
     python examples/nemo_grpo_training.py --data-path=s3://training-data-lake/labeled-dataset/ \
         --output-path=/checkpoints/grpo-run-001 --num-nodes=3 --devices=8 policy.model_name=MODEL
 
-The traces have a `final_reward`; those below 0.5 are left out. Settings of `posttrain grpo` may follow and win.
+The traces have a `final_reward`; those below 0.5 are left out. Settings of `posttrain grpo` may follow and win, also
+under the guide's names: num_iterations, batch_size (prompts of a step), learning_rate, kl_coeff, cliprange, vf_coeff.
+GRPO has no value function: with vf_coeff given, PPO trains one.
 """
 
 import argparse
@@ -43,4 +45,9 @@ if __name__ == "__main__":
         f"cluster.num_nodes={args.num_nodes}",
         f"cluster.gpus_per_node={args.devices}",
     ]
-    sys.exit(main(["grpo", *SETTINGS, *words, *args.settings]))
+    settings = [
+        f"grpo.num_prompts_per_step={word.partition('=')[2]}" if word.startswith("batch_size=") else word
+        for word in args.settings
+    ]
+    kind = "ppo" if any(word.startswith("vf_coeff=") for word in settings) else "grpo"
+    sys.exit(main([kind, *SETTINGS, *words, *settings]))

@@ -159,7 +159,7 @@ class TrainingRun:
                 recorder.warn(f"{name}: {count} rows: {reason}")
         interruption = Interruption()
         interruption.tell(workers.engines.request_stop)
-        trainer = ShardedTrainer(
+        trainer = recipe.trainer_type()(
             workers,
             train=self._micro_batching("train", train.pack_size),
             score=self._micro_batching("logprob", train.pack_size),
@@ -377,6 +377,7 @@ def _rank_setup(config: RunConfig, chat: ChatFormat) -> RankSetup:
         reward_model=config.scores_answers,
         answer_ends=chat.last_token_ids,
         teacher=None if config.teacher_name is None else _absolute(config.teacher_name),
+        critic=None if config.critic is None else _with_absolute_folders(config.critic),
     )
 
 

@@ -63,6 +63,17 @@ VARIANTS: Mapping[str, list[str]] = {
         "teacher={model_name: {teacher}, divergence: jsd, over: top_k, top_k: 7, reward_weight: 0.5}",
         *LORA,
     ],
+    "ppo": ["grpo.adv_estimator.name=gae", "value.optimizer.kwargs.lr=3e-3"],
+    "ppo, warm-up, KL in the reward, adapters": [
+        "grpo.adv_estimator={name: gae, gae_lambda: 0.9, gae_gamma: 0.99, whiten_advantages: none}",
+        "grpo.policy_training_start_step=1",
+        "value.model_name={teacher}",
+        "value_loss_fn={scale: 0.5, cliprange: 0.05}",
+        "loss_fn.use_kl_in_reward=true",
+        "grpo.num_generations_per_prompt=1",
+        "policy.train_global_batch_size=2",
+        *LORA,
+    ],
     "distillation, sampled token": ["teacher={model_name: {teacher}, divergence: forward, over: sampled}"],
 }
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -105,6 +116,8 @@ def whole(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Cal
 def assert_same_bits(folder: Path, expected: Path) -> None:
     assert results_of(folder) == results_of(expected)
     assert weights_of(folder / f"step_{STEPS}") == weights_of(expected / f"step_{STEPS}")
+    for critic in (expected / f"step_{STEPS}" / "critic" / "weights").rglob("*.safetensors"):
+        assert (folder / critic.relative_to(expected)).read_bytes() == critic.read_bytes()
     samples = {path.name: path.read_bytes() for path in (expected / "rollouts").glob("*")}
     assert {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*")} == samples
 
@@ -125,6 +138,11 @@ def test_variants_exercise_their_features(whole: Callable[[str], Path]) -> None:
     assert "train/kl_penalty" in results_of(whole("rloo"))[-1]
     divergences = [row["train/divergence"] for row in results_of(whole("distillation")) if "train/loss" in row]
     assert divergences[-1] < divergences[0]
+    values = [row["train/value_mean"] for row in results_of(whole("ppo")) if "train/loss" in row]
+    assert 0 == values[0] < values[-1]
+    warm = [row for row in results_of(whole("ppo, warm-up, KL in the reward, adapters")) if "train/reward" in row]
+    assert ["train/loss" in row for row in warm] == [False, True, True, True]
+    assert all("train/value_loss" in row and "train/kl_penalty" in row for row in warm)
     assert results_of(whole("reinforce++"))[-1]["train/max_seq_mult_prob_error"] == pytest.approx(1, abs=1e-4)
 
 
@@ -175,6 +193,8 @@ def test_results_are_independent_of_packing_and_micro_batching(
         "rloo",
         "distillation",
         "distillation, top k, rewards, adapters",
+        "ppo",
+        "ppo, warm-up, KL in the reward, adapters",
     ],
 )
 def test_two_ranks_equal_one_process(

@@ -239,6 +239,12 @@ ESTIMATORS: Mapping[str, EstimatorForm] = {
         whiten_by=Spread(0, 1e-8, "variance_floor"),
         kl_charged_to="token",
     ),
+    "gae": EstimatorForm(  # of `TokenCredit`, which takes the rewards themselves
+        lambda options, spread: NoBaseline(),
+        whiten_over="tokens",
+        whiten_by=Spread(1, 1e-8, "variance_plus"),
+        kl_charged_to="token",
+    ),
     "gdpo": EstimatorForm(
         _gdpo,
         whiten_over="rollouts",

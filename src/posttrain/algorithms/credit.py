@@ -2,7 +2,7 @@
 
 Order, as in NeMo RL: reward scaling and shaping, KL penalty (if it is part of the reward), advantage estimator,
 whitening, clipping. Rollouts keep the environment's scores. A rollout's `advantage` is the mean over its tokens; token
-advantages differ only if the KL penalty is applied per token, or credit is given by turn.
+advantages differ only if the KL penalty is applied per token, credit is given by turn, or a critic gives it.
 
 **Scaling and shaping** of rewards is a linear map, and penalties for long or truncated answers. The rollout keeps the
 environment's score, which the metric `reward` reports. Advantages are computed from the *shaped* reward. Unscored
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from posttrain.algorithms.advantages import Estimator, Whitening
+from posttrain.algorithms.advantages import Estimator, Whitening, differ
 from posttrain.algorithms.batches import Place
 from posttrain.data.reward_values import total
 from posttrain.policy.objectives.kl import clamped_kl
@@ -177,6 +178,8 @@ class Credit:
     clip_high: float | None = None
     turns: TurnCredit | None = None  # None: every token is credited with the whole reward
 
+    compares: ClassVar[bool] = True  # equal rewards give advantage 0
+
     def __call__(
         self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]
     ) -> tuple[list[Group], TokenBatch, dict[str, float]]:
@@ -191,7 +194,7 @@ class Credit:
             metrics["kl_penalty"] = float(kl.sum()) / max(float(batch.columns["mask"].sum()), 1.0)
         judged = shaped(groups, self.reward_steps)
         seen = self._with_sequence_kl(judged, batch, kl, places)
-        tokens = self._of_tokens(self._spans(seen, batch, places), batch, kl, places)
+        tokens, columns = self._of_tokens(self._spans(seen, batch, places), batch, kl, places)
         if len(tokens):
             metrics["advantage_max"] = float(tokens.abs().max())
         if self.reward_steps:
@@ -199,7 +202,7 @@ class Credit:
             metrics |= {"shaped_reward": total(rewards) / len(rewards)} if rewards else {}
         return (
             self._with_advantages(groups, judged, batch, tokens, places),
-            batch.with_columns(advantages=tokens.float()),
+            batch.with_columns(advantages=tokens.float(), **columns),
             metrics,
         )
 
@@ -227,7 +230,8 @@ class Credit:
 
     def _of_tokens(
         self, spans: Sequence[tuple[float, int]], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
-    ) -> Tensor:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The advantages of tokens, and further columns of the batch."""
         values = torch.tensor([value for value, _ in spans], dtype=torch.float64)
         lengths = torch.tensor([length for _, length in spans], dtype=torch.long)
         if self.whitening is not None and self.whitening.over == "rollouts":
@@ -240,6 +244,10 @@ class Credit:
                 parts = kl.split(batch.response_lengths)
                 charged = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
             tokens = tokens - self.kl.penalty * charged
+        return self._bounded(tokens, batch), {}
+
+    def _bounded(self, tokens: Tensor, batch: TokenBatch) -> Tensor:
+        """Whitened, if that is over tokens, and clipped."""
         if self.whitening is not None and self.whitening.over == "tokens":
             tokens = self.whitening(tokens, batch.columns["mask"].double())
         return tokens.clamp(
@@ -261,6 +269,77 @@ class Credit:
             shaped_reward = judged[g].rollouts[r].score.reward if self.reward_steps else None
             credited[g][r] = replace(credited[g][r], advantage=_mean(of_row), shaped_reward=shaped_reward)
         return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, credited, strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenCredit(Credit):
+    """PPO: generalised advantage estimation (arXiv:1506.02438) over the trained tokens of an answer, from a critic.
+
+    The reward comes with the last trained token, and a KL penalty in the reward with each. After the last token nothing
+    follows, also where a limit ended the answer: the reward is that of the answer as it is, and nothing later is
+    rewarded. Tokens of the environment are no steps: the value of the token before is followed by that of the next
+    trained one. Computed in float64. The batch gets the columns `values` and `returns`, what the critic learns.
+    """
+
+    values: Callable[[TokenBatch], Tensor] = lambda batch: torch.zeros(len(batch.columns["mask"]))
+    gamma: float = 1.0
+    lam: float = 0.95
+
+    compares: ClassVar[bool] = False
+
+    def __call__(
+        self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]
+    ) -> tuple[list[Group], TokenBatch, dict[str, float]]:
+        if batch.responses:
+            batch = batch.with_columns(values=self.values(batch))
+        groups, batch, metrics = super().__call__(groups, batch, places)
+        is_trained = batch.columns["mask"] != 0
+        if bool(is_trained.any()):
+            values, returns = (batch.columns[name][is_trained].double() for name in ("values", "returns"))
+            metrics |= {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
+            if differ([float(returns.min()), float(returns.max())]):
+                unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
+                metrics["value_explained_variance"] = 1 - float(unexplained)
+        return groups, batch, metrics
+
+    def _of_tokens(
+        self, spans: Sequence[tuple[float, int]], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if not batch.responses:
+            return torch.zeros(0, dtype=torch.float64), {}
+        values, is_trained = batch.columns["values"].double(), batch.columns["mask"] != 0
+        rewards = torch.zeros_like(values)
+        if kl is not None and self.kl is not None:
+            rewards -= self.kl.penalty * kl
+        starts = torch.tensor([0, *batch.response_lengths[:-1]]).cumsum(0)
+        steps = [
+            start + own.nonzero().flatten()
+            for start, own in zip(starts, is_trained.split(batch.response_lengths), strict=True)
+        ]
+        for (reward, _), own in zip(spans, steps, strict=True):
+            if len(own):
+                rewards[own[-1]] += reward
+        advantages = generalized_advantages(rewards, values, steps, self.gamma, self.lam)
+        columns = {"returns": (advantages + values).float()}
+        return torch.where(is_trained, self._bounded(advantages, batch), 0.0), columns
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, steps: Sequence[Tensor], gamma: float, lam: float
+) -> Tensor:
+    """A_t = d_t + gamma lam A_(t+1) with d_t = r_t + gamma V_(t+1) - V_t; 0 after the last step.
+
+    `steps`: for each answer, the places of its steps in `rewards` and `values`. Elsewhere the result is 0.
+    """
+    places = pad_sequence(list(steps), batch_first=True, padding_value=-1)
+    is_step = places >= 0
+    r, v = (torch.where(is_step, of[places.clamp(min=0)], 0.0) for of in (rewards, values))
+    deltas = r + gamma * torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], 1) - v
+    found, carried = torch.zeros_like(deltas), torch.zeros(len(deltas), dtype=deltas.dtype)
+    for step in reversed(range(deltas.shape[1])):
+        carried = deltas[:, step] + gamma * lam * carried
+        found[:, step] = carried
+    return torch.zeros_like(values).index_put((places[is_step],), found[is_step])
 
 
 def _mean(values: Tensor) -> float:

@@ -116,7 +116,9 @@ class Grpo:
             groups,
             metrics,
             clock.finish(),
-            rollout_warnings(groups, step, has_teacher=isinstance(self.objective, Distillation)),
+            rollout_warnings(
+                groups, step, compares=not isinstance(self.objective, Distillation) and self.credit.compares
+            ),
         )
         return replace(report, tokens=traces, num_trained_tokens=sum(num_sequence_tokens(batch) for batch in batches))
 

@@ -127,13 +127,14 @@ def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def rollout_warnings(groups: Sequence[Group], step: int, *, has_teacher: bool = False) -> list[str]:
+def rollout_warnings(groups: Sequence[Group], step: int, *, compares: bool = True) -> list[str]:
+    """`compares`: nothing is learnt from rewards that are all equal."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
     if not rewards:
         first = next((r.score.error for r in rollouts if r.score.error), "no reason given")
         return [f"step {step}: none of the {len(rollouts)} rollouts could be scored, so nothing was learnt ({first})"]
-    if len(set(rewards)) == 1 and not has_teacher:
+    if len(set(rewards)) == 1 and compares:
         truncated = statistics.fmean(r.truncated for r in rollouts)
         hint = (
             f"{truncated:.0%} of the completions were cut off at policy.generation.max_new_tokens"

@@ -3,9 +3,9 @@
 Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is
 the list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
 
-The list has a checksum of its own, `own_sha256`, and must name every file that is loaded: those below `policy/`, and
-the files of `_LOADED`. Other files are ignored: people put notes and converted models into a checkpoint's folder.
-Checkpoints of earlier versions have no `own_sha256`; everything else is checked.
+The list has a checksum of its own, `own_sha256`, and must name every file that is loaded: those below `policy/`
+and `critic/`, and the files of `_LOADED`. Other files are ignored: people put notes and converted models into a
+checkpoint's folder. Checkpoints of earlier versions have no `own_sha256`; everything else is checked.
 
 Checksums detect accidental damage. They are not a signature: anyone with write access can write new checksums.
 """
@@ -32,7 +32,7 @@ OWN = "own_sha256"
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 _MAX_THREADS = 16
-_LOADED_FOLDER = "policy"
+_LOADED_FOLDERS = ("policy", "critic")
 _LOADED = ("config.yaml", "train_dataloader.pt", "training_info.json")
 _SYSTEM_FILES = re.compile(r"\.DS_Store|\.nfs.*|\._.*|Thumbs\.db")  # of systems and network mounts; never loaded
 
@@ -141,7 +141,7 @@ def _own_digest(content: Mapping[str, object]) -> str:
 
 def _unlisted(folder: Path, recorded: Collection[str], places: tuple[str, ...]) -> list[str]:
     """Files that would be loaded but have no checksum."""
-    places = places or (*_LOADED, _LOADED_FOLDER)
+    places = places or (*_LOADED, *_LOADED_FOLDERS)
     found = [name for name in places if (folder / name).exists() and not (folder / name).is_dir()]
     for root, _, names in (entry for place in places for entry in os.walk(folder / place)):
         found += [

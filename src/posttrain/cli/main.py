@@ -111,6 +111,7 @@ COMMANDS = {
         "main.add_distillation",
         "on-policy distillation: learn the distributions of a teacher over own answers",
     ),
+    "ppo": ("main.add_ppo", "reinforcement learning with a critic: PPO, the loop of grpo with a value for every token"),
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
     "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, under 5 minutes, no network)"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
@@ -190,10 +191,28 @@ def _distill(args: argparse.Namespace) -> int:
     return train("grpo", args)
 
 
+def add_ppo(parser: OverridesParser) -> None:
+    """`posttrain grpo` with a critic."""
+    _add_training(parser, "grpo")
+    parser.set_defaults(run=_ppo)
+
+
+def _ppo(args: argparse.Namespace) -> int:
+    from posttrain.config import load_config
+
+    args.words = ["grpo.adv_estimator.name=gae", *args.words]
+    name = load_config("grpo", args.config, args.words).config.grpo.adv_estimator.name
+    if name != "gae":
+        raise InputError(f"grpo.adv_estimator.name = {name} has no critic: leave it out, or use `posttrain grpo`")
+    return train("grpo", args)
+
+
 def _add_training(parser: OverridesParser, kind: str) -> None:
     from posttrain.config.command_line import ALIASES_OF_KIND, short_names
 
-    further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
+    further = [
+        name for name in short_names(kind) if name in ("reward", "cliprange") or name in ALIASES_OF_KIND.get(kind, ())
+    ]
     of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
     parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)
     parser.short_names = short_names(kind)

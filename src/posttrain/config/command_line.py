@@ -54,6 +54,9 @@ ALIASES = {
 ALIASES_OF_KIND = {
     "grpo": {
         "kl": "loss_fn.reference_policy_kl_penalty",
+        "kl_coeff": "loss_fn.reference_policy_kl_penalty",
+        "vf_coeff": "value_loss_fn.scale",
+        "num_iterations": "grpo.max_num_steps",
         "prompts": "grpo.num_prompts_per_step",
         "generations": "grpo.num_generations_per_prompt",
         "temperature": "policy.generation.temperature",
@@ -171,7 +174,7 @@ def _check_way(tree: Tree, path: Path, override: Override) -> None:
 
 
 def aliases_of(kind: str) -> dict[str, str]:
-    """The full name of each short one. `lora`, `data` and `reward` set several keys and are not among them."""
+    """The full name of each short one; without those that set several keys: lora, data, reward, cliprange."""
     found = {name: key.format(kind=kind) for name, key in ALIASES.items()}
     return {**found, **ALIASES_OF_KIND.get(kind, {})}
 
@@ -182,7 +185,7 @@ def file_dataset(kind: str) -> str:
 
 
 def short_names(kind: str) -> tuple[str, ...]:
-    return ("lora", "data", *(("reward",) if kind == "grpo" else ()), *aliases_of(kind))
+    return ("lora", "data", *(("reward", "cliprange") if kind == "grpo" else ()), *aliases_of(kind))
 
 
 def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
@@ -192,9 +195,8 @@ def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
     """
     known = aliases_of(kind)
     expanded = [text for override in overrides for text in _expanded(kind, known, override)]
-    if kind in KINDS and any(
-        override.lstrip("+").partition("=")[0].strip() in ("steps", "max_steps") for override in overrides
-    ):
+    names = {override.lstrip("+").partition("=")[0].strip() for override in overrides}
+    if kind in KINDS and names & {"steps", "max_steps", "num_iterations"}:
         return [f"{kind}.max_num_epochs={MANY_EPOCHS}", *expanded]  # first: what else is given replaces it
     return expanded
 
@@ -215,6 +217,8 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     if name == "reward" and kind == "grpo" and not value.lstrip().startswith(("{", "[")):
         key = "function" if {":", "."} & set(value) else "type"
         return [f"env.{REWARD}.{key}={_quoted(value)}", f"data.default.env_name={REWARD}"]
+    if name == "cliprange" and kind == "grpo":
+        return [f"loss_fn.ratio_clip_{end}={value}" for end in ("min", "max")]
     if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):
         raise ConfigError(f"command line: unknown key `{name}`; did you mean `{near[0]}`?")
     return [text]

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from posttrain.config.base import (
     Fraction,
+    FreeMap,
     IsSetByUser,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,6 +23,7 @@ from posttrain.config.run_config import ScheduleConfig
 
 _IF_ENABLED = UsedIf("enabled")
 _IF_DYNAMIC = UsedIf("use_dynamic_sampling")
+_IF_GAE = UsedIf("name", ("gae",))
 _IF_COMPARED = UsedIf("name", ("grpo", "gdpo"))
 
 
@@ -81,8 +83,9 @@ class RewardScalingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    name: Literal["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo", "opd"] = setting(
-        "grpo", "How rewards become advantages: against the group, against all, or (gdpo) part by part."
+    name: Literal["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo", "gae", "opd"] = setting(
+        "grpo",
+        "How rewards become advantages: against the group or all, (gdpo) part by part, or (gae, PPO) by a critic.",
     )
     normalize_rewards: Annotated[bool, _IF_COMPARED] = setting(
         True, "grpo, gdpo: divides the advantage by the standard deviation of its group."
@@ -96,6 +99,10 @@ class AdvEstimatorConfig(Section):
     reward_weights: Annotated[list[float] | None, UsedIf("name", ("gdpo",))] = setting(
         None, "gdpo: weight of each reward part, in alphabetical order."
     )
+    gae_lambda: Annotated[Fraction, _IF_GAE] = setting(
+        0.95, "gae: 1 takes the whole return less the value, 0 the next value only."
+    )
+    gae_gamma: Annotated[Fraction, _IF_GAE] = setting(1.0, "gae: discount of each token.")
     std_over: Annotated[Literal["group", "others", "batch"], _IF_COMPARED] = setting(
         "group",
         "grpo, gdpo: whose rewards the standard deviation is of: the group's, the step's, or (NeMo RL) those that the "
@@ -113,7 +120,7 @@ class AdvEstimatorConfig(Section):
     group_of_one: Literal["zero", "reward"] = setting("zero", "Advantage of the only scored answer of a group.")
     whiten_advantages: Literal["none", "rollouts", "tokens"] | None = setting(
         None,
-        "Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, else none.",
+        "Over what advantages get mean 0, variance 1; null: reinforce_plus_plus, gae tokens, gdpo rollouts, else none.",
     )
     kl_in_reward: Literal["sequence", "token", "return"] | None = setting(
         None, "What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own."
@@ -124,7 +131,7 @@ class AdvEstimatorConfig(Section):
         """Whether an answer that is alone in its group has nothing to be compared with."""
         if self.name == "reinforce_plus_plus":
             return self.minus_baseline
-        return self.group_of_one == "zero"
+        return self.name != "gae" and self.group_of_one == "zero"
 
 
 class TurnCreditConfig(Section):
@@ -155,6 +162,9 @@ class GrpoConfig(ScheduleConfig):
     num_generations_per_prompt: PositiveInt = setting(16, "Answers sampled for each prompt: the group size.")
     num_recorded_per_prompt: PositiveInt | None = setting(
         None, "Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh."
+    )
+    policy_training_start_step: NonNegativeInt = setting(
+        0, "PPO: steps at the beginning in which only the critic is trained."
     )
     max_rollout_turns: PositiveInt = setting(
         1, "Turns of the model in one rollout, if the environment has `turns` or `agent`."
@@ -245,6 +255,12 @@ class GrpoConfig(ScheduleConfig):
         estimator = self.adv_estimator
         if estimator.name == "gdpo" and self.reward_shaping.enabled:
             yield "grpo.reward_shaping changes the total reward, but gdpo credits its parts: set enabled=false"
+        if estimator.name == "gae" and estimator.whiten_advantages == "rollouts":
+            yield "grpo.adv_estimator.whiten_advantages = rollouts: with gae each token has its own; use tokens or none"
+        if estimator.name == "gae" and self.turn_credit.enabled:
+            yield "grpo.turn_credit.enabled = true: with gae the critic credits tokens; set it to false"
+        if estimator.name == "gae" and estimator.kl_in_reward not in (None, "token"):
+            yield f"grpo.adv_estimator.kl_in_reward = {estimator.kl_in_reward}: gae charges each token; set it to token"
         if self.num_generations_per_prompt > 1:
             return
         if estimator.name == "rloo":
@@ -278,6 +294,29 @@ class TeacherConfig(Section):
     weight: NonNegativeFloat = setting(1.0, "Weight of the divergence in the loss.")
     reward_weight: NonNegativeFloat = setting(
         0.0, "Weight of GRPO's loss beside it; 0: rewards are not trained on, and no `env` is needed."
+    )
+
+
+class ValueOptimizerConfig(Section):
+    kwargs: FreeMap = setting(dict, "Arguments that differ from policy.optimizer.kwargs, e.g. lr.")
+
+
+class ValueConfig(Section):
+    """PPO's critic."""
+
+    model_name: str | None = setting(
+        None,
+        "Folder or hub name of a model with the policy's tokenizer, e.g. a reward model; null: the policy's model.",
+    )
+    optimizer: ValueOptimizerConfig = setting(
+        ValueOptimizerConfig, "Its optimizer; the rest is as in policy.optimizer."
+    )
+
+
+class ValueLossConfig(Section):
+    scale: PositiveFloat = setting(1.0, "Weight of half the squared error (vf_coeff).")
+    cliprange: PositiveFloat | None = setting(
+        0.2, "How far values may move from those before the step while that reduces the loss; null does not clip."
     )
 
 

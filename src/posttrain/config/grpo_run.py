@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from posttrain.config.base import IsSetByUser, setting
 from posttrain.config.data import REWARD, TRACE_GROUPS
-from posttrain.config.grpo import GrpoConfig, LossFnConfig, TeacherConfig
-from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE, GrpoPolicyConfig, NativeConfig
+from posttrain.config.grpo import GrpoConfig, LossFnConfig, TeacherConfig, ValueConfig, ValueLossConfig
+from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE, GrpoPolicyConfig, NativeConfig, PolicyConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
 KL_PERIOD = 10  # steps
@@ -19,11 +19,23 @@ class GrpoRunConfig(RunConfig):
     grpo: GrpoConfig = setting(..., "Sampling, advantages, validation.")
     loss_fn: LossFnConfig = setting(..., "The clipped policy-gradient loss.")
     teacher: TeacherConfig = setting(TeacherConfig, "A model that the policy is distilled from.")
+    value: ValueConfig = setting(ValueConfig, "PPO: the critic.")
+    value_loss_fn: ValueLossConfig = setting(ValueLossConfig, "PPO: the loss of the critic.")
     policy: GrpoPolicyConfig = setting(..., "The model that is trained and sampled from.")
 
     @property
     def teacher_name(self) -> str | None:
         return self.teacher.model_name
+
+    @property
+    def critic(self) -> PolicyConfig | None:
+        """With the policy's settings, but for its model and its optimizer."""
+        if self.grpo.adv_estimator.name != "gae":
+            return None
+        policy, value = self.policy, self.value
+        kwargs = {**policy.optimizer.kwargs, **value.optimizer.kwargs}
+        optimizer = policy.optimizer.model_copy(update={"kwargs": kwargs})
+        return policy.model_copy(update={"model_name": value.model_name or policy.model_name, "optimizer": optimizer})
 
     @property
     def trains_on_rewards(self) -> bool:
@@ -90,7 +102,9 @@ class GrpoRunConfig(RunConfig):
             num_answers_per_row=grpo.num_generations_per_prompt,
             num_sampled_per_row=grpo.num_fresh_per_prompt if recorded else grpo.num_generations_per_prompt,
             num_updates=num_updates,
-            num_scorings=int(self._scores_with_reference) + int(num_updates > 1 or checks_policy),
+            num_scorings=int(self._scores_with_reference)
+            + int(num_updates > 1 or checks_policy)
+            + int(self.critic is not None),
             may_sample_again=grpo.use_dynamic_sampling,
             max_turns=grpo.max_rollout_turns,
         )
@@ -123,6 +137,8 @@ class GrpoRunConfig(RunConfig):
             yield "teacher.model_name distils from answers that the policy samples, and data.train has recorded ones"
         if self.teacher.model_name is not None and not (self.teacher.weight or self.teacher.reward_weight):
             yield "teacher.weight and teacher.reward_weight are 0: nothing would be learnt; set one of them"
+        if self.critic is not None and not self.trains_on_rewards:
+            yield "grpo.adv_estimator.name = gae learns from rewards: set teacher.reward_weight above 0, or use grpo"
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
         for name in self._names_with_turns if self.grpo.max_rollout_turns < 2 else ():
@@ -309,6 +325,13 @@ class GrpoRunConfig(RunConfig):
         key = "grpo.adv_estimator.kl_in_reward"
         if is_set(key) and grpo.adv_estimator.kl_in_reward is not None and not self.loss_fn.use_kl_in_reward:
             yield f"{key}: loss_fn.use_kl_in_reward is off, so it is not used"
+        of_critic = {
+            "value": self.value != ValueConfig(),
+            "value_loss_fn": self.value_loss_fn != ValueLossConfig(),
+            "grpo.policy_training_start_step": grpo.policy_training_start_step > 0,
+        }
+        for key in (key for key, is_given in of_critic.items() if is_given and self.critic is None):
+            yield f"{key}: only PPO has a critic (posttrain ppo, or grpo.adv_estimator.name=gae), so it is not used"
         for name, number in generation.colocated.resources:
             if generation.colocated.enabled and number not in (None, getattr(self.cluster, name)):
                 yield (

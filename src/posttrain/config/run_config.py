@@ -249,6 +249,11 @@ class RunConfig(Section):
         """The model that the policy is distilled from."""
         return None
 
+    @property
+    def critic(self) -> PolicyConfig | None:
+        """Of a second model that is trained beside the policy."""
+        return None
+
     def step_sizes(self) -> StepSizes:
         return StepSizes(self.policy.train_global_batch_size)
 

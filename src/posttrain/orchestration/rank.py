@@ -1,5 +1,7 @@
 """One rank: a trainer and an engine on one device. Operations that the driver calls, in-process or through an actor.
 
+A critic is a second trainer beside the policy's.
+
 A dedicated engine is a rank whose trainer has no optimizer: it only samples, with weights that it receives.
 
 Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. The rank decides
@@ -22,6 +24,7 @@ from posttrain.engines.choose_engine import engine_for_training
 from posttrain.engines.native.engine import NativeEngine, check_states
 from posttrain.engines.native.proof import prove_for_training
 from posttrain.engines.weights import Handover, SentWeights, WeightReceiver, WeightSender
+from posttrain.policy.checkpoint.writer import write_in_thread
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import UNKNOWN_VERSION, Objective, Progress, RankEngine
 from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quota, Sampling, Task, TokenBatch
@@ -30,12 +33,14 @@ MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank
 
 
 def build_rank(setup: RankSetup) -> Rank:
-    return Rank(PolicyTrainer(setup))
+    critic = setup.for_critic()
+    return Rank(PolicyTrainer(setup), None if critic is None else PolicyTrainer(critic))
 
 
 class Rank:
-    def __init__(self, trainer: PolicyTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: PolicyTrainer, critic: PolicyTrainer | None = None) -> None:
+        self.trainer, self._critic = trainer, critic
+        self._writers = [each.checkpoints for each in (trainer, critic) if each is not None]
         prove_for_training(trainer)
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
         if isinstance(self.engine, NativeEngine):  # now, not when the first prompts are sampled
@@ -87,6 +92,24 @@ class Rank:
     def reference_logprobs(self, parts: MicroBatches) -> list[Tensor | None]:
         self._make_room()
         return self.trainer.reference_logprobs(parts)
+
+    @property
+    def critic(self) -> PolicyTrainer:
+        assert self._critic is not None, "this rank was built without a critic"
+        return self._critic
+
+    def update_critic(
+        self, parts: MicroBatches, objective: Objective, seed: int, progress: Progress | None
+    ) -> dict[str, float]:
+        self._make_room()
+        return self.critic.update(parts, objective, seed, progress)
+
+    def values(self, parts: MicroBatches) -> list[Tensor | None]:
+        self._make_room()
+        return self.critic.logprobs(parts)
+
+    def end_critic_step(self) -> None:
+        self.critic.end_step()
 
     def reference_fingerprint(self) -> str:
         return self.trainer.reference_fingerprint()
@@ -181,28 +204,35 @@ class Rank:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, optimizer: bool) -> None:
-        self.trainer.checkpoints.save(folder, optimizer=optimizer)
+        for writer in self._writers:
+            writer.save(folder, optimizer=optimizer)
 
     def load(self, folder: Path) -> None:
         self._sender.wait_until_copied()
         self.trainer.load(folder)
+        if self._critic is not None:
+            self._critic.load(folder)
         if self.engine is not None:
             self.engine.forget_weights()
 
     def save_obstacle(self, optimizer: bool) -> str:
-        return self.trainer.checkpoints.obstacle(optimizer=optimizer)
+        others = sum(writer.bytes_to_allocate(optimizer=optimizer) for writer in self._writers[1:])
+        return self._writers[0].obstacle(optimizer=optimizer, others=others)
 
     def prepare_save(self, optimizer: bool) -> bool:
-        return self.trainer.checkpoints.prepare(optimizer=optimizer)
+        are_ready = [writer.prepare(optimizer=optimizer) for writer in self._writers]
+        return all(are_ready)
 
     def begin_save(self, folder: Path, optimizer: bool) -> None:
-        self.trainer.checkpoints.begin(folder, optimizer=optimizer)
+        for writer in self._writers:
+            writer.begin(folder, optimizer=optimizer)
 
     def write_save(self) -> None:
-        self.trainer.checkpoints.write()
+        for writer in self._writers:
+            writer.write()
 
     def write_save_in_thread(self) -> None:
-        self.trainer.checkpoints.write_in_thread()
+        write_in_thread(self._writers)
 
     def take_save_wait_s(self) -> float:
-        return self.trainer.checkpoints.take_waited_s()
+        return sum(writer.take_waited_s() for writer in self._writers)

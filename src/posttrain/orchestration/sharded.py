@@ -23,6 +23,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, gather
+from posttrain.policy.objectives import ValueLoss
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
@@ -64,10 +65,16 @@ class ShardedTrainer:
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
         self.stop.commit()
+        report = self._updated("training", Rank.update, batch, objective)
+        self.num_updates += 1
+        return report
+
+    def _updated(
+        self, label: str, operation: Callable[..., dict[str, float]], batch: TokenBatch, objective: Objective
+    ) -> UpdateReport:
         shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
-        results = self._pass("training", Rank.update, shards, objective, seed)
-        self.num_updates += 1
+        results = self._pass(label, operation, shards, objective, seed)
         results = self.group.mesh.one_per_shard(results)
         same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK if name in results[0]}
         sums = [{k: v for k, v in result.items() if k not in same} for result in results]
@@ -179,6 +186,42 @@ class ShardedTrainer:
             if local is None:
                 progress(len(shards[0]))
         return results
+
+
+@dataclass
+class ActorCritic(ShardedTrainer):
+    """The policy and, on the same ranks, a critic. Every update trains the critic first, and then the policy, unless
+    the critic is still warming up. Both are in one checkpoint.
+    """
+
+    value_loss: ValueLoss = field(default_factory=ValueLoss)
+    warmup_updates: int = 0  # of the critic alone
+    _is_warming_up: bool = False  # in this step
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """For each response token, the critic's estimate of what follows from it on."""
+        return self._token_column(batch, Rank.values)
+
+    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.stop.commit()
+        critic = self._updated("critic", Rank.update_critic, batch, self.value_loss)
+        renamed = ("critic_grad_norm", "critic_update_skipped", "critic_lr")
+        own = {name: critic.metrics[name.removeprefix("critic_")] for name in renamed}
+        own |= {name: value for name, value in critic.metrics.items() if name.startswith("value_")}
+        self._is_warming_up = self.num_updates < self.warmup_updates
+        if self._is_warming_up:
+            self.num_updates += 1
+            return UpdateReport(own, critic.num_tokens)
+        policy = super().update(batch, objective)
+        # Of the memory at its peak the larger counts.
+        largest = {name: max(value, critic.metrics.get(name, value)) for name, value in policy.metrics.items()}
+        peaks = {name: value for name, value in largest.items() if name.startswith("peak_")}
+        return replace(policy, metrics={**policy.metrics, **peaks, **own})
+
+    def end_step(self) -> None:
+        call_all(self.group, Rank.end_critic_step)
+        if not self._is_warming_up:
+            super().end_step()
 
 
 class ShardedEngine:

@@ -55,8 +55,9 @@ class RewardHead(Head):
             )
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """[..., hidden size] -> [...], in fp32 whatever the weights are in: margins are small against the scores."""
-        return F.linear(hidden.float(), local_part(self.module.weight).float()).squeeze(-1)
+        """[..., hidden size] -> [...], in fp32 or more: margins are small against the scores."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(dtype), local_part(self.module.weight).to(dtype)).squeeze(-1)
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
@@ -90,6 +91,17 @@ class SequenceScores(nn.Module):
         return own if row.share is None else row.share.gathered(own)
 
 
+class TokenValues(SequenceScores):
+    """A critic: a packed row in, for each response token a number from the state *before* it out."""
+
+    reads_own_token = False
+
+    def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
+        """`temperature` has no effect on values."""
+        values = self.head.scores(self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source))
+        return values if row.share is None else row.share.gathered(values)
+
+
 def load_reward_model(
     name: str,
     dtype: torch.dtype | Literal["auto"],
@@ -99,8 +111,9 @@ def load_reward_model(
     seed: int | None,
     pad_token_id: int | None,
     field: str = "policy.model_name",
+    starts_at_zero: bool = False,
 ) -> PreTrainedModel:
-    """A language model with a fresh linear layer, drawn from `seed`; or a reward model, whose layer is kept.
+    """A language model with a fresh linear layer, drawn from `seed` or zero; or a reward model, whose layer is kept.
 
     Without a seed only the latter is accepted.
     """
@@ -142,7 +155,7 @@ def load_reward_model(
         # The same numbers on every rank and device, whatever ran before.
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed or 0))
         with torch.no_grad():
-            weight.copy_(noise * spread)
+            weight.copy_(noise * (0.0 if starts_at_zero else spread))
     model.config.architectures = [type(model).__name__]  # as it is saved: a checkpoint is compared with it
     model.config.get_text_config().pad_token_id = pad_token_id
     model.config.use_cache = False

@@ -45,7 +45,7 @@ from posttrain.policy.parallel.fsdp import reshard, shard, whole_parameters
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, same_states, split_over_ranks
 from posttrain.policy.reference_cache import model_fingerprint
-from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
+from posttrain.policy.reward_head import SequenceScores, TokenValues, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.routing import TrainedRouters
 from posttrain.policy.runtime import (
     PeakMemory,
@@ -75,6 +75,15 @@ class RankSetup:
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
     teacher: str | None = None  # the model that the policy learns from, by distillation
+    critic: PolicyConfig | None = None  # of a second model, which estimates the return from each token on
+    is_critic: bool = False  # this is that model
+
+    def for_critic(self) -> RankSetup | None:
+        """Of the critic beside this policy."""
+        if self.critic is None:
+            return None
+        beside = replace(self, needs_reference=False, teacher=None, critic=None)
+        return replace(beside, policy=self.critic, reward_model=True, is_critic=True)
 
     def for_sampling(self, layer_shares: int, *, in_host_memory: bool = False) -> RankSetup:
         """Of an engine on devices of its own, this many of which share its layers. Its model is not trained."""
@@ -82,9 +91,8 @@ class RankSetup:
         alone |= {"tensor_parallel_size": layer_shares, "context_parallel_size": 1}
         parallel = self.policy.dtensor_cfg.model_copy(update=alone)
         policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
-        return replace(
-            self, policy=policy, needs_reference=False, teacher=None, trains=False, in_host_memory=in_host_memory
-        )
+        beside = replace(self, needs_reference=False, teacher=None, critic=None)
+        return replace(beside, policy=policy, trains=False, in_host_memory=in_host_memory)
 
     def without_vllm(self) -> RankSetup:
         """Of a rank that does not sample, because engines on devices of their own do."""
@@ -122,7 +130,7 @@ class PolicyTrainer:
         self.tokenizer = load_tokenizer(config.tokenizer.name)
         self.tokenizer.chat_template = setup.chat_template
         self.model = self._load_model(setup)
-        self._scores_answers, self._trains = setup.reward_model, setup.trains
+        self._scores_answers, self._trains, self._is_critic = setup.reward_model, setup.trains, setup.is_critic
         self._in_fp8 = config.fp8 and setup.trains
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -143,7 +151,8 @@ class PolicyTrainer:
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
-        self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device)
+        self._name = files.CRITIC if setup.is_critic else files.POLICY
+        self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device, self._name)
         if self.optimizer is not None:
             self.optimizer.before_change = self.checkpoints.wait_until_copied
 
@@ -156,7 +165,14 @@ class PolicyTrainer:
             padding = padding_for_scores(self.tokenizer, setup.answer_ends)
             use_padding(self.tokenizer, padding)
             model = load_reward_model(
-                config.model_name, dtype, device, config.hf_config_overrides, seed=setup.seed, pad_token_id=padding
+                config.model_name,
+                dtype,
+                device,
+                config.hf_config_overrides,
+                seed=setup.seed,
+                pad_token_id=padding,
+                starts_at_zero=setup.is_critic,
+                field="value.model_name" if setup.is_critic else "policy.model_name",
             )
         else:
             model = load_model(config.model_name, dtype, device, config.hf_config_overrides)
@@ -174,13 +190,17 @@ class PolicyTrainer:
         return setup.trains and should_checkpoint(
             base_config(self.model).to_dict(),
             setup.policy,
-            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+            # Policy and critic have half of it each.
+            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory
+            // (2 if setup.is_critic or setup.critic is not None else 1),
             has_reference=setup.needs_reference,
             ranks=self.mesh.size,
             scores_answers=setup.reward_model,
         )
 
     def _root(self, model: nn.Module) -> Forward:
+        if self._is_critic:
+            return TokenValues(model)
         return SequenceScores(model) if self._scores_answers else TokenLogprobs(model, self.config.logprob_chunk_size)
 
     def _shardable(self, root: Root) -> Root:
@@ -271,7 +291,10 @@ class PolicyTrainer:
 
     def _backward(self, part: TokenBatch | None, objective: Objective) -> Mapping[str, Tensor]:
         """Both passes of one micro-batch; nothing of its graph is left afterwards."""
-        with self._row(part, self.forward) as row, self._routers.row(part, row, trains=True, replays=True):
+        with (
+            self._row(part, self.forward) as row,
+            self._routers.row(part, row, trains=True, replays=not self._is_critic),
+        ):
             logprobs, part = self._compared(row, part, objective)
             if part is None:
                 loss = logprobs.sum() * 0.0
@@ -318,7 +341,7 @@ class PolicyTrainer:
     def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         """Log-probabilities of each micro-batch's response tokens under the policy as it is now."""
         self.model.eval()
-        return self._score(self.forward, parts, replays=True)
+        return self._score(self.forward, parts, replays=not self._is_critic)
 
     def reference_logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
@@ -407,7 +430,7 @@ class PolicyTrainer:
 
     def load(self, folder: Path) -> None:
         reshard(self.forward)
-        files.load(folder, self.model, self.tokenizer, self.optimizer)
+        files.load(folder, self.model, self.tokenizer, self.optimizer, self._name)
 
 
 def _this_rank(device: torch.device) -> torch.device:

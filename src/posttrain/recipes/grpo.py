@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from posttrain.algorithms.credit import (
     OverlongPenalty,
     RewardScaling,
     RewardStep,
+    TokenCredit,
     TurnCredit,
 )
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
@@ -36,12 +38,13 @@ from posttrain.files.digests import digest
 from posttrain.models.loading import check_model_exists, load_tokenizer
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.policy.objectives import ClippedPolicyGradient, Distillation
+from posttrain.orchestration.sharded import ActorCritic, ShardedTrainer
+from posttrain.policy.objectives import ClippedPolicyGradient, Distillation, ValueLoss
 from posttrain.policy.objectives.distillation import Divergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
-from posttrain.roles import RolloutSource, Stateful
+from posttrain.roles import RolloutSource, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
@@ -65,9 +68,24 @@ class GrpoRecipe(Recipe):
             return self.presentation
         return replace(presentation_of("distill"), kind=self.config.kind)
 
+    def trainer_type(self) -> Callable[..., ShardedTrainer]:
+        if self.config.critic is None:
+            return ShardedTrainer
+        loss, warmup = self.config.value_loss_fn, self.config.grpo.policy_training_start_step
+        num_updates = warmup * self.config.step_sizes().num_updates
+        return partial(ActorCritic, value_loss=ValueLoss(loss.scale, loss.cliprange), warmup_updates=num_updates)
+
+    @property
+    def _other_models(self) -> dict[str, str]:
+        """By their fields; they read the policy's tokens."""
+        names = {"teacher.model_name": self.config.teacher.model_name}
+        if self.config.critic is not None:
+            names["value.model_name"] = self.config.value.model_name
+        return {field: name for field, name in names.items() if name is not None}
+
     def check(self) -> None:
-        if self.config.teacher.model_name is not None:
-            check_model_exists(self.config.teacher.model_name, "teacher.model_name")
+        for field, name in self._other_models.items():
+            check_model_exists(name, field)
         check_environments(self.environments(), Path.cwd())
 
     def environments(self) -> dict[str, EnvironmentConfig]:
@@ -78,8 +96,8 @@ class GrpoRecipe(Recipe):
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, grpo = self.config, self.config.grpo
-        if config.teacher.model_name is not None:
-            _check_vocabulary(config.teacher.model_name, chat)
+        for field, name in self._other_models.items():
+            _check_vocabulary(field, name, chat)
         train, validation = load_both(config.data, lambda entries: self.load_tasks(entries, chat))
         held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
         stream = Stream(train, grpo.seed, config.data.shuffle)
@@ -98,7 +116,7 @@ class GrpoRecipe(Recipe):
                     kl_period=config.kl_period,
                 ),
                 build_objective(config),
-                build_credit(config),
+                build_credit(config, parts.policy),
                 parts.policy,
                 with_dynamic_sampling(config, source, position),
                 source if isinstance(source, PipelinedRollouts) else parts.weights,
@@ -247,11 +265,15 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
     )
 
 
-def build_credit(config: GrpoRunConfig) -> Credit:
+def build_credit(config: GrpoRunConfig, policy: Trainer | None = None) -> Credit:
+    """`policy` has the critic, if there is one."""
     estimator = config.grpo.adv_estimator
     form = ESTIMATORS[estimator.name]
     over = estimator.whiten_advantages or form.whiten_over
-    return Credit(
+    kind: Callable[..., Credit] = Credit
+    if isinstance(policy, ActorCritic):
+        kind = partial(TokenCredit, values=policy.values, gamma=estimator.gae_gamma, lam=estimator.gae_lambda)
+    return kind(
         form.build(estimator, _spread(estimator, Spread())),
         reward_steps=_reward_steps(config),
         whitening=None if over == "none" else Whitening(over, _spread(estimator, form.whiten_by)),
@@ -278,14 +300,14 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
     return Distillation(loss_fn, divergence, teacher.weight, teacher.reward_weight)
 
 
-def _check_vocabulary(teacher: str, chat: ChatFormat) -> None:
-    """Distributions over tokens are compared, so a token must be the same in both models."""
-    own, theirs = chat.tokenizer.get_vocab(), load_tokenizer(teacher, "teacher.model_name").get_vocab()
+def _check_vocabulary(field: str, name: str, chat: ChatFormat) -> None:
+    """A token must be the same in both models."""
+    own, theirs = chat.tokenizer.get_vocab(), load_tokenizer(name, field).get_vocab()
     if own != theirs:
         different = sum(theirs.get(token) != number for token, number in own.items())
         raise InputError(
-            f"teacher.model_name: {teacher!r} has another tokenizer than the policy: {different} of {len(own)} tokens "
-            f"differ, and it has {len(theirs)}; use a teacher of the same family"
+            f"{field}: {name!r} has another tokenizer than the policy: {different} of {len(own)} tokens differ, and it "
+            f"has {len(theirs)}; use a model of the same family"
         )
 
 

@@ -21,6 +21,7 @@ from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset, Stream
 from posttrain.files.json_files import JsonObject
+from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.policy.trainer import ModelFacts
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import Algorithm, RoundEngine, ShowProgress, Stateful, Trainer, WeightSync
@@ -80,6 +81,10 @@ class Recipe(ABC):
     def shown(self) -> Presentation:
         """How this run is shown."""
         return self.presentation
+
+    def trainer_type(self) -> Callable[..., ShardedTrainer]:
+        """What the ranks train."""
+        return ShardedTrainer
 
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 

@@ -120,6 +120,7 @@ def estimate_run(
             checkpoint_copy=copy,
             num_engines=config.num_engines,
             engine_shares=config.gpus_per_engine,
+            has_critic=config.critic is not None,
         )
         return estimate(shape, settings, workload, gpu)
 

@@ -133,13 +133,14 @@ class TimeModel:
     def step(self, workload: Workload, cache: CachePlan | None) -> StepTime:
         sampler = TimeModel(self.memory.sampler, self.gpu)
         prompts, decoding, recording, num_steps = sampler._generation_s(workload, cache)
+        models = 2 if self.memory.settings.has_critic else 1
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
             capture_s=recording,
             logprobs_s=workload.num_scorings * self.scoring_s(workload),
-            passes_s=self.passes_s(workload),
-            optimizer_s=workload.num_updates * self.optimizer_s(),
+            passes_s=models * self.passes_s(workload),
+            optimizer_s=models * workload.num_updates * self.optimizer_s(),
             mean_step_s=decoding / num_steps if num_steps else 0.0,
             num_decode_steps=num_steps,
         )

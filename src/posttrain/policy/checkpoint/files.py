@@ -1,4 +1,4 @@
-"""The policy's part of a checkpoint: what it holds, and how it is written and read.
+"""The policy's part of a checkpoint: what it holds, and how it is written and read. A critic's, in `critic/`, is alike.
 
 policy/model.json            model description, to reject checkpoints of another model
 policy/weights/model/        safetensors and config.json: `from_pretrained` loads it (adapters: peft)
@@ -47,11 +47,15 @@ from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index,
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, parameter_of
 from posttrain.policy.parallel.fsdp import copy_into, is_first_rank
 
+POLICY, CRITIC = "policy", "critic"  # folders in a checkpoint
 WEIGHTS = Path("policy/weights/model")
-OPTIMIZER = Path("policy/optimizer/optim")
-SCHEDULE = Path("policy/optimizer/schedule.pt")
 TOKENIZER = Path("policy/tokenizer")
-MODEL = Path("policy/model.json")
+# In the folder of one model.
+_WEIGHTS = Path("weights/model")
+_OPTIMIZER = Path("optimizer/optim")
+_SCHEDULE = Path("optimizer/schedule.pt")
+_TOKENIZER = Path("tokenizer")
+_MODEL = Path("model.json")
 
 
 def base_config(model: nn.Module) -> PreTrainedConfig:
@@ -76,7 +80,7 @@ class Contents:
     weights: Mapping[str, Tensor]  # by their names in the file
     optimizer: Mapping[str, Tensor] | None
     schedule: bytes | None
-    files: Mapping[str, bytes]  # small files, by their path in the checkpoint
+    files: Mapping[str, bytes]  # small files, by their path in the folder of the model
     stored_otherwise: bool  # the family's files have a different tensor layout than the model
 
 
@@ -95,18 +99,18 @@ def state_of(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files:
 
 def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """All that stays the same during a run: configs, tokenizer, description. A large vocabulary takes a second."""
-    files = {str(MODEL): json.dumps(describe(model, tokenizer), indent=2, default=str).encode()}
+    files = {str(_MODEL): json.dumps(describe(model, tokenizer), indent=2, default=str).encode()}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        (root / WEIGHTS).mkdir(parents=True)
+        (root / _WEIGHTS).mkdir(parents=True)
         if is_adapted(model):
-            model.peft_config["default"].save_pretrained(str(root / WEIGHTS))  # type: ignore[index, union-attr]
+            model.peft_config["default"].save_pretrained(str(root / _WEIGHTS))  # type: ignore[index, union-attr]
         else:
-            model.save_pretrained(root / WEIGHTS, state_dict={})  # type: ignore[operator]
+            model.save_pretrained(root / _WEIGHTS, state_dict={})  # type: ignore[operator]
             config = base_config(model)
             for file in processor_files(config.name_or_path) if config.get_text_config() is not config else ():
-                shutil.copy(file, root / WEIGHTS)
-        for place in (TOKENIZER, WEIGHTS):  # also next to the weights, so that the folder is a complete model
+                shutil.copy(file, root / _WEIGHTS)
+        for place in (_TOKENIZER, _WEIGHTS):  # also next to the weights, so that the folder is a complete model
             tokenizer.save_pretrained(root / place)
         for path in root.rglob("*"):
             if path.is_file():
@@ -175,48 +179,57 @@ ADAPTERS = "adapter_model.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9
 
 
-def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup | None = None) -> None:
+def write(
+    folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup | None = None, name: str = POLICY
+) -> None:
     """Collective. Rank 0 writes unsharded data, each rank its shard of the optimizer.
 
     `group` is a process group that nothing else uses meanwhile. Tensors are not read from the model: a sharded one
     would reshard its whole parameters for that, and an engine may be sampling with them while a background thread
     writes.
     """
-    is_first = is_first_rank()
+    is_first, folder = is_first_rank(), folder / name
     if is_first:
-        for name in (WEIGHTS, OPTIMIZER, TOKENIZER):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        for place in (_WEIGHTS, _OPTIMIZER, _TOKENIZER):
+            (folder / place).mkdir(parents=True, exist_ok=True)
         for path, content in saved.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
     if is_adapted(model):
-        write_file(folder / WEIGHTS / ADAPTERS, saved.weights, is_first_rank=is_first)
+        write_file(folder / _WEIGHTS / ADAPTERS, saved.weights, is_first_rank=is_first)
     elif saved.stored_otherwise:
         whole = whole_in_host_memory(saved.weights)
         if is_first:
-            model.save_pretrained(folder / WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]
+            model.save_pretrained(folder / _WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]
     else:
-        write_weights(folder / WEIGHTS, saved.weights, is_first_rank=is_first)
+        write_weights(folder / _WEIGHTS, saved.weights, is_first_rank=is_first)
     if saved.optimizer is None or saved.schedule is None:
         return
     if dist.is_initialized():
         dist.barrier(group)  # the folder exists before other ranks write into it
     # No copies on a stream: tensors are already in host memory, and this thread must not call CUDA.
-    writer = dcp.FileSystemWriter(folder / OPTIMIZER, per_thread_copy_ahead=0)
+    writer = dcp.FileSystemWriter(folder / _OPTIMIZER, per_thread_copy_ahead=0)
     silence_dcp_warning()
     tensors = dict(saved.optimizer)
     dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     if is_first:
-        (folder / SCHEDULE).write_bytes(saved.schedule)
+        (folder / _SCHEDULE).write_bytes(saved.schedule)
 
 
 def load(
-    folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, optimizer: MixedPrecisionOptimizer | None
+    folder: Path,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: MixedPrecisionOptimizer | None,
+    name: str = POLICY,
 ) -> None:
+    folder = folder / name
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder.parent} holds no {name}: a run without one has saved it; start a new run")
     described = json.loads(json.dumps(describe(model, tokenizer), default=str))
-    check_same_model(read_json(folder / MODEL, CheckpointError), described)
+    check_same_model(read_json(folder / _MODEL, CheckpointError), described)
     parameters = dict(model.named_parameters())
-    saved_weights = _saved_weights(folder / WEIGHTS, model)
+    saved_weights = _saved_weights(folder / _WEIGHTS, model)
     if lacking := sorted({name for name, p in parameters.items() if p.requires_grad} - saved_weights.keys()):
         raise CheckpointError(f"{folder}: no weights for {len(lacking)} parameters, among them {lacking[0]}")
     for name, value in saved_weights.items():
@@ -224,18 +237,18 @@ def load(
             copy_into(parameters[name], value)
     if optimizer is None:
         return
-    if not (folder / OPTIMIZER / ".metadata").exists():
+    if not (folder / _OPTIMIZER / ".metadata").exists():
         raise CheckpointError(
             f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot "
             "go on from it exactly. Start a new run from its weights with policy.model_name instead."
         )
-    schedule = load_plain(folder / SCHEDULE)
+    schedule = load_plain(folder / _SCHEDULE)
     optimizer.check_kinds(schedule)
-    reader = TensorReader(folder / OPTIMIZER)
+    reader = TensorReader(folder / _OPTIMIZER)
     try:
         entries = tensor_entries(reader.read_metadata())
     except (pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{folder / OPTIMIZER / '.metadata'} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{folder / _OPTIMIZER / '.metadata'} cannot be read: {reason_of(error)}") from error
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}  # once had masters
     saved = {
         key: (tuple(entry.size), entry.properties.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,9 +46,11 @@ class CheckpointWriter:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: MixedPrecisionOptimizer | None,
         device: torch.device,
+        name: str = files.POLICY,
     ) -> None:
         keep_generation_config(model)
         self.model, self.tokenizer, self.optimizer, self.device = model, tokenizer, optimizer, device
+        self.name = name  # the folder in a checkpoint
         self._area = StagingArea(pin=device.type == "cuda")
         self._files: Mapping[str, bytes] = {}
         self._begun: _Begun | None = None
@@ -58,7 +60,7 @@ class CheckpointWriter:
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
         """Save synchronously, tensor by tensor, without a copy in host memory."""
-        files.write(folder, self.model, self._contents(optimizer))
+        files.write(folder, self.model, self._contents(optimizer), None, self.name)
 
     def _contents(self, optimizer: bool) -> Contents:
         if not self._files and is_first_rank():
@@ -67,14 +69,22 @@ class CheckpointWriter:
 
     # -- in two halves -------------------------------------------------------------------------------------------------
 
-    def obstacle(self, *, optimizer: bool) -> str:
-        """Why saving in two halves is not possible here; empty if it is. To be called after the first update."""
+    def bytes_to_allocate(self, *, optimizer: bool) -> int:
+        """For a copy of the state; 0 once that is made."""
         staged = self._to_stage(self._contents(optimizer))
-        if self._area.is_made_for(staged):
+        return 0 if self._area.is_made_for(staged) else StagingArea.num_bytes(staged)
+
+    def obstacle(self, *, optimizer: bool, others: int = 0) -> str:
+        """Why saving in two halves is not possible here; empty if it is. To be called after the first update.
+
+        `others`: bytes that are allocated beside those of this model.
+        """
+        own = self.bytes_to_allocate(optimizer=optimizer) + others
+        if not own:
             return ""
         # Ranks on one machine share its memory. How many there are is not known here: at most all of them.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        needed, free = StagingArea.num_bytes(staged) * ranks, available_bytes()
+        needed, free = own * ranks, available_bytes()
         if needed <= free * _SHARE_OF_MEMORY:
             return ""
         return (
@@ -134,25 +144,9 @@ class CheckpointWriter:
         begun = self._begun
         try:
             begun.copy.finish()
-            files.write(begun.folder, self.model, begun.contents, self._group)
+            files.write(begun.folder, self.model, begun.contents, self._group, self.name)
         finally:
             self._begun = None
-
-    def write_in_thread(self) -> None:
-        """Run `write` in a thread of this process, which writes a marker file when it ends."""
-        assert self._begun is not None, "begin comes first"
-        folder = self._begun.folder
-        rank = dist.get_rank() if dist.is_initialized() else 0
-
-        def write() -> None:
-            problem = ""
-            try:
-                self.write()
-            except BaseException as error:
-                problem = "".join(traceback.format_exception(error))
-            leave_mark(folder, rank, problem)
-
-        threading.Thread(target=write, name="checkpoint", daemon=True).start()
 
     def wait_until_copied(self) -> None:
         """Return once weights and optimizer state may change."""
@@ -166,3 +160,21 @@ class CheckpointWriter:
         """Seconds that updates have waited for copies since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
+
+
+def write_in_thread(writers: Sequence[CheckpointWriter]) -> None:
+    """Run `write` of each in a thread of this process, which writes a marker file when it ends."""
+    begun = writers[0]._begun
+    assert begun is not None, "begin comes first"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def write() -> None:
+        problem = ""
+        try:
+            for writer in writers:
+                writer.write()
+        except BaseException as error:
+            problem = "".join(traceback.format_exception(error))
+        leave_mark(begun.folder, rank, problem)
+
+    threading.Thread(target=write, name="checkpoint", daemon=True).start()

@@ -102,6 +102,9 @@ class RankMemory:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
             items["optimizer state"] = self.state_bytes() / ranks
+        if s.has_critic:
+            state = 0.0 if s.optimizer.is_offloaded else self.state_bytes()
+            items["critic"] = (self.weights + adapters + state) / ranks
         if s.num_engines:
             items["bucket for engines"] = min(BUCKET_BYTES, (adapters or self.weights) / ranks)
         return items
@@ -146,7 +149,7 @@ class RankMemory:
         if (copy := self.settings.checkpoint_copy) != "none":
             weights = self.settings.element * self.num_trained
             items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
-        return items
+        return {name: (2 if self.settings.has_critic else 1) * size for name, size in items.items()}
 
     def while_sampling(self) -> dict[str, float]:
         """Everything but the cache. The working memory is what the engine reserves (engines/native/forward.py)."""

@@ -93,6 +93,7 @@ class RunSettings:
     engine_shares: int = 1  # GPUs that share the layers of such an engine
     trains: bool = True  # False: an engine on a GPU of its own
     fp8: bool = False  # products of training and of log-probabilities
+    has_critic: bool = False  # a second model, taken to be as large, with its own optimizer
 
     @property
     def holds_copy(self) -> bool:

@@ -5,7 +5,7 @@ optimizer batch, so adding up micro-batches and ranks gives the value of the bat
 `_max` are extremes instead, and are combined as such.
 """
 
-from posttrain.policy.objectives.clipped import ClippedPolicyGradient
+from posttrain.policy.objectives.clipped import ClippedPolicyGradient, ValueLoss
 from posttrain.policy.objectives.distillation import Distillation
 from posttrain.policy.objectives.kto import KtoLoss
 from posttrain.policy.objectives.preference import PreferenceLoss
@@ -18,4 +18,5 @@ __all__ = [
     "KtoLoss",
     "NegativeLogLikelihood",
     "PreferenceLoss",
+    "ValueLoss",
 ]

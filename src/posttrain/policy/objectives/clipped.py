@@ -48,6 +48,8 @@ class ClippedPolicyGradient:
         counts = batch.columns["mask"] != 0
         if not self.needs_reference:
             has_term = batch.columns["advantages"] != 0
+            if "returns" in batch.columns:  # the critic learns from it
+                has_term |= batch.columns["returns"] != batch.columns["values"]
             if self.config.positive_example_nll_weight:
                 has_term |= batch.columns["rewarded"] != 0
             counts &= has_term
@@ -186,6 +188,34 @@ class ClippedPolicyGradient:
             "sampling_importance_square": frame.token_mean((2 * (lp - lg)).exp()),
             "approx_entropy": frame.token_mean(-(lc - lg).exp() * lc),
         }
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """PPO's loss of a critic: half the squared error of its values, which are clipped to within `cliprange` of the
+    values before the step where that makes the error larger. The mean over all trained tokens of the batch.
+
+    Columns used: mask, values, returns.
+    """
+
+    scale: float = 1.0
+    cliprange: float | None = 0.2
+
+    keeps_groups_whole = False
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        values = logprobs  # a critic gives values in their place
+        before, returns, mask = (batch.columns[name].to(values.device) for name in ("values", "returns", "mask"))
+        errors = (values - returns).square()
+        is_clipped = torch.zeros_like(errors, dtype=torch.bool)
+        if self.cliprange is not None:
+            near = before + (values - before).clamp(-self.cliprange, self.cliprange)
+            clipped = (near - returns).square()
+            is_clipped = clipped > errors
+            errors = torch.maximum(errors, clipped)
+        loss = 0.5 * self.scale * (errors * mask).sum() / (batch.num_tokens + EPS)
+        share = (is_clipped * mask).sum() / (batch.num_computed_tokens + EPS)
+        return loss, {"value_loss": loss.detach(), "value_clip_fraction": share}
 
 
 class _Frame:

@@ -13,7 +13,7 @@ from posttrain.files.json_files import JsonMapping
 from posttrain.reporting.doctor.common_rules import COMMON_CHECKS
 from posttrain.reporting.doctor.findings import Finding, Shown, rank, worst_first
 from posttrain.reporting.doctor.history import History
-from posttrain.reporting.doctor.policy_rules import ABOUT_REWARDS, POLICY_CHECKS
+from posttrain.reporting.doctor.policy_rules import ABOUT_GROUPS, ABOUT_REWARDS, POLICY_CHECKS
 from posttrain.reporting.doctor.preference_rules import PREFERENCE_CHECKS
 from posttrain.reporting.doctor.rule import Check, Rule
 from posttrain.reporting.doctor.sampling_rules import SAMPLING_CHECKS
@@ -41,7 +41,8 @@ class Doctor:
         self.history = History(kind, settings, names)
         known = settings or {}
         only_taught = known.get("teacher.model_name") is not None and not known.get("teacher.reward_weight")
-        ignored = ABOUT_REWARDS if only_taught else ()
+        has_critic = known.get("grpo.adv_estimator.name") == "gae"
+        ignored = ABOUT_REWARDS if only_taught else ABOUT_GROUPS if has_critic else ()
         self._rules = [rule for rule in RULES if kind in rule.kinds and rule.check not in ignored]
         self._found: dict[str, Finding] = {}  # by rule: the worst so far
         self.shown: dict[str, Shown] = {}  # by rule: which answers show it

@@ -347,6 +347,8 @@ def unscored(run: History) -> Sighting | None:
 
 # Nothing follows from rewards in a run that is not trained on them.
 ABOUT_REWARDS = (no_signal, wrong_template, truncated, reward_flat, reward_collapse, reward_hacking)
+# With a critic, equal rewards of a group are a signal too, and advantages are those of single tokens.
+ABOUT_GROUPS = (no_signal, exploding_advantages)
 POLICY_CHECKS = (
     kl_runaway,
     entropy_collapse,
