@@ -218,6 +218,7 @@ class Conversation:
     utterances: tuple[Utterance, ...]
     counts: Mapping[str, float] = field(default_factory=dict)  # e.g. tool_calls, malformed_tool_calls
     rewards: tuple[float, ...] = ()  # for each of the model's turns, without the judge's; empty: unknown
+    answer: str | None = None  # what an agent returned to be judged; None: the last turn is the answer
 
     @property
     def num_turns(self) -> int:

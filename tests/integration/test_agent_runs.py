@@ -132,6 +132,7 @@ def test_check_shows_what_was_captured_and_whether_it_repeats(
         (["env.mine.agent=null", "env.mine.type=math", "env.mine.turn_timeout_s=3"], "env.mine.turn_timeout_s"),
         (["env.mine.turns=calculator"], "env.mine has both `turns` and `agent`"),
         (["grpo.max_rollout_turns=1"], "env.mine.agent takes turns with the model, but grpo.max_rollout_turns = 1"),
+        (["policy.router_replay.enabled=true"], "the experts of env.mine.agent are not kept"),
         (["grpo.async_grpo.enabled=true"], "an agent (env.mine.agent) cannot be carried over"),
     ],
 )

@@ -141,6 +141,10 @@ class GrpoRunConfig(RunConfig):
             yield "grpo.adv_estimator.name = gae learns from rewards: set teacher.reward_weight above 0, or use grpo"
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
+        for name in self._names_with_turns if self.policy.router_replay.enabled else ():
+            if self.env[name].agent is not None:
+                key = "policy.router_replay.enabled = true"
+                yield f"{key}: the experts of env.{name}.agent are not kept; set it to false"
         for name in self._names_with_turns if self.grpo.max_rollout_turns < 2 else ():
             key = "turns" if self.env[name].turns is not None else "agent"
             yield (

@@ -30,7 +30,7 @@ from posttrain.processes import Child, ending_of, frame, take_frames
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
-_MAX_REPLY_BYTES = 1 << 20
+_MAX_REPLY_BYTES = 8 << 20  # the longest answer of an agent, all of it escaped in JSON
 _EXIT_GRACE_S = 1.0
 _KILL_GRACE_S = 5.0
 _DUMP_GRACE_S = 0.1

@@ -88,6 +88,7 @@ class AgentEndpoint:
         self.journal: CallJournal | None = None
         self._sessions: dict[str, AgentSession] = {}  # by key
         self._pending: list[PendingCall] = []
+        self._collects_since: float | None = None  # for the next batch
         self._changed = threading.Condition()
         self._server = _Server(self, max_connections)
         threading.Thread(target=self._server.serve_forever, name="agent endpoint", daemon=True).start()
@@ -124,11 +125,14 @@ class AgentEndpoint:
         """Requests to sample together, in an order that does not depend on the clock; none if there are none yet."""
         with self._changed:
             ready = len({id(pending.session) for pending in self._pending})
-            waited_s = time.monotonic() - min((one.since for one in self._pending), default=time.monotonic())
+            now = time.monotonic()
+            if self._collects_since is None:  # while a batch is sampled, agents cannot ask the next
+                self._collects_since = now
+            waited_s = now - max(self._collects_since, min((one.since for one in self._pending), default=now))
             if not ready or (ready < num_running() and waited_s < MAX_WAIT_S):
                 self._changed.wait(_POLL_S)
                 return []
-            batch, self._pending = self._pending, []
+            batch, self._pending, self._collects_since = self._pending, [], None
             return sorted(batch, key=lambda pending: (*pending.session.rollout, *pending.call.key))
 
     def reply(self, answers: Sequence[tuple[PendingCall, Completion]]) -> None:
@@ -137,7 +141,8 @@ class AgentEndpoint:
         with self._changed:
             for (pending, answer), parts in zip(answers, read, strict=True):
                 session, call = pending.session, pending.call
-                if session.is_over:
+                call.answer = answer
+                if session.is_over:  # it is in the journal only: a resumed run samples the batch as it was
                     continue
                 message = parts.message(str(call.key))
                 session.tree.add(call, answer, message)
@@ -147,7 +152,7 @@ class AgentEndpoint:
                 name = f"chatcmpl-{call.key[0][:24]}-{call.key[1]}"
                 pending.answer = ChatAnswer(name, self.model, message, finish, call.prompt_ids, answer.token_ids)
             if self.journal is not None:
-                self.journal.add([(one.session.rollout, one.call) for one, _ in answers if one.answer is not None])
+                self.journal.add([(one.session.rollout, one.call) for one, _ in answers])
             for one, _ in answers:
                 one.answered.set()
 

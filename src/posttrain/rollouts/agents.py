@@ -50,6 +50,8 @@ class AgentRollouts(FreshRollouts):
         sampled = iter(self.others.sample(rest, step) if rest else ())
         sessions = [self.endpoint.open(task, sample) for task in own for sample in range(self.num_samples)]
         results = iter(self._run(sessions, step))
+        for name, count in self.others.metrics.items() if rest else ():
+            self.metrics[name] = self.metrics.get(name, 0.0) + count
         return [
             [next(results) for _ in range(self.num_samples)] if task.environment in self.pools else next(sampled)
             for task in tasks
@@ -141,9 +143,10 @@ class AgentRollouts(FreshRollouts):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _unscored(self, session: AgentSession, step: int) -> UnscoredRollout:
-        completion, score, name = self._completion(session, step), session.score, session.task.environment
+        score, name = session.score, session.task.environment
         assert score is not None, "all agents have ended"
         answer, problem = score.answer if isinstance(score, AgentOutcome) else None, score.error
+        completion = self._completion(session, step, answer)
         if problem is None and not session.tree.calls:
             problem = "the agent never asked the model"
         elif answer is not None and name not in self.judged:
@@ -153,13 +156,13 @@ class AgentRollouts(FreshRollouts):
         reward = score.reward if problem is None else None
         return UnscoredRollout(completion, None, Score(reward, score.parts, problem, score.traceback))
 
-    def _completion(self, session: AgentSession, step: int) -> Completion:
+    def _completion(self, session: AgentSession, step: int, returned: str | None) -> Completion:
         """All that the rollout sampled: the longest branch, and the others."""
         rows = [replace(row, versions=self.versions(step)) for row in session.tree.branches()]
         said: list[Utterance] = []
         for call in session.tree.calls:  # of all branches, as they were answered
             said += [call.said, Utterance("assistant", call.answer.text, len(call.answer.token_ids))]
-        talk = Conversation(tuple(said), {**session.counts, "branches": len(rows)})
+        talk = Conversation(tuple(said), {**session.counts, "branches": len(rows)}, answer=returned)
         first, *others = rows or [Completion((), (), "", "stop", versions=self.versions(step))]
         return replace(first, branches=tuple(others), conversation=talk)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,10 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import code_files
-from posttrain.rollouts.agent_endpoint import AgentSession
+from posttrain.rollouts.agent_endpoint import AgentSession, PendingCall
+from posttrain.rollouts.agent_requests import read_request
 from posttrain.rollouts.agents import AgentRollouts, build_conversations
+from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
 
@@ -340,6 +343,75 @@ def test_time_in_which_the_endpoint_works_is_not_the_agents(
     (group,) = agents.take(1, step=1).groups
     assert group.rollouts[0].score == Score(0.0)
     assert seen == [1]
+
+
+def pending(agents: AgentRollouts, sample: int) -> PendingCall:
+    task = agents.stream.take(1)[0]
+    session = agents.endpoint.open(task, sample)
+    request = read_request(json.dumps({"messages": list(task.messages)}).encode())
+    return PendingCall(session, request, session.tree.call(task.messages, request.used_tools, agents.sampling))
+
+
+def test_a_batch_waits_for_other_agents_however_long_the_engine_was_busy(tmp_path: Path, cleanup: ExitStack) -> None:
+    endpoint = (agents := source(tmp_path, TALK, cleanup)).endpoint
+    first = pending(agents, 0)
+    first.since -= 1000  # while the batch before was sampled
+    endpoint._pending = [first]
+    assert endpoint.next_batch(lambda: 2) == []
+    assert endpoint._collects_since is not None
+    endpoint._collects_since -= 1000
+    assert endpoint.next_batch(lambda: 2) == [first]
+    endpoint._pending = [first]
+    assert endpoint.next_batch(lambda: 2) == []
+
+
+def test_a_batch_in_the_journal_is_whole_although_a_rollout_ended_meanwhile(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, TALK, cleanup, has_journal=True)
+    journal = agents.endpoint.journal = agents.journal
+    assert journal is not None
+    journal.begin(1, agents.sampling)
+    batch = [pending(agents, 0), pending(agents, 1)]
+    agents.endpoint.end(batch[0].session)
+    agents.endpoint.reply([(one, Completion((5, 6), (-1.0, -2.0), "ab", "stop")) for one in batch])
+    assert [len(one.session.tree.calls) for one in batch] == [0, 1]
+    again = CallJournal(journal.path, journal.identity)
+    again.begin(1, agents.sampling)
+    (found,) = again.batches({one.session.rollout: one for one in batch})
+    assert [(rollout, call.answer.token_ids) for rollout, call in found] == [((0, 0), (5, 6)), ((0, 1), (5, 6))]
+    again.close()
+
+
+def test_an_answer_of_the_greatest_length_is_judged_and_kept(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        return chr(0x1F600) * 500_000
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    (group,) = agents.take(1, step=1).groups
+    assert group.rollouts[0].score == Score(500_000.0)
+    talk = group.rollouts[0].completion.conversation
+    assert talk is not None
+    assert len(talk.answer or "") == 500_000
+
+
+def test_prefill_is_counted_of_agents_and_of_others(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = source(tmp_path, TALK, cleanup, num_samples=1)
+    own, other = agents.stream.take(2)
+    agents.others.metrics = {"prefill_tokens_computed": 3.0}
+    monkeypatch.setattr(agents.others, "sample", lambda tasks, step: [[] for _ in tasks])
+
+    def run(sessions: Any, step: int) -> list[Any]:
+        agents.metrics = {"prefill_tokens_computed": 4.0}
+        return [None for _ in sessions]
+
+    monkeypatch.setattr(agents, "_run", run)
+    agents.sample([own, replace(other, environment="other")], step=1)
+    assert agents.metrics == {"prefill_tokens_computed": 7.0}
+    agents.sample([own], step=1)
+    assert agents.metrics == {"prefill_tokens_computed": 4.0}
 
 
 def test_an_agent_waits_until_its_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,14 +77,17 @@ class EvaluationRunner:
         completion, score = rollout.completion, rollout.score
         if completion.error is not None:
             return SampleResult("", 0, None, None, error=completion.error)
-        turns = completion.conversation.utterances if completion.conversation is not None else ()
-        last = [turn.text for turn in turns if turn.role == "assistant"][-1:] or [""]  # the answer is read from it
+        talk, answer = completion.conversation, completion.text
+        turns = talk.utterances if talk is not None else ()
+        if talk is not None:
+            last = next((turn.text for turn in reversed(turns) if turn.role == "assistant"), "")
+            answer = last if talk.answer is None else talk.answer
         return SampleResult(
             text=completion.text,
             num_tokens=completion.num_tokens if isinstance(completion, ServedCompletion) else completion.num_sampled,
             finish_reason=completion.finish_reason,
             reward=score.reward,
-            answer=self.read_answer(completion.text if completion.conversation is None else last[0]),
+            answer=self.read_answer(answer),
             error=(score.error or "no reason given") if score.reward is None else None,
             parts=dict(score.parts),
             turns=tuple({"role": turn.role, "text": turn.text} for turn in turns),

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from posttrain.apps.evaluate.results import EvaluationError, ProblemResult
 from posttrain.apps.evaluate.runner import EvaluationRunner, TaskQueue, unfinished_batches
 from posttrain.errors import FolderHeld, Terminated
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.types import Completion, NoiseKey, Sampling, Score, Task
+from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
 
 PROBLEMS = ProblemSet(
     "sums",
@@ -86,6 +87,14 @@ def test_every_problem_is_answered_scored_and_saved_in_batches(tmp_path: Path) -
     assert found[3].samples[1].error == "request failed: HTTP 503"
     assert found[3].samples[1].finish_reason is None
     assert found[5].samples[0].error == "timeout"
+
+
+@pytest.mark.parametrize(("returned", "answer"), [(None, "7"), ("it is 5", "5")])
+def test_the_answer_of_an_agent_is_what_it_returned(returned: str | None, answer: str, tmp_path: Path) -> None:
+    said = (Utterance("user", "?", 1), Utterance("assistant", "it is 7", 1), Utterance("user", "thanks", 1))
+    model = Model()
+    model.answer = lambda *given: replace(completion("it is 3"), conversation=Conversation(said, answer=returned))
+    assert {sample.answer for problem in run(tmp_path, model) for sample in problem.samples} == {answer}
 
 
 @pytest.mark.parametrize("batches_before", [0, 1, 2])
