@@ -292,6 +292,8 @@ class FakeRecorder:
         self.events.append(("record", step))
         self.rows[step] = (report, validation)
 
+    def record_save(self, step: int, seconds: float, tokenizer: str) -> None: ...
+
     def record_validation(self, step: int, validation: StepReport) -> None:
         self.events.append(("record", step))
 

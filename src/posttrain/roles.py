@@ -237,6 +237,10 @@ class Recorder(Protocol):
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         """Everything of the step is on disk when this returns."""
 
+    def record_save(self, step: int, seconds: float, tokenizer: str) -> None:
+        """A checkpoint of `step` blocked the run for `seconds`; its tokenizer is in the folder `tokenizer`."""
+        ...
+
     def reason_to_stop(self) -> str | None:
         """A problem, found in the latest step, for which the user wants the run to stop; None: there is none."""
         ...

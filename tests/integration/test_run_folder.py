@@ -79,6 +79,8 @@ def test_log_file_has_plain_text(folder: Path) -> None:
     text = (folder / "console.txt").read_text()
     assert "\x1b" not in text, "no colours in a log file"
     assert "\r" not in text, "no bars that overwrite themselves"
+    assert f"Step 1/{STEPS}" in text
+    text = (folder / "logs" / "train.log").read_text()
     for part in (f"Step 1/{STEPS}", "Training Results:", "Avg Reward", "Timing:", "Throughputs", "Left for the run"):
         assert part in text
     assert str(folder / "report.html") in text

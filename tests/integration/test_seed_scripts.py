@@ -89,7 +89,8 @@ def test_training_job_from_labelled_traces(run_script: RunScript, model: Path, t
     assert [row["step"] for row in rows] == [1, 2]
     assert min(row["train/reward_min"] for row in rows) >= 0.5, "traces below the threshold are left out"
     assert trained_steps(tmp_path / "glm-5-dpo") == [1, 2]
-    assert "[Generate] 4 prompts x 4 generations = 16 responses, 16 of them recorded" in said
+    log = (tmp_path / "grpo-run-001" / "logs" / "train.log").read_text()
+    assert "[Generate] 4 prompts x 4 generations = 16 responses, 16 of them recorded" in log
     assert "Starting validation" not in said, "there is no validation set"
 
 
@@ -121,7 +122,15 @@ def test_lora_on_two_nodes_with_its_checks(run_script: RunScript, model: Path, t
         "step_2",
     ):
         assert line in checks, "the guide's own checks find it"
+    said += (tmp_path / "run" / "logs" / "train.log").read_text()
     for line in (
+        "▶ Preparing for logprob inference...",
+        "▶ Preparing for training...",
+        "  • logprob_inference_prep: ",
+        "  • training_prep: ",
+        "prepare_for_generation/total: ",
+        "Saving tokenizer (or processor) to ",
+        "  • checkpointing: ",
         "▶ Preparing batch...",
         "▶ Generating responses for batch of size 16...",
         "▶ Processing rewards...",

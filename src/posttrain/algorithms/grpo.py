@@ -74,9 +74,11 @@ class Grpo:
 
         # Log-probabilities of all rows that advantages and the loss need in addition to the update's forward pass. None
         # are needed without a KL penalty, recorded answers and `seq_logprob_error_threshold`.
-        with clock("policy_and_reference_logprobs"):
+        self.announce("Preparing for logprob inference")
+        with clock("logprob_inference_prep"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
             is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)
+        with clock("policy_and_reference_logprobs"):
             batch, facts = self._with_logprobs(batch, taken.groups, is_fresh)
             facts |= self._kl_to_start(batch, is_fresh, step)
 
@@ -85,6 +87,8 @@ class Grpo:
         self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
+        self.announce("Preparing for training")
+        with clock("training_prep"):
             batches = self._minibatches(batch, groups, of_tokens(self._rows_anchored_at_sampler(groups, step), batch))
 
         # With several updates, ratios are taken against the policy before the first.

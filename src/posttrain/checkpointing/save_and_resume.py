@@ -232,6 +232,7 @@ class CheckpointSaver:
                 if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=True):
                     self._make_copy(lambda export: export(folder))
         self._add_blocked(time.perf_counter() - start)
+        self.recorder.record_save(step, time.perf_counter() - start, str(folder / "policy" / "tokenizer"))
         if not in_background:
             self._saved_step, self._save_s = step, time.perf_counter() - start
 

@@ -217,7 +217,7 @@ def _add_training(parser: OverridesParser, kind: str) -> None:
     parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)
     parser.short_names = short_names(kind)
     parser.config_file()
-    parser.switch("--verbose", "on a terminal: the whole block of every step, as in logs/train.log")
+    parser.switch("--verbose", "the whole block of every step, as in logs/train.log, instead of one line")
     parser.switch("--quiet", "print warnings, errors and the end result only")
     parser.switch("--resume-with-changes", "resume although training settings differ; the changes are recorded")
     parser.switch("--restart", "begin at step 1; the run in the folder and its checkpoints move to earlier_NNN/")

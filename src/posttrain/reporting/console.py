@@ -1,7 +1,7 @@
 """What a run prints, and the same in `logs/train.log` of its folder.
 
-A terminal gets colours, live progress bars and short forms; a console that is no terminal, and the log, get plain lines
-in the long form. Plain lines have no control characters: no colours, no carriage returns, progress as a line every half
+A console gets short forms, a terminal with colours and live progress bars; the log gets plain lines in the long form.
+Plain lines have no control characters: no colours, no carriage returns, progress as a line every half
 minute. Text from models and tracebacks is sanitised here.
 """
 
@@ -72,12 +72,9 @@ class Console:
     def note(self, text: str) -> None:
         self.show([Line(text, "muted")])
 
-    def show_long_form(self, lines: Sequence[Line]) -> None:
-        """Lines of which a terminal gets a short form: see `show_short_form`."""
-        self._put(lines, to_log=True, to_stream=not self.quiet and not self.is_terminal)
-
     def show_short_form(self, lines: Sequence[Line]) -> None:
-        self._put(lines, to_log=False, to_stream=not self.quiet and self.is_terminal)
+        """Lines of which the log has a long form."""
+        self._put(lines, to_log=False, to_stream=not self.quiet)
 
     def _put(self, lines: Sequence[Line], *, to_log: bool, to_stream: bool) -> None:
         if not lines or not (to_log or to_stream):

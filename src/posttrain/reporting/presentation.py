@@ -99,7 +99,7 @@ class RecorderSettings:
     settings: Mapping[str, object] = field(default_factory=dict)  # by dotted keys
     num_val_samples_to_print: int = 0
     quiet: bool = False
-    verbose: bool = False  # a terminal gets the long form too
+    verbose: bool = False  # a console gets the long form
     stop_on_error: bool = False  # that the doctor finds
 
 

@@ -199,6 +199,9 @@ class RunRecorder:
         self._follow_up(row, report.groups, (*report.warnings, *(validation.warnings if validation else ())))
         self._workers.step_done(step)
 
+    def record_save(self, step: int, seconds: float, tokenizer: str) -> None:
+        self._display.save(step, seconds, tokenizer)
+
     def reason_to_stop(self) -> str | None:
         return self._problem if self._run.stop_on_error else None
 

@@ -1,7 +1,6 @@
 """What a run shows of its steps: stages, the block or line of a step, an answer, validations, what could not be scored.
 
-The log file and a console that is no terminal get the long form; a terminal gets one line per step, or both with
-`verbose`.
+The log file gets the long form, a console one line per step; with `verbose` it gets the long form instead.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ class StepDisplay:
         self._headlines: deque[float | None] = deque(maxlen=TREND_STEPS)
         self._unscored_shown = False
         self._traceback_shown = False
+        self._step_s: tuple[int, float] = (0, 0.0)  # the latest step, and its seconds
 
     def long_form(self, lines: Sequence[Line]) -> None:
-        self._console.show_long_form(lines)
-        if self._run.verbose:
-            self._console.show_short_form(lines)
+        (self._console.show if self._run.verbose else self._console.log)(lines)
 
     def header(self, step: int) -> None:
         if self._headed != step:
@@ -65,6 +63,7 @@ class StepDisplay:
         """The results of a step. `rollouts` is the file of its groups, if it has any."""
         self._marks.append(self._clock())
         self._stage_shown = ""
+        self._step_s = (row["step"], row[f"timing/train/{TOTAL_STEP}"] or 0.0)
         eta_s = self._eta_s(row)
         self.header(row["step"])
         if validation is not None:
@@ -77,11 +76,26 @@ class StepDisplay:
         if not self._run.verbose:
             self._short_step(row, report.groups, eta_s)
 
+    def save(self, step: int, seconds: float, tokenizer: str) -> None:
+        """A save follows the results of its step. Its time is shown below them, and not in the block of the next."""
+        shown, step_s = self._step_s
+        share = f" ({100 * seconds / step_s:.1f}%)" if shown == step and step_s > 0 else ""
+        taken = [
+            f"[Time]     ckpt={wording.duration(seconds)}",
+            f"  • checkpointing: {wording.duration(seconds)}{share}",
+        ]
+        self.long_form([Line(text) for text in (f"Saving tokenizer (or processor) to {tokenizer}", *taken)])
+
     def _short_step(self, row: Row, groups: Sequence[Group], eta_s: float | None) -> None:
         """One line with the trend of the headline; every few seconds an answer below it."""
         self._headlines.append(row.get(self._run.presentation.headline.metric))
         trend = wording.trend(list(self._headlines))
-        lines = [wording.step_line(self._run.presentation.results, row, self._run.max_steps, eta_s, trend)]
+        line = wording.step_line(self._run.presentation.results, row, self._run.max_steps, eta_s, trend)
+        if not self._console.is_terminal:  # as `grep "Step "` and `grep "Reward"` look for it in a pod's output
+            plain = line.text.replace("step ", "Step ", 1).replace("  reward ", "  Reward ", 1)
+            self._console.show_short_form([Line(plain, line.style)])
+            return
+        lines = [line]
         is_due = self._last_answer is None or self._clock() - self._last_answer >= ANSWER_PERIOD_S
         if groups and is_due:
             self._last_answer = self._clock()

@@ -57,7 +57,8 @@ STAGES = {
     "logprobs": "Computing logprobs",
     "training": "Training policy",
 }
-REFIT = "prepare_for_generation/transfer_and_update_weights"
+GENERATION_PREP = "prepare_for_generation"
+REFIT = f"{GENERATION_PREP}/transfer_and_update_weights"
 # Timings on the line that sums up a step.
 MAIN_STAGES = (
     ("generation", "gen"),
@@ -120,8 +121,6 @@ def step_summary(results: Sequence[ShownMetric], row: Row, groups: Sequence[Grou
     trained = [f"{names[key]}={number(row[f'train/{key}'])}" for key in of_training]
     lines.append(Line(f"[Train]    {', '.join(trained)}"))
     parts = [f"{name}={duration(timings[stage])}" for stage, name in MAIN_STAGES if timings.get(stage)]
-    if "checkpointing" in timings:
-        parts.append(f"ckpt={duration(timings['checkpointing'])} {_OUTSIDE_A_STEP['checkpointing']}")
     among = f" ({', '.join(parts)})" if parts else ""
     return [*lines, Line(f"[Time]     total={duration(timings.get(TOTAL_STEP, 0.0))}{among}")]
 
@@ -180,9 +179,7 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
     return [Line(text, "warning" if count else "plain")]
 
 
-# A save follows the row of its step, so its time is in the next row.
 _OUTSIDE_A_STEP = {
-    "checkpointing": "after the step before",
     "checkpoint_write": "in the background",
     "generation_ahead": "beside the step before",
     "generation_ahead_wait": "at the end of the step before",
@@ -193,6 +190,9 @@ def _timing_lines(row: Row, eta_s: float | None, refit_remark: str) -> list[Line
     prefix = "timing/train/"
     timings = {key.removeprefix(prefix): value or 0.0 for key, value in row.items() if key.startswith(prefix)}
     total = timings.pop(TOTAL_STEP, 0.0)
+    timings.pop("checkpointing", None)  # of the save before this step, in whose block it is shown
+    if parts := [seconds for stage, seconds in timings.items() if stage.startswith(f"{GENERATION_PREP}/")]:
+        timings[f"{GENERATION_PREP}/total"] = sum(parts)
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0

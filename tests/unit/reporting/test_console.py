@@ -57,7 +57,6 @@ def test_plain_progress_prints_every_half_minute_with_the_time_left(bench: Any) 
             bench.clock.now += 1.0
             advance(1)
     assert bench.output[start:].splitlines() == [
-        "▶ Generating responses for batch of size 100...",
         "  generation: 30/100 (30%), about 1m 10s left",
         "  generation: 60/100 (60%), about 40.0s left",
         "  generation: 90/100 (90%), about 10.0s left",

@@ -39,7 +39,7 @@ def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group
     timings |= {"prepare_for_generation/transfer_and_update_weights": 0.0, "checkpointing": 0.5}
     step = report(5, groups=(group(0), group(1)), **metrics)
     recorder.record_step(5, dataclasses.replace(step, timings_s=timings), None)
-    block = bench.output[bench.output.index("=====") :]
+    block = bench.log[bench.log.index("=====") :]
     assert block.splitlines() == [
         "========================= Step 5/100 =========================",
         "▶ Preparing batch...",
@@ -49,7 +49,7 @@ def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group
         "[Generate] 2 prompts x 2 generations = 4 responses (4.00s)",
         "[Reward]   mean=0.5000, std=0.2500, min=0.0000, max=1.0000",
         "[Train]    loss=0.0200, kl=0.0050, grad_norm=0.3333",
-        "[Time]     total=8.00s (gen=4.00s, reward=1.00s, train=2.00s, ckpt=0.50s after the step before)",
+        "[Time]     total=8.00s (gen=4.00s, reward=1.00s, train=2.00s)",
         f"Logged data to {bench.folder}/rollouts/step_5.jsonl.gz",
         "Training Results:",
         "  • Loss: 0.0200",
@@ -62,8 +62,8 @@ def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group
         "  • generation: 4.00s (50.0%)",
         "  • policy_training: 2.00s (25.0%)",
         "  • reward_calculation: 1.00s (12.5%)",
-        "  • checkpointing: 0.50s (after the step before)",
         "  • prepare_for_generation/transfer_and_update_weights: 0.00s (0.0%, shared)",
+        "  • prepare_for_generation/total: 0.00s (0.0%)",
         "  • Left for the run: about 12m 40s",
         "Performance Metrics:",
         "  • Mean Total Tokens per Sample: 50.00",
@@ -85,12 +85,12 @@ def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group
 
 def test_utilisation_of_a_device_without_a_known_peak_is_not_a_number(bench: Any, report: Any) -> None:
     bench.recorder(hardware=Hardware(2, flops_per_token=1e10)).record_step(1, report(), None)
-    assert "Training Model Floating Point Utilization: n/a (the peak of this device is not known)" in bench.output
+    assert "Training Model Floating Point Utilization: n/a (the peak of this device is not known)" in bench.log
 
 
 def test_generate_line_has_the_age_of_asynchronous_groups(bench: Any, group: Any, report: Any) -> None:
     bench.recorder().record_step(1, report(groups=(group(0),), trajectory_age_mean=0.5), None)
-    assert "responses, begun 0.50 steps ago on average (4.00s)" in bench.output
+    assert "responses, begun 0.50 steps ago on average (4.00s)" in bench.log
 
 
 def test_generate_line_says_what_was_sampled_beyond_and_what_was_recorded(bench: Any, group: Any, report: Any) -> None:
@@ -100,17 +100,17 @@ def test_generate_line_says_what_was_sampled_beyond_and_what_was_recorded(bench:
         recorded, rollouts=(dataclasses.replace(recorded.rollouts[0], completion=completion),)
     )
     bench.recorder().record_step(1, report(groups=(fresh, recorded), num_samples=8), None)
-    assert "[Generate] 2 prompts = 3 responses, of 8 sampled, 1 of them recorded (4.00s)" in bench.output
+    assert "[Generate] 2 prompts = 3 responses, of 8 sampled, 1 of them recorded (4.00s)" in bench.log
 
 
 def test_step_without_a_scored_response_says_so(bench: Any, group: Any) -> None:
     failed = (Score(None, error="time-out"), Score(None, error="time-out"))
     report = StepReport({"loss": 0.0}, {"total_step_time": 1.0}, (group(scores=failed),), 10, 2)
     bench.recorder().record_step(1, report, None)
-    assert "[Reward]   no response could be scored\n" in bench.output
+    assert "[Reward]   no response could be scored\n" in bench.log
 
 
-def test_plain_console_and_log_get_every_block_of_short_steps(bench: Any, on_terminal: Any, report: Any) -> None:
+def test_a_log_gets_every_block_and_a_console_one_line_a_step(bench: Any, on_terminal: Any, report: Any) -> None:
     for place in (bench, on_terminal):
         recorder = place.recorder(max_steps=3, quiet=False)
         for step in (1, 2, 3):
@@ -120,10 +120,35 @@ def test_plain_console_and_log_get_every_block_of_short_steps(bench: Any, on_ter
         assert re.findall(r"= Step (\d)/3 =", place.log) == ["1", "2", "3"]
         assert place.log.count("[Train] ") == 3
         assert place.log.count("Max number of steps has been reached (3)") == 1
-    assert bench.output == bench.log
+    assert len(re.findall(r"^Step \d/3 .* Reward ", bench.output, re.MULTILINE)) == 3
+    assert bench.output.count("\n") < 10, "one line a step"
     assert "= Step" not in on_terminal.output
     assert "[Train]" not in on_terminal.output
     assert on_terminal.output.count("\nstep ") == 3
+
+
+def test_the_time_of_a_save_stands_in_the_block_of_its_own_step_and_not_in_the_next(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=2)
+    for step in (1, 2):
+        recorder.begin_step(step)
+        row = report(step)
+        if step == 2:  # the row of the next step has the time of the save
+            row = dataclasses.replace(row, timings_s={**row.timings_s, "checkpointing": 2.0})
+        recorder.record_step(step, row, None)
+        if step == 1:
+            recorder.record_save(1, 2.0, "/run/tmp_step_1/policy/tokenizer")
+    first, second = bench.log.split("= Step 2/2 =")
+    assert "Saving tokenizer (or processor) to /run/tmp_step_1/policy/tokenizer\n" in first
+    assert "[Time]     ckpt=2.00s\n" in first
+    assert "  • checkpointing: 2.00s (25.0%)\n" in first
+    assert "checkpointing" not in second
+    assert "ckpt" not in bench.output
+
+
+def test_verbose_shows_the_block_without_a_terminal(bench: Any, report: Any) -> None:
+    bench.recorder(verbose=True).record_step(1, report(), None)
+    assert bench.output == bench.log
+    assert "Training Results:" in bench.output
 
 
 def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides(bench: Any, report: Any) -> None:
@@ -140,7 +165,7 @@ def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides
 def test_header_comes_with_the_results_without_begin_step(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     recorder.record_step(1, report(1), None)
-    assert bench.output.count("= Step 1/10 =") == 1
+    assert bench.log.count("= Step 1/10 =") == 1
 
 
 def test_a_terminal_gets_one_line_per_step_with_the_trend_and_an_answer_every_ten_seconds(
@@ -189,18 +214,18 @@ def test_each_kind_of_run_shows_its_own_metrics(
     bench: Any, report: Any, recipe: type[Recipe], metrics: Any, expected: list[str]
 ) -> None:
     bench.recorder(presentation=recipe.presentation).record_step(1, report(**metrics), None)
-    assert [text for text in expected if f"  • {text}\n" in bench.output] == expected
-    assert "Avg Reward" not in bench.output
+    assert [text for text in expected if f"  • {text}\n" in bench.log] == expected
+    assert "Avg Reward" not in bench.log
 
 
 def test_remaining_time_follows_the_clock(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=10)
     recorder.record_step(1, report(1), None)
-    assert "Left for the run: about 1m 12s" in bench.output  # nine steps of the 8 s that the first one reports
+    assert "Left for the run: about 1m 12s" in bench.log  # nine steps of the 8 s that the first one reports
     for step in (2, 3):
         bench.clock.now += 20.0
         recorder.record_step(step, report(step), None)
-    assert "Left for the run: about 2m 20s" in bench.output  # seven steps at 20 s by the clock
+    assert "Left for the run: about 2m 20s" in bench.log  # seven steps at 20 s by the clock
 
 
 def test_validation_before_training_is_a_row_of_step_0(bench: Any, group: Any) -> None:
@@ -269,8 +294,8 @@ def test_first_traceback_is_shown_once_and_reasons_are_counted(bench: Any, group
     for step in (1, 2):
         scores = (failed, failed, late)
         recorder.record_step(step, report(step, unscored=3, groups=(group(0, ("a", "b", "c"), scores),)), None)
-    assert bench.output.count("Traceback:") == 1
-    assert bench.output.count("Unscored: 3 of 3 (2 × ValueError: bad, 1 × timeout after 5 s)") == 2
+    assert bench.log.count("Traceback:") == 1
+    assert bench.log.count("Unscored: 3 of 3 (2 × ValueError: bad, 1 × timeout after 5 s)") == 2
     rows = [json.loads(line) for line in (bench.folder / "unscored.jsonl").read_text().splitlines()]
     counts = [(row["step"], row["reason"], row["count"], bool(row["traceback"])) for row in rows]
     assert counts == [
