@@ -235,7 +235,8 @@ def die_in_promotion(lab: Lab, call: tuple[str, int], folder: Path, chance: rand
     from posttrain.apps.ship.registry import Registry
 
     changes(lab, "registry-add", partial(add, lab))
-    registry = folder / "registry"
+    # A path of its own: MLflow keeps the databases open that this process has opened, also deleted ones.
+    registry = folder / f"registry-{call[0].rpartition('.')[2]}-{call[1]}"
     shutil.copytree(lab.folder / "shared" / "changes-registry-add" / "registry", registry)
     words = ["registry", "promote", "m", "1", "--to", "canary", "--force", "--why", "tried"]
     words += ["--registry", str(registry)]
