@@ -445,7 +445,7 @@ def parse_reward(block: FreeMap, *, without: frozenset[str] = frozenset()) -> Re
     """
     kind = block.get("type")
     if kind not in REWARD_TYPES:
-        near = get_close_matches(str(kind), REWARD_TYPES, n=1)
+        near = get_close_matches(kind, REWARD_TYPES, n=1) if isinstance(kind, str) else []
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(REWARD_TYPES)} is needed"
         problem = "is missing" if kind is None else "is not a type of reward"
         raise _located("type", kind, f"{problem}; {hint}")

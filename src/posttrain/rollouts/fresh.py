@@ -124,8 +124,9 @@ class FreshRollouts:
         engine.keep_prefixes(True)
         yield
         counts = engine.keep_prefixes(False)
-        names = {} if counts is None else counts._asdict()
-        self.metrics = {f"prefill_tokens_{name}": float(count) for name, count in names.items()}
+        self.metrics = {}
+        if counts is not None:
+            self.metrics = {"prefill_tokens_computed": counts.computed, "prefill_tokens_reused": counts.reused}
 
     def versions(self, step: int) -> tuple[tuple[int, int], ...]:
         """`Completion.versions` for one call: the weights do not change during a call."""
