@@ -126,7 +126,8 @@ class FreshRollouts:
         counts = engine.keep_prefixes(False)
         self.metrics = {}
         if counts is not None:
-            self.metrics = {"prefill_tokens_computed": counts.computed, "prefill_tokens_reused": counts.reused}
+            self.metrics["prefill_tokens_computed"] = float(counts.computed)
+            self.metrics["prefill_tokens_reused"] = float(counts.reused)
 
     def versions(self, step: int) -> tuple[tuple[int, int], ...]:
         """`Completion.versions` for one call: the weights do not change during a call."""
