@@ -242,7 +242,7 @@ BODIES: dict[str, bytes] = {
     "many-samples": json.dumps({**REQUEST, "n": 10**9}).encode(),
     "negative-tokens": json.dumps({**REQUEST, "max_tokens": -1}).encode(),
     "many-tokens": json.dumps({**REQUEST, "max_tokens": 10**12}).encode(),
-    "tools": json.dumps({**REQUEST, "tools": []}).encode(),
+    "tools": json.dumps({**REQUEST, "tools": "all"}).encode(),
     "tools-given": json.dumps({**REQUEST, "tools": [{"type": "function"}]}).encode(),
     "unknown-role": json.dumps({**REQUEST, "messages": [{"role": "god", "content": "x"}]}).encode(),
     "no-messages": json.dumps({**REQUEST, "messages": []}).encode(),
