@@ -403,6 +403,7 @@ class NativeEngine:
         self.release()
         if keeps:  # the next calls have longer prompts
             wanted, longest = wanted * 3 // 2, min(longest * 3 // 2, settings.max_total_tokens)
+            wanted = max(wanted, 0 if prefixes is None else prefixes.num_pages)  # a smaller cache would lose its pages
         if self._keeps_workspace:
             if settings.deterministic:
                 longest = settings.max_total_tokens  # the split of attention over processors depends on it
@@ -435,8 +436,10 @@ class NativeEngine:
             longest = width * size
         else:
             decode, graphs = DenseDecode(cache, longest), None
+        # A larger need is then refused, not met by dropping pages.
+        is_largest = num_pages < (needed if settings.deterministic else wanted)
         workspace = Workspace(
-            cache, num_pages, num_pages < wanted, longest, decode, graphs, self._speculation(cache, width, graphs), fp8,
+            cache, num_pages, is_largest, longest, decode, graphs, self._speculation(cache, width, graphs), fp8,
             prefixes,
         )  # fmt: skip
         self.forward.fp8 = fp8
