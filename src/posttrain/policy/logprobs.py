@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
-from posttrain.policy.objectives.distillation import Divergence
+from posttrain.policy.objectives.distillation import TeacherDivergence
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.tensor_group import TensorGroup
 from posttrain.policy.runtime import triton_kernels
@@ -121,7 +121,7 @@ class Teaching:
 
     hidden: Tensor
     head: OutputHead
-    divergence: Divergence
+    divergence: TeacherDivergence
 
 
 class _LinearLogprobs(torch.autograd.Function):

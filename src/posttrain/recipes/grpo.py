@@ -40,7 +40,7 @@ from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import ActorCritic, ShardedTrainer
 from posttrain.policy.objectives import ClippedPolicyGradient, Distillation, ValueLoss
-from posttrain.policy.objectives.distillation import Divergence
+from posttrain.policy.objectives.distillation import TeacherDivergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
@@ -296,7 +296,7 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
         return ClippedPolicyGradient(loss_fn)
     if not teacher.reward_weight:
         loss_fn = loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
-    divergence = Divergence(teacher.divergence, teacher.over, teacher.top_k)
+    divergence = TeacherDivergence(teacher.divergence, teacher.over, teacher.top_k)
     return Distillation(loss_fn, divergence, teacher.weight, teacher.reward_weight)
 
 

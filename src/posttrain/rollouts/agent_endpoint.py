@@ -8,7 +8,6 @@ not waited for.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 from posttrain.data.errors import DataError
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import Endpoint
+from posttrain.files.digests import blake2_of
 from posttrain.rollouts.agent_requests import ChatAnswer, ChatRequest, RefusedRequest, read_request
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import Call, CallTree, PromptWriter
@@ -72,7 +72,7 @@ class PendingCall:
 
 def task_of_call(task: Task, sample: int, call: Call) -> Task:
     """For an engine. Noise is keyed by the rollout and the prompt, not by the order of requests."""
-    first = int.from_bytes(hashlib.blake2b(f"{call.key}".encode(), digest_size=8).digest(), "big") >> 4
+    first = int.from_bytes(blake2_of(f"{call.key}", 8), "big") >> 4
     return replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
 
 

@@ -11,7 +11,6 @@ several branches is trained in the first; in the others it is context, like ever
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from array import array
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from posttrain.data.chat import ChatFormat
 from posttrain.data.tool_calls import Answer, Tools
 from posttrain.data.tool_prompts import ToolChat, answer_text, parsed_arguments
+from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.turn_prompts import TURN, NextTurn
 from posttrain.types import Completion, Sampling, Utterance
@@ -108,7 +108,7 @@ class CallTree:
             context = self.writer.following(messages[: length - 2], new, tools, parent.answer.token_ids)
         said = Utterance(str(new[0]["role"]) if new else "", "\n".join(map(_text, new)), len(context))
         call = Call(parent, context, said, ("", 0), sampling, history=history)
-        call.key = (hashlib.sha256(array("q", call.token_ids).tobytes()).hexdigest(), 0)
+        call.key = (sha256_of(array("q", call.token_ids).tobytes()), 0)
         return call
 
     def add(self, call: Call, answer: Completion, message: JsonMapping) -> None:

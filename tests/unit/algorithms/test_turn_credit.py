@@ -77,7 +77,8 @@ def test_the_tokens_of_a_turn_get_the_normalised_return_from_that_turn_on(discou
                 of_turns.append((value - baseline) / (peers.std(ddof=1) + 1e-6))
             expected.append(of_turns)
     credit = Credit(GroupAdvantages(True, leave_one_out, spread=Spread(1, 1e-6)), turns=TurnCredit(discount))
-    exact = [own for group in credit.turns.advantages(groups, credit.estimator) for own in group if own]  # type: ignore[union-attr]
+    assert credit.turns is not None
+    exact = [own for group in credit.turns.advantages(groups, credit.estimator) for own in group if own]
     for found, of_turns in zip(exact, expected, strict=True):
         assert found == pytest.approx(of_turns, rel=1e-12, abs=1e-12), "in float64"
     rows = [one for group in groups for one in group.rollouts if one.score.scored]

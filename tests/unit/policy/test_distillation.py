@@ -12,7 +12,7 @@ from posttrain.config import LossFnConfig
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TeacherStates, Teaching, TokenLogprobs
 from posttrain.policy.objectives.clipped import EPS
-from posttrain.policy.objectives.distillation import Distillation, Divergence
+from posttrain.policy.objectives.distillation import Distillation, TeacherDivergence
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
@@ -38,36 +38,36 @@ def logits(seed: int, width: int = 11) -> Tensor:
 def test_the_divergence_is_its_definition_and_of_top_k_a_lower_bound(kind: Kind) -> None:
     student, teacher = logits(0), logits(1)
     whole = by_definition(kind, student.softmax(0), teacher.softmax(0))
-    assert Divergence(kind).of_logits(student, teacher) == pytest.approx(float(whole), abs=1e-12)
-    bounds = [float(Divergence(kind, "top_k", k).of_logits(student, teacher)) for k in (1, 4, 9, 11)]
+    assert TeacherDivergence(kind).of_logits(student, teacher) == pytest.approx(float(whole), abs=1e-12)
+    bounds = [float(TeacherDivergence(kind, "top_k", k).of_logits(student, teacher)) for k in (1, 4, 9, 11)]
     assert bounds == sorted(bounds)
     assert 0 < bounds[0] < float(whole)
     assert bounds[-1] == pytest.approx(float(whole), abs=1e-12)
-    assert float(Divergence(kind).of_logits(teacher, teacher)) == pytest.approx(0, abs=1e-12)
+    assert float(TeacherDivergence(kind).of_logits(teacher, teacher)) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_at_the_sampled_token_is_in_expectation_that_of_the_divergence(kind: Kind) -> None:
     student, teacher = logits(2).requires_grad_(), logits(3)
-    (whole,) = torch.autograd.grad(Divergence(kind).of_logits(student, teacher), student)
+    (whole,) = torch.autograd.grad(TeacherDivergence(kind).of_logits(student, teacher), student)
     chosen = student.log_softmax(0)
-    losses, estimates = Divergence(kind, "sampled").of_sampled(chosen, teacher.log_softmax(0))
+    losses, estimates = TeacherDivergence(kind, "sampled").of_sampled(chosen, teacher.log_softmax(0))
     (expected,) = torch.autograd.grad((losses * chosen.detach().exp()).sum(), student)
     torch.testing.assert_close(expected, whole, rtol=1e-10, atol=1e-12)
-    divergence = Divergence(kind).of_logits(student, teacher)
+    divergence = TeacherDivergence(kind).of_logits(student, teacher)
     assert float((estimates * chosen.exp()).sum().detach()) == pytest.approx(float(divergence.detach()), abs=1e-12)
 
 
 def test_columns_that_pad_one_of_the_models_are_left_out() -> None:
     student, teacher = logits(0), logits(1)
     padded = torch.cat([teacher, torch.full((3,), 9.0)])
-    assert Divergence().of_logits(student, padded) == Divergence().of_logits(student, teacher)
+    assert TeacherDivergence().of_logits(student, padded) == TeacherDivergence().of_logits(student, teacher)
 
 
 def test_a_distribution_on_one_token_has_a_finite_divergence() -> None:
     sure = torch.tensor([80.0, 0.0, 0.0, 0.0])
     for kind in KINDS:
-        assert torch.isfinite(Divergence(kind, "top_k", 2).of_logits(sure, sure))
+        assert torch.isfinite(TeacherDivergence(kind, "top_k", 2).of_logits(sure, sure))
 
 
 @pytest.mark.parametrize("over", ["vocabulary", "top_k", "sampled"])
@@ -79,7 +79,7 @@ def test_packed_rows_equal_one_token_at_a_time(over: Literal["vocabulary", "top_
     mask[6] = 0
     columns = {"mask": mask, "advantages": torch.zeros(13), "generation_logprobs": torch.zeros(13)}
     batch = TokenBatch.build(ids[:2], ids[2:], [0, 0, 1], columns)
-    divergence = Divergence("reverse", over, 5)
+    divergence = TeacherDivergence("reverse", over, 5)
     objective = Distillation(LossFnConfig(reference_policy_kl_penalty=0.0), divergence)
     student, teacher = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64, seed=1)
 

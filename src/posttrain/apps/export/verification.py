@@ -95,7 +95,8 @@ def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter
     model = empty_model(shape.config, shape.model_class)
     adapted = set(adapter.modules) if adapter else set()
     # A model with towers around its language model may read single rows of the embedding.
-    embedding = None if shape.config.get_text_config() is shape.config else model.get_input_embeddings()  # type: ignore[operator]
+    has_towers = shape.config.get_text_config() is not shape.config
+    embedding = model.get_input_embeddings() if has_towers else None  # type: ignore[operator]
     for path, module in model.named_modules():
         if module._parameters:
             prefix = f"{path}." if path else ""

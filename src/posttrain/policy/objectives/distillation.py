@@ -28,7 +28,7 @@ from posttrain.types import TokenBatch
 
 
 @dataclass(frozen=True)
-class Divergence:
+class TeacherDivergence:
     kind: Literal["reverse", "forward", "jsd"] = "reverse"
     over: Literal["vocabulary", "top_k", "sampled"] = "vocabulary"
     top_k: int = 64
@@ -77,7 +77,7 @@ class Distillation(ClippedPolicyGradient):
     """Columns used: those of GRPO's loss, and from the trainer `divergence`, with its gradient, and
     `divergence_estimate`."""
 
-    against: Divergence = Divergence()
+    against: TeacherDivergence = TeacherDivergence()
     weight: float = 1.0
     reward_weight: float = 0.0
 
