@@ -75,7 +75,7 @@ def test_with_an_environment_for_vllm_both_nodes_sample_with_it(nodes: RayNodes,
     code, shown = train(nodes, FULL, inputs, tmp_path / "run", f"policy.generation.vllm_cfg.python={python}")
     assert code == 0, shown
     assert_trained(tmp_path / "run")
-    assert "the trainer's weights go to vLLM" in shown
+    assert "the trainer's weights go to vLLM" in (tmp_path / "run" / "logs" / "train.log").read_text()
     assert all(row["train/token_mult_prob_error"] < 1.05 for row in rows_of(tmp_path / "run"))
 
 

@@ -213,10 +213,12 @@ def test_a_checkpoint_without_optimizer_cannot_be_resumed(
 def test_keep_top_k_keeps_the_best_and_the_newest(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     accuracy = {row["step"]: row["validation/accuracy"] for row in results_of(whole) if "validation/accuracy" in row}
-    best = min(accuracy, key=lambda step: (accuracy[step], -step))
+    highest = max(accuracy, key=lambda step: (accuracy[step], step))
+    lowest = min(accuracy, key=lambda step: (accuracy[step], -step))
+    higher, best = (True, highest) if highest != STEPS else (False, lowest)
     assert best != STEPS, "the best is to be another than the newest"
     arguments = [*grpo(model, data, folder, steps=STEPS), "checkpointing.keep_top_k=1"]
-    assert run([*arguments, "checkpointing.higher_is_better=false"]) == 0
+    assert run([*arguments, f"checkpointing.higher_is_better={str(higher).lower()}"]) == 0
     assert sorted(path.name for path in folder.glob("step_*")) == sorted({f"step_{best}", f"step_{STEPS}"})
     info = json.loads((folder / f"step_{best}" / "training_info.json").read_text())
     assert info["val:accuracy"] == accuracy[best]
