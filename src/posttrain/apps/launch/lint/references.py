@@ -105,7 +105,7 @@ def _check_config_keys(pods: Pods, files: _Files) -> Findings:
         if config is None:
             continue
         for entry in every(item, "items[*].key"):
-            if entry.value not in {**map_of(config.body, "data"), **map_of(config.body, "binaryData")}:
+            if entry.value not in [*map_of(config.body, "data"), *map_of(config.body, "binaryData")]:
                 yield entry.place.error("reference", entry.value, "ConfigMap lacks it")
 
 
