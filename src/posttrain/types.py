@@ -7,7 +7,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,9 +16,34 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Message = Mapping[str, Any]  # texts `role` and `content`; what else there is, such as `tool_calls`, templates may read
+# Texts `role` and `content`; what else there is, such as `tool_calls`, templates may read. With images, `content` is a
+# list of parts: {"type": "text", "text": …} and {"type": "image"}.
+Message = Mapping[str, Any]
 FinishReason = Literal["stop", "length"]
 ROUTES = "routed_experts"  # the column of a `TokenBatch` with the sampler's choice of experts
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An encoded image, checked when its row was read. Its pixels: `data/images.py`. Two are equal if their bytes are.
+
+    A dataset holds many, so the bytes may stay in a file until `data` is read. They travel to other processes.
+    """
+
+    digest: str  # sha256 of the bytes
+    width: int  # upright, as `open_image` returns it
+    height: int
+    format: str  # PNG, JPEG, WEBP, GIF, BMP
+    num_bytes: int
+    source: bytes | Callable[[], bytes] = field(compare=False, repr=False)
+
+    @property
+    def data(self) -> bytes:
+        """The file as it came."""
+        return self.source if isinstance(self.source, bytes) else self.source()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "source": self.data}
 
 
 @dataclass(frozen=True)
@@ -43,6 +68,7 @@ class Task:
     # follows.
     first_sample: int = 0
     first_token: int = 0
+    images: tuple[ImageRef, ...] = ()  # in the order of the image parts in `messages`
 
 
 # Below this a temperature can only mean greedy: its inverse would overflow.
@@ -285,6 +311,7 @@ class Pair:
     chosen_reward: float = 1.0  # of the annotator or a reward model; RPO learns their difference
     rejected_reward: float = 0.0
     pack: int = -1  # of a file of precomputed packs, which pack it is in; -1: of none
+    images: tuple[ImageRef, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True)
@@ -296,6 +323,7 @@ class Judged:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     desirable: bool
+    images: tuple[ImageRef, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -307,6 +335,7 @@ class Example:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     mask: tuple[bool, ...] = ()  # empty: all of them
+    images: tuple[ImageRef, ...] = ()  # of the whole conversation
 
 
 @dataclass(frozen=True)
@@ -330,6 +359,7 @@ class TokenBatch:
     # Of each prompt, the experts that the sampler chose for all its tokens but the last; those of that one and of
     # responses are the column `ROUTES`, at the token that they lead to.
     prompt_routes: tuple[Tensor | None, ...] = ()
+    prompt_images: tuple[tuple[ImageRef, ...], ...] = ()  # of each prompt; empty: no prompt has any
 
     @classmethod
     def build(
@@ -338,6 +368,7 @@ class TokenBatch:
         responses: Sequence[Sequence[int]],
         prompt_of: Sequence[int],
         columns: Mapping[str, Tensor],
+        images: Sequence[tuple[ImageRef, ...]] = (),
     ) -> TokenBatch:
         """A whole optimizer batch: the denominators are counted here, from `mask`."""
         lengths = [len(response) for response in responses]
@@ -352,6 +383,7 @@ class TokenBatch:
             num_tokens=float(mask.sum()),
             num_sequences=float(sum(trained)),
             num_computed_tokens=float(mask.sum()),
+            prompt_images=tuple(images) if any(images) else (),
         )
 
     @property
@@ -388,6 +420,7 @@ class TokenBatch:
             prompt_of=tuple(place[self.prompt_of[row]] for row in rows),
             columns=columns,
             prompt_routes=tuple(self.prompt_routes[prompt] for prompt in prompt_rows) if self.prompt_routes else (),
+            prompt_images=tuple(self.prompt_images[prompt] for prompt in prompt_rows) if self.prompt_images else (),
         )
         if not recount:
             return chosen

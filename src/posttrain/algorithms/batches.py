@@ -58,6 +58,7 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
             "mask": torch.tensor(mask, dtype=torch.float32),
             "generation_logprobs": torch.tensor(sampler, dtype=torch.float32),
         },
+        images=[groups[g].task.images for g, _ in index],
     )
     return with_routes(batch, rows)
 
@@ -185,6 +186,7 @@ def pair_batch(pairs: Sequence[Pair]) -> TokenBatch:
             "num_class_tokens": _per_token(num_tokens, lengths),
             **packed,
         },
+        images=[pair.images for pair in pairs],
     )
 
 
@@ -193,19 +195,21 @@ def judged_batch(answers: Sequence[Judged]) -> TokenBatch:
 
     Answers to the same prompt share its computation.
     """
-    place = {prompt: index for index, prompt in enumerate(dict.fromkeys(answer.prompt_ids for answer in answers))}
+    asked = [(answer.prompt_ids, answer.images) for answer in answers]  # tokens of different images are the same
+    place = {prompt: index for index, prompt in enumerate(dict.fromkeys(asked))}
     lengths = [len(answer.response_ids) for answer in answers]
     alike = {good: [n for n, a in zip(lengths, answers, strict=True) if a.desirable is good] for good in (True, False)}
     return TokenBatch.build(
-        prompts=list(place),
+        prompts=[prompt for prompt, _ in place],
         responses=[answer.response_ids for answer in answers],
-        prompt_of=[place[answer.prompt_ids] for answer in answers],
+        prompt_of=[place[prompt] for prompt in asked],
         columns={
             "mask": torch.ones(sum(lengths)),
             "desirable": _per_token([answer.desirable for answer in answers], lengths),
             "num_class_sequences": _per_token([len(alike[answer.desirable]) for answer in answers], lengths),
             "num_class_tokens": _per_token([sum(alike[answer.desirable]) for answer in answers], lengths),
         },
+        images=[images for _, images in place],
     )
 
 
@@ -222,6 +226,7 @@ def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
         responses=responses,
         prompt_of=batch.prompt_of,
         columns={"mask": torch.ones(sum(len(ids) for ids in responses))},
+        images=batch.prompt_images,
     )
 
 
@@ -232,6 +237,7 @@ def example_batch(examples: Sequence[Example]) -> TokenBatch:
         responses=[example.response_ids for example in examples],
         prompt_of=range(len(examples)),
         columns={"mask": torch.tensor([float(trained) for mask in masks for trained in mask])},
+        images=[example.images for example in examples],
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ from posttrain.data.errors import DataError, refuse_half_pairs
 from posttrain.data.template_renderer import RENDERER, TemplateRefused
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.types import Message
+from posttrain.types import ImageRef, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,9 @@ class ChatFormat:
         self._origin = f" (the template of {named})" if is_named else ""
         self._start = _opening_token(tokenizer)
         self._opening = self._start if self.template is None else ""
+        # Set for a model with a vision tower: writes the placeholder tokens of each image into the text of a template.
+        self.image_tokens: Callable[[str, Sequence[ImageRef]], str] | None = None
+        self._writes_parts = False  # the template leaves out a content that is no list of parts
         self._after_answer = self._find_after_answer()
         self._end_of_turn = self._find_end_of_turn()
 
@@ -285,10 +288,25 @@ class ChatFormat:
         self, conversations: Sequence[tuple[Sequence[Message], bool]], kwargs: JsonMapping | None = None
     ) -> Iterator[str]:
         """The texts of conversations, each with whether it opens an answer."""
-        if self.template is None:
+        images = [images_of(messages) for messages, _ in conversations]
+        if any(images):
+            if self.image_tokens is None or self.template is None:
+                reason = "has no chat template" if self.image_tokens else "reads text only"
+                raise DataError(f"the prompt has images, and the model {self.tokenizer.name_or_path} {reason}")
+            conversations = [(without_images(messages), opens) for messages, opens in conversations]
+            texts = self._render(conversations, kwargs)
+            yield from (self.image_tokens(*one) if one[1] else one[0] for one in zip(texts, images, strict=True))
+        elif self.template is None:
             yield from (self._opening + "".join(one["content"] for one in messages) for messages, _ in conversations)
-            return
+        else:
+            yield from self._render(conversations, kwargs)
+
+    def _render(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], kwargs: JsonMapping | None
+    ) -> Iterator[str]:
         variables = {**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})}
+        if self._writes_parts:
+            conversations = [(list(map(_with_parts, messages)), opens) for messages, opens in conversations]
         try:
             yield from RENDERER.render(str(self.template), variables, conversations)
         except TemplateRefused as error:
@@ -310,7 +328,20 @@ class ChatFormat:
         if self.template is None:
             return ""
         example: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        return self._write(example, opens_answer=False).partition(_PLACEHOLDER)[2]
+        text = self._write(example, opens_answer=False)
+        if _PLACEHOLDER not in text and (in_parts := self._in_parts(example)) is not None:
+            self._writes_parts, text = True, in_parts
+        return text.partition(_PLACEHOLDER)[2]
+
+    def _in_parts(self, example: Sequence[Message]) -> str | None:
+        """What the template writes of a content in parts, as templates of some vision-language models need it; None if
+        it leaves that out too.
+        """
+        try:
+            text = self._write([_with_parts(message) for message in example], opens_answer=False)
+        except DataError:
+            return None
+        return text if _PLACEHOLDER in text else None
 
     def _find_end_of_turn(self) -> str:
         """The part of it that closes the turn: up to the first special token, or all of it that is not white space."""
@@ -378,6 +409,47 @@ class WholeChatFormat(ChatFormat):
 def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
     """How many items, or characters, both start with."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def images_of(messages: Sequence[Message]) -> list[ImageRef]:
+    """The images of the parts {"type": "image", "image": ImageRef}, in their order."""
+    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+    found = [part.get("image") for part in parts if part.get("type") == "image"]
+    if not all(isinstance(image, ImageRef) for image in found):
+        raise DataError("a conversation with images can be written only when its row is read, not continued by turns")
+    return found
+
+
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """The same with parts {"type": "image"}, as templates expect them."""
+    return [
+        {**one, "content": [_bare(part) for part in one["content"]]} if isinstance(one.get("content"), list) else one
+        for one in messages
+    ]
+
+
+def attached(messages: Sequence[Message], images: Sequence[ImageRef]) -> list[Message]:
+    """Undoes `without_images`: the parts {"type": "image"} get the images in their order."""
+    left = iter(images)
+
+    def part_of(part: JsonMapping) -> JsonMapping:
+        return {**part, "image": next(left)} if part["type"] == "image" else part
+
+    if not images:
+        return list(messages)
+    return [
+        {**one, "content": [part_of(part) for part in one["content"]]} if isinstance(one["content"], list) else one
+        for one in messages
+    ]
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _bare(part: JsonMapping) -> JsonMapping:
+    return {name: value for name, value in part.items() if name != "image"}
 
 
 def is_answer(message: Message) -> bool:

@@ -35,8 +35,8 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
             kinds = [part.get("type") or ("text" if "text" in part else None) for part in content]
             if other := [kind for kind in kinds if kind != "text"]:
                 raise DataError(
-                    f"{row.where}: message {position} of {key!r} has a part of type {other[0]!r}; only text is read, "
-                    "{type: text, text: ...}"
+                    f"{row.where}: message {position} of {key!r} has a part of type {other[0]!r}; text is read here, "
+                    "{type: text, text: ...}, and images in the user's messages of rows"
                 )
             content = "".join(as_text(part.get("text", ""), row, key) for part in content)
         if not isinstance(turn.get("role"), str) or not isinstance(content, str):

@@ -43,7 +43,19 @@ class Entry(DatasetConfig):
         return self.data_path
 
     def rows(self, known: NamedDataset | None) -> Iterator[Row]:
-        """The rows, from local files where the entry names some, otherwise from the hub."""
+        """The rows with their images, from local files where the entry names some, otherwise from the hub."""
+        from posttrain.data.image_rows import with_images  # loads torch
+
+        return with_images(self.raw_rows(known), self, known or NamedDataset(""))
+
+    def holds_images(self, row: Row) -> bool:
+        """Of a row of `raw_rows`: whether it has images, good or bad."""
+        from posttrain.data.image_rows import ImageReader
+
+        return ImageReader(self, NamedDataset("")).has_images(row)
+
+    def raw_rows(self, known: NamedDataset | None = None) -> Iterator[Row]:
+        """The rows as they are stored."""
         if self.data_path or (known is None and self.local_path):
             default_split = known.split if known else "train"
             path = self.local_path
@@ -52,8 +64,11 @@ class Entry(DatasetConfig):
         hub = known.hub if known else self.dataset_name
         if hub is None:
             raise DataError(f"{self.dataset_name} has no data of its own: point `data_path` at a file or folder")
+        split = self.split or (known.split if known else "train")
+        if known and split in known.hub_of_split:
+            hub, split = known.hub_of_split[split], "train"
         subsets = (self.subset,) if self.subset else (known.subsets if known else (None,))
-        return read_hub(hub, subsets, self.split or (known.split if known else "train"), self.download_dir)
+        return read_hub(hub, subsets, split, self.download_dir)
 
 
 def read_entries(entries: Entries, defaults: Section | None) -> list[Entry]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,34 @@ def after_hashes(row: Row) -> str:
     if not found:
         raise DataError(f"{row.where}: 'answer' has no '####' before its final number: {worked[-60:]!r}")
     return answer.strip().replace(",", "")
+
+
+def tagged_answer(row: Row) -> str:
+    """What stands in `<answer>` tags of `solution`, or all of it."""
+    solution = as_text(row.field("solution"), row, "solution")
+    found = re.search(r"<answer>(.*?)</answer>", solution, re.DOTALL)
+    return (found[1] if found else solution).strip()
+
+
+def referring_question(row: Row) -> str:
+    """Asks for the box of the longest of `captions`."""
+    captions = row.field("captions")
+    if not isinstance(captions, list) or not captions:
+        raise DataError(f"{row.where}: 'captions' must be a list of texts")
+    caption = max((as_text(caption, row, "captions") for caption in captions), key=len)
+    return f"Give the bounding box [x1, y1, x2, y2] of the region that this phrase describes: {caption}"
+
+
+def normalised_box(row: Row) -> str:
+    """`bbox`, corners in pixels, in thousandths of the image's width and height."""
+    box = row.field("bbox")
+    if not isinstance(box, list) or len(box) != 4 or not all(isinstance(one, int | float) for one in box):
+        raise DataError(f"{row.where}: 'bbox' must be the four numbers x1, y1, x2, y2, found {box!r:.80}")
+    if len(row.image_column) != 1:
+        raise DataError(f"{row.where}: needs one image, it has {len(row.image_column)}")
+    [image] = row.image_column
+    sizes = (image.width, image.height, image.width, image.height)
+    return str([round(1000 * place / size) for place, size in zip(box, sizes, strict=True)])
 
 
 _OPEN_ASSISTANT_ROLES = {"prompter": "user", "assistant": "assistant"}
@@ -94,13 +122,16 @@ class NamedDataset:
     hub: str | None = None
     subsets: tuple[str | None, ...] = (None,)
     split: str = "train"
+    hub_of_split: Mapping[str, str] = field(default_factory=dict)  # a dataset of its own, whose split is `train`
+    images: tuple[str, ...] = ("images", "image")  # columns
+    image_prefix: str = ""  # of paths there, which `image_dir` has not
 
 
 @dataclass(frozen=True)
 class ResponseSpec(NamedDataset):
     """Questions with a checkable answer. Of several field names the first that a row has is used."""
 
-    question: tuple[str, ...] = ("problem", "question")
+    question: tuple[str, ...] | Callable[[Row], str] = ("problem", "question")
     answer: tuple[str, ...] | Callable[[Row], str] = ("answer",)
     solution: tuple[str, ...] = ()  # the worked solution, which supervised tuning learns; else the answer
     system: str | None = None  # goes before the question as the system's turn
@@ -164,6 +195,23 @@ RESPONSE_DATASETS = (
     ),
     ResponseSpec("squad", hub="rajpurkar/squad", system="context", question=("question",), answer=first_listed_answer),
     ResponseSpec(
+        "clevr-cogent",
+        aliases=("clevr",),
+        hub="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+        hub_of_split={"valA": "MMInstruction/Clevr_CoGenT_ValA", "valB": "MMInstruction/Clevr_CoGenT_ValB"},
+        question=("problem",),
+        answer=tagged_answer,
+    ),
+    ResponseSpec("geometry3k", aliases=("geo3k",), hub="hiyouga/geometry3k", question=("problem",)),
+    ResponseSpec(
+        "refcoco",
+        hub="jxu124/refcoco",
+        images=("image_path", "image"),
+        image_prefix="coco/",
+        question=referring_question,
+        answer=normalised_box,
+    ),
+    ResponseSpec(
         "tulu3_sft_mixture",
         aliases=("tulu3",),
         hub="allenai/tulu-3-sft-mixture",
@@ -212,13 +260,10 @@ PREFERENCE_DATASETS = (
 
 # NeMo RL's datasets that posttrain does not read, with the reason.
 REFUSED_DATASETS = {
-    **dict.fromkeys(
-        ("clevr", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny"),
-        "its prompts contain images, and posttrain trains on text only",
-    ),
+    "mmpr-tiny": "its rows are not read; write them as rows with `images` and give `data_path`",
     **dict.fromkeys(
         ("avqa", "audiomcq", "mmau", "intent", "intent-train", "intent-bench", "daily-omni"),
-        "its prompts contain sound or video, and posttrain trains on text only",
+        "its prompts contain sound or video, which posttrain does not read",
     ),
     "NemoGymDataset": (
         "it is for NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`"

@@ -103,6 +103,8 @@ def write_packed(
     """Packs the pairs that fit and writes them. What does not fit into a pack is left out and counted."""
     if not path.endswith(ENDING):
         raise DataError(f"{path}: packs are written as Parquet; give the file a name that ends in {ENDING}")
+    if any(pairs[index].images for index in range(len(pairs))):
+        raise DataError(f"{source}: pairs with images cannot be packed ahead of training; train on the rows")
     costs = [pair_cost(pairs[index]) for index in range(len(pairs))]
     fitting = [index for index, cost in enumerate(costs) if cost <= packing.pack_size]
     left_out = dict(dropped)

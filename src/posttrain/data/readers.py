@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from posttrain.data.chat import ChatFormat, EncodedTurn, is_answer
+from posttrain.data.chat import ChatFormat, EncodedTurn, images_of, is_answer, without_images
 from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
+from posttrain.data.image_rows import placed, refuse_marks
 from posttrain.data.named_datasets import PreferenceSpec, ResponseSpec
 from posttrain.data.preference_shapes import TIE, Judgement, Preference, PreferenceKeys, read_preference
 from posttrain.data.sources import Row
-from posttrain.types import Example, Judged, Message, Pair, Task
+from posttrain.types import Example, ImageRef, Judged, Message, Pair, Task
 
 Item = TypeVar("Item", Task, Pair, Judged, Example)
 Given = TypeVar("Given")
@@ -48,11 +49,13 @@ class TaskReader:
         self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_prompt_tokens
         self._prompts = entry.prompts
         # Other columns are passed to reward functions; the answer too, under its own name.
-        self._spoken_for = {*spec.question, *spec.solution, entry.input_key}
+        asked = () if callable(spec.question) else spec.question
+        self._spoken_for = {*asked, *spec.solution, entry.input_key}
 
     def read(self, rows: Sequence[Numbered]) -> Iterator[Outcome[Task]]:
+        entry, spec = self._entry, self._spec
         conversations = [
-            self._prompts.messages(question(row, self._entry, self._spec), system_text(row, self._entry, self._spec))
+            placed(self._prompts.messages(question(row, entry, spec), system_text(row, entry, spec)), row)
             for _, row in rows
         ]
         texts = together([row for _, row in rows], self._chat.render_all, conversations)
@@ -73,7 +76,8 @@ class TaskReader:
                     prompt_ids=(),
                     reference=expected,
                     environment=self._entry.env_name or DEFAULT_ENVIRONMENT,
-                    messages=tuple(messages),
+                    messages=tuple(without_images(messages)),
+                    images=tuple(images_of(messages)),
                     metadata={name: value for name, value in row.values.items() if name not in self._spoken_for},
                 )
                 yield Read(task, {"prompt_ids": ids})
@@ -112,7 +116,8 @@ class ExampleReader:
                 yield f"longer than {self._limit} tokens"
             else:
                 tokens: dict[str, Sequence[int]] = {"prompt_ids": prompt, "response_ids": response, "mask": mask}
-                yield Read(Example(-1, name, (), ()), tokens, (MERGED,) if crossed else ())
+                example = Example(-1, name, (), (), images=tuple(images_of(messages)))
+                yield Read(example, tokens, (MERGED,) if crossed else ())
 
     def _conversation(self, row: Row) -> list[Message]:
         """The turns up to the last answer; none if the assistant has no turn."""
@@ -127,11 +132,14 @@ class ExampleReader:
             asked = self._prompts.messages(question(row, entry, spec), system)
             messages = [*asked, {"role": "assistant", "content": solution(row, entry, spec)}]
         spoken = [index for index, message in enumerate(messages) if is_answer(message)]
-        return messages[: spoken[-1] + 1] if spoken else []
+        return placed(messages[: spoken[-1] + 1], row) if spoken else []
 
 
 def question(row: Row, entry: Entry, spec: ResponseSpec) -> str | list[Message]:
+    if callable(spec.question) and not entry.input_key:
+        return spec.question(row)
     names = (entry.input_key,) if entry.input_key else spec.question
+    assert not callable(names)
     return as_prompt(row.field(*names, setting="input_key"), row, names[0])
 
 
@@ -208,18 +216,27 @@ class _StatedReader:
     def _encode(self, answers: Sequence[tuple[Row, Preference | Judgement, str]]) -> list[EncodedTurn]:
         """A row with a problem has no text: a template may refuse what it holds."""
         plain = [(row, one, answer) for row, one, answer in answers if not one.problem and not one.templated]
-        asked = [(self._entry.prompts.messages(one.prompt), answer) for _, one, answer in plain]
+        asked = [(self._asked(row, one), answer) for row, one, answer in plain]
         rendered = iter(together([row for row, _, _ in plain], self._chat.render_turns, asked))
         turns: list[tuple[str, str]] = []
-        for _, one, answer in answers:
+        for row, one, answer in answers:
+            refuse_marks(answer, row, "an answer")
             if one.problem:
                 turns.append(("", ""))
             elif one.templated:
                 assert isinstance(one.prompt, str)
+                if row.images:
+                    raise DataError(f"{row.where}: has images, and a prompt with the chat template in it")
                 turns.append(self._chat.templated_turn(one.prompt, answer))
             else:
                 turns.append(next(rendered))
         return self._chat.split_turns(turns)
+
+    def _asked(self, row: Row, one: Preference | Judgement) -> list[Message]:
+        return placed(self._entry.prompts.messages(one.prompt), row)
+
+    def _images(self, row: Row, one: Preference | Judgement) -> tuple[ImageRef, ...]:
+        return tuple(images_of(self._asked(row, one))) if row.images and not one.problem else ()
 
     def _reason_to_drop(self, problem: str, *turns: EncodedTurn) -> str:
         if problem:
@@ -245,9 +262,11 @@ class PairReader(_StatedReader):
         answers = [(row, one, answer) for _, row, one in stated for answer in (one.chosen, one.rejected)]
         encoded = self._encode(answers)  # together: where the prompt ends may depend on all its answers
         pairs = zip(stated, encoded[::2], encoded[1::2], strict=True)
-        return [self._outcome(name, one, chosen, rejected) for (name, _, one), chosen, rejected in pairs]
+        return [self._outcome(name, row, one, chosen, rejected) for (name, row, one), chosen, rejected in pairs]
 
-    def _outcome(self, name: str, preference: Preference, chosen: EncodedTurn, rejected: EncodedTurn) -> Outcome[Pair]:
+    def _outcome(
+        self, name: str, row: Row, preference: Preference, chosen: EncodedTurn, rejected: EncodedTurn
+    ) -> Outcome[Pair]:
         tied = TIE if chosen.response == rejected.response else ""
         if reason := self._reason_to_drop(preference.problem or tied, chosen, rejected):
             return reason
@@ -255,7 +274,7 @@ class PairReader(_StatedReader):
         good, bad = (d if r is None else float(r) for r, d in zip(stated, self._default_rewards, strict=True))
         notes = ((MERGED,) if chosen.crossed or rejected.crossed else ()) + ((REVERSED,) if bad > good else ())
         tokens = {"prompt_ids": chosen.prompt, "chosen_ids": chosen.response, "rejected_ids": rejected.response}
-        return Read(Pair(-1, name, (), (), (), good, bad), tokens, notes)
+        return Read(Pair(-1, name, (), (), (), good, bad, images=self._images(row, preference)), tokens, notes)
 
 
 class JudgedReader(_StatedReader):
@@ -273,9 +292,9 @@ class JudgedReader(_StatedReader):
         return [
             self._reason_to_drop(judgement.problem, turn)
             or Read(
-                Judged(-1, name, (), (), judgement.desirable),
+                Judged(-1, name, (), (), judgement.desirable, self._images(row, judgement)),
                 {"prompt_ids": turn.prompt, "response_ids": turn.response},
                 (MERGED,) if turn.crossed else (),
             )
-            for (name, _, judgement), turn in zip(judged, encoded, strict=True)
+            for (name, row, judgement), turn in zip(judged, encoded, strict=True)
         ]

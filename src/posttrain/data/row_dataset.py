@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Self
@@ -76,13 +76,17 @@ class Table(Generic[Item]):
             part = column[row].tobytes()
             summary.update(f"{name}:{len(part)};".encode() + part)
         summary.update(json.dumps(_verdict(self.items[row]), sort_keys=True, default=str).encode())
+        summary.update(self._images(row))
         return summary.digest()
 
     def prompt_of(self, row: int) -> bytes:
         """What stays together when rows are divided: the prompt of a judgement; nothing of other items."""
         if not isinstance(self.items[row], Pair | Judged):
             return b""
-        return running_sha256(self.columns["prompt_ids"][row].tobytes()).digest()
+        return running_sha256(self.columns["prompt_ids"][row].tobytes() + self._images(row)).digest()
+
+    def _images(self, row: int) -> bytes:
+        return "".join(image.digest for image in self.items[row].images).encode()
 
 
 def _verdict(item: object) -> Any:
@@ -138,6 +142,11 @@ class RowDataset(Generic[Item]):
     def pack_size(self) -> int:
         """Room of precomputed packs, in tokens; 0 if there are none."""
         return self._table.pack_size
+
+    def first_with_images(self, environments: Container[str]) -> Item | None:
+        """Of tasks that these environments judge."""
+        items = (item for item in self._table.items if item.images)
+        return next((item for item in items if getattr(item, "environment", "") in environments), None)
 
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))

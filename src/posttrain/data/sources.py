@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ from posttrain.files.json_files import JsonMapping, parse_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from posttrain.types import ImageRef
+
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 MAX_LINE_BYTES = 256 << 20
 MAX_JSON_BYTES = 4 << 30  # of a file that holds one list
@@ -45,6 +47,8 @@ class Row:
     values: JsonMapping
     origin: str
     number: int
+    image_column: tuple[ImageRef, ...] = ()  # the images of a column, which the prompt has no parts for
+    images: Mapping[str, ImageRef] = field(default_factory=dict)  # all of its images by digest
 
     @property
     def where(self) -> str:
@@ -170,7 +174,7 @@ def read_hub(name: str, subsets: Iterable[str | None], split: str, cache_dir: st
                 f"dataset {label}: neither a local file or folder nor available from the Hugging Face hub "
                 f"({reason}). Point `data_path` at local files, or check name and network"
             ) from error
-        for number, values in enumerate(table, start=1):
+        for number, values in enumerate(_undecoded(table), start=1):
             yield Row(values, label, number)
 
 
@@ -289,8 +293,17 @@ def _saved_to_disk(root: str, split: str) -> Iterator[Row]:
         if split not in table:
             raise DataError(f"{root}: no split {split!r}; it has {', '.join(table)}")
         table = table[split]
-    for number, values in enumerate(table, start=1):
+    for number, values in enumerate(_undecoded(table), start=1):
         yield Row(values, root, number)
+
+
+def _undecoded(table: Any) -> Iterator[Any]:
+    """The rows of a table of `datasets`, with images as they are stored."""
+    if "Image(" not in str(getattr(table, "features", "")):
+        yield from table
+        return
+    for batch in table.with_format("arrow").iter(batch_size=64):
+        yield from batch.to_pylist()
 
 
 def _json_lines(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
@@ -359,7 +372,8 @@ def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
         with not_parquet():
             source = parquet.ParquetFile(stream)
             refuse_repeated_fields(source.schema_arrow, file)
-            batches = source.iter_batches(batch_size=4096)
+            has_bytes = any("binary" in str(column.type) for column in source.schema_arrow)  # images, mostly
+            batches = source.iter_batches(batch_size=64 if has_bytes else 4096)
             yield from enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
     except NotParquet as error:
         raise DataError(f"{file}: not a readable parquet file ({error})") from error
@@ -374,10 +388,10 @@ def refuse_repeats(names: Sequence[str], file: str) -> None:
 def refuse_repeated_fields(fields: Iterable[pa.Field], file: str, outer: str = "") -> None:
     """The same for the columns of Parquet, and for the fields of records in them."""
     fields = list(fields)
-    refuse_repeats([f"{outer}{field.name}" for field in fields], file)
-    for field in fields:
-        inner = [field.type.field(place) for place in range(field.type.num_fields)]
-        refuse_repeated_fields(inner, file, f"{outer}{field.name}.")
+    refuse_repeats([f"{outer}{one.name}" for one in fields], file)
+    for one in fields:
+        inner = [one.type.field(place) for place in range(one.type.num_fields)]
+        refuse_repeated_fields(inner, file, f"{outer}{one.name}.")
 
 
 class NotParquet(DataError):

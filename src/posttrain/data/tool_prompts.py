@@ -71,7 +71,9 @@ class ToolChat:
             return self.chat.render(with_description(written, description, self.chat), **kwargs)
         except DataError:  # a template without system messages
             first = next((index for index, message in enumerate(written) if message["role"] == "user"), 0)
-            written[first] = {**written[first], "content": f"{description}\n\n{written[first]['content']}"}
+            content, opening = written[first]["content"], f"{description}\n\n"
+            with_images = [{"type": "text", "text": opening}, *content] if not isinstance(content, str) else None
+            written[first] = {**written[first], "content": with_images or f"{opening}{content}"}
             return self.chat.render(written, **kwargs)
 
     def _message(self, message: JsonMapping) -> Message:

@@ -30,7 +30,7 @@ from posttrain.errors import InputError
 from posttrain.files.digests import digest, hash_files
 from posttrain.files.json_files import read_json
 from posttrain.models.folder_checks import refuse_pipes, why_unusable
-from posttrain.models.hub import looks_like_hub_name
+from posttrain.models.hub import NEMO_ARCHIVE, looks_like_hub_name
 
 if TYPE_CHECKING:
     from posttrain.config import LoadedConfig, RunConfig
@@ -88,6 +88,8 @@ def resolve_model(
     path = Path(text).expanduser()
     if path.is_dir():
         return _resolve_folder(text, path, base, say or partial(print, file=sys.stderr))
+    if path.suffix == ".nemo":
+        raise ModelReferenceError(f"{text!r} is a {NEMO_ARCHIVE}; accepted: {ACCEPTED}")
     if path.is_file():
         hint = "; `posttrain models` and `transformers` import GGUF files" if path.suffix == ".gguf" else ""
         raise ModelReferenceError(f"{text!r} is a file; accepted: {ACCEPTED}{hint}")

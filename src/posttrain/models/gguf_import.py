@@ -54,7 +54,7 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
             with _naming(gguf):
                 tokenizer = _tokenizer(gguf)
             tokenizer.save_pretrained(unfinished)
-            say("reading and dequantising the weights")
+            say("reading and dequantising the weights, which takes about a minute")
             with _naming(gguf):
                 model = _plain_model(gguf)
             model.save_pretrained(unfinished)

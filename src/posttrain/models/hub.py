@@ -25,6 +25,12 @@ def looks_like_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and (not Path(text).parent.exists() or _is_cached(text))
 
 
+NEMO_ARCHIVE = (
+    ".nemo archive, which is not read: convert it to a Hugging Face folder with NeMo's own converter for the model, "
+    "and give that folder"
+)
+
+
 def why_unavailable(name: str, holding: str = "config.json and weights") -> str | None:
     """Why neither a folder nor the hub has the model or tokenizer `name`, and the remedies; None if one may have it.
 
@@ -37,6 +43,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
 
     if Path(name).is_dir():
         return why_unusable(Path(name))
+    if name.endswith(".nemo"):
+        return f"{name!r} is a {NEMO_ARCHIVE}"
     folder = f"a folder with {holding}"
     try:
         validate_repo_id(name)

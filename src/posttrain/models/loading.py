@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import stored_parts
+from posttrain.models.vision import add_tower, expander, image_tokens, refuse_images
+from posttrain.types import ImageRef
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
 # unknown kind of model.
@@ -153,7 +156,9 @@ def load_model(
     overrides: JsonMapping | None = None,
     *,
     field: str = "policy.model_name",
+    trains_tower: bool = False,
 ) -> PreTrainedModel:
+    """`trains_tower`: towers for images and sound are not frozen."""
     check_available(name, field)
     if overrides and (problem := problem_in(overrides)) is not None:
         raise SettingsError(f"policy.hf_config_overrides: {problem}")
@@ -207,7 +212,10 @@ def load_model(
             file=sys.stderr,
         )
     model.config.use_cache = False
-    _freeze_beside_text(model)
+    sees_images = not refuse_images(config, name)
+    _freeze_beside_text(model, trains=trains_tower, sees_images=sees_images, field=field)
+    if sees_images:
+        add_tower(model, image_tokens(name, config))
     if _dequantised(config):  # what is saved from now on is not quantised
         for owner, attribute in (
             (model.config, "quantization_config"),
@@ -227,19 +235,27 @@ def beside_text(model: Any) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in text}
 
 
-def _freeze_beside_text(model: PreTrainedModel) -> None:
+def _freeze_beside_text(model: PreTrainedModel, *, trains: bool, sees_images: bool, field: str) -> None:
     """Towers get no optimizer state, and are saved as they were."""
     beside = beside_text(model)
+    if trains and not (beside and sees_images):
+        raise SettingsError(f"policy.vision.train_tower: {field} names a model that sees no images here")
     for parameter in beside.values():
-        parameter.requires_grad_(False)
-    if beside and not (dist.is_initialized() and dist.get_rank() > 0):
+        parameter.requires_grad_(trains)
+    if beside and not trains and not (dist.is_initialized() and dist.get_rank() > 0):
         parts = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in beside})
-        print(
-            f"note: {model.config.model_type}: used for text alone. {', '.join(parts)} "
-            f"({sum(parameter.numel() for parameter in beside.values()):,} weights) see no images or sound; they are "
-            "not trained, and saved as they are",
-            file=sys.stderr,
-        )
+        towers = f"{', '.join(parts)} ({sum(parameter.numel() for parameter in beside.values()):,} weights)"
+        used = f"{towers} are" if sees_images else f"used for text alone. {towers} see no images or sound; they are"
+        print(f"note: {model.config.model_type}: {used} not trained, and saved as they are", file=sys.stderr)
+
+
+def expand_images_for(
+    name: str, tokenizer: PreTrainedTokenizerBase, field: str = "policy.model_name"
+) -> Callable[[str, Sequence[ImageRef]], str] | None:
+    """What writes the placeholder tokens of images into a prompt of the model; None for a language model."""
+    check_available(name, field)
+    config = checked_config(name, field)
+    return None if config.get_text_config() is config else expander(name, config, tokenizer)
 
 
 def _dequantised(config: PretrainedConfig) -> dict[str, object]:

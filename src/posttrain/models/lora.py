@@ -19,10 +19,18 @@ from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel
 from posttrain.models.loading import SettingsError, load_model, unsafe_pickle
 
 
-def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
+def add_lora(
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    seed: int,
+    *,
+    task_type: str = "CAUSAL_LM",
+    adapts_tower: bool = False,
+) -> nn.Module:
     """New adapters, made by peft.
 
     With the task "SEQ_CLS" the scoring layer of a reward model is trained in full and saved with the adapters.
+    `adapts_tower`: towers for images get adapters too.
     """
     import peft
 
@@ -37,7 +45,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         target_modules=targets,
         exclude_modules=[
             *lora.exclude_modules,
-            *_linear_layers_beside_text(model),
+            *(() if adapts_tower else _linear_layers_beside_text(model)),
             *(_outputs_of_mamba(model) if targets == "all-linear" else ()),
         ]
         or None,
@@ -53,9 +61,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
 
 
 def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
-    """Modules of a vision tower and its projection: no text passes through them, so adapters there would not be
-    trained.
-    """
+    """Modules of a vision tower and its projection."""
     if model.config.get_text_config() is model.config:
         return []
     text = {id(module) for module in model.get_decoder().modules()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError
 from posttrain.models.recurrence_interface import route_recurrent_layers
+from posttrain.models.vision import ImageTokens, RowImages, VisionTower, tower_of
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, group_of
 
@@ -40,9 +41,16 @@ class Head(ABC):
     embedding: Any
     module: Any
     is_vocabulary: bool  # the module has a row for each token
+    tower: VisionTower | None = None  # None: the model sees no images
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        return None if self.tower is None else self.tower.tokens
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, images: RowImages | None = None) -> Tensor:
         """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
+
+        `position_ids` is [1, tokens], or [3, 1, tokens] where a token has a place in time, height and width.
 
         With bf16 weights the matrix products are bf16 and the residual stream stays fp32. Rounding errors of the
         residual stream would accumulate over the layers, differently in the sampler and in the trainer.
@@ -51,12 +59,18 @@ class Head(ABC):
         config = self.decoder.config
         if config.model_type in _SCALES_OWN_EMBEDDINGS:
             embedded = embedded * config.embedding_multiplier
+        deeper: dict[str, Any] = {}
+        if self.tower is not None:
+            embedded, deeper = self.tower.insert(embedded, images)
         reduced = embedded.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(
             embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
         ):
             output = self.decoder(
-                inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
+                inputs_embeds=embedded.float() if reduced else embedded,
+                position_ids=position_ids,
+                use_cache=False,
+                **deeper,
             )
         states: Tensor = output.last_hidden_state[0]
         return states
@@ -92,6 +106,7 @@ class OutputHead(Head):
         config: PretrainedConfig = base.config.get_text_config()
         self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
         self.module = base.get_output_embeddings()
+        self.tower = tower_of(base)
         if self.decoder in (base, self.module):  # transformers looks for names; it is the part that embeds the tokens
             parts = [part for part in base.children() if any(inner is self.embedding for inner in part.modules())]
             self.decoder = parts[0] if len(parts) == 1 else base

@@ -46,7 +46,7 @@ class TokenLogprobs(nn.Module):
         return both if row.share is None else torch.stack([row.share.gathered(part) for part in both])
 
     def _compared(self, row: PackedRow, temperature: float, teaching: Teaching) -> Tensor:
-        hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        hidden = self.head.hidden(row.input_ids, row.position_ids, row.images).index_select(0, row.source)
         hidden = hidden.to(self.head.weight.dtype)
         if (group := self.head.tensor_group) is not None:
             hidden = group.copied(hidden)
@@ -70,7 +70,7 @@ class TokenLogprobs(nn.Module):
         return torch.cat([compare(*piece) for piece in pieces], -1)
 
     def _own_logprobs(self, row: PackedRow, temperature: float) -> Tensor:
-        hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        hidden = self.head.hidden(row.input_ids, row.position_ids, row.images).index_select(0, row.source)
         hidden = hidden.to(self.head.weight.dtype)
         chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // self.head.vocab_size)
         if self.head.is_plain_linear:
@@ -111,7 +111,7 @@ class TeacherStates(nn.Module):
         self.head = OutputHead(model)
 
     def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
-        states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        states = self.head.hidden(row.input_ids, row.position_ids, row.images).index_select(0, row.source)
         return states.to(self.head.weight.dtype)
 
 

@@ -15,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.errors import InputError
 from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
+from posttrain.models.vision import ImageTokens, RowImages
 from posttrain.policy.recurrence import PackedRecurrence, RowPiece
 from posttrain.policy.runtime import to_device
-from posttrain.types import TokenBatch
+from posttrain.types import ImageRef, TokenBatch
 
 # Cumulative lengths of queries and keys, and the longest of each.
 VarlenLengths = tuple[Tensor, Tensor, int, int]
@@ -50,13 +52,16 @@ class PackedAttention:
     through the model once, and every response attends to exactly the same tokens as without sharing.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, both_ways: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.segments = list(segments)
+        self.both_ways = list(both_ways)  # [start, end) of images whose tokens attend to each other in both directions
         self.device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
-        if _varlen_runs(query, options):
+        if _varlen_runs(query, options) and not self.both_ways:
             gather, lengths = self._varlen_layout
             if gather is not None:
                 key, value = key.index_select(0, gather), value.index_select(0, gather)
@@ -124,7 +129,7 @@ class PackedAttention:
         pieces = [x.transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (query, key, value)]
         outputs = []
         for index, (block, q, k, v) in enumerate(zip(self._blocks, *pieces, strict=True)):
-            if sizes[index] <= _DENSE_BLOCK_TOKENS:
+            if sizes[index] <= _DENSE_BLOCK_TOKENS or self.both_ways:
                 outputs.append(masked_attention(q, k, v, self._mask(index, options["window"], q), options))
             else:
                 outputs += self._per_segment(block[0], q, k, v, options)
@@ -157,6 +162,9 @@ class PackedAttention:
                 at[own] = torch.arange(s.prefix_length, s.prefix_length + s.length)
             if window is not None:
                 visible &= at[:, None] - at[None, :] < window
+            for start, end in self.both_ways:
+                if first <= start < first + size:
+                    visible[start - first : end - first, start - first : end - first] = True
             mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf"))
             self._masks[index, window] = mask = to_device(mask, like.device)
         return mask
@@ -165,22 +173,30 @@ class PackedAttention:
 class PackedKeys:
     """Segments with separately packed keys: the queries of each are the last positions among its keys."""
 
-    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[tuple[int, int]],
+        device: torch.device,
+        both_ways: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
         self.lengths = list(lengths)  # (queries, keys) of each segment
         self.device = device
+        # Of each segment, positions [start, end) of images whose tokens attend to each other in both directions.
+        self.both_ways = list(both_ways) if any(both_ways) else [()] * len(self.lengths)
 
     @cached_property
     def _varlen_lengths(self) -> VarlenLengths:
         return _varlen_lengths(*zip(*self.lengths, strict=True), device=self.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
-        if _varlen_runs(query, options):
+        if _varlen_runs(query, options) and not any(self.both_ways):
             return _varlen(query, key, value, self._varlen_lengths, options)
         queries, keys = zip(*self.lengths, strict=True)
         outputs = []
-        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            outputs.append(causal_attention(q, k, v, options)[0].transpose(0, 1))
+        parts = zip(query.split(queries), key.split(keys), value.split(keys), self.both_ways, strict=True)
+        for *qkv, both_ways in parts:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
+            outputs.append(causal_attention(q, k, v, options, both_ways)[0].transpose(0, 1))
         return torch.cat(outputs)
 
 
@@ -207,12 +223,14 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: VarlenLengths, o
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, both_ways: Sequence[tuple[int, int]] = ()
+) -> Tensor:
     """Attention of the last `q.shape[2]` positions over all `k.shape[2]` of them; [batch, heads, length, head_dim]."""
     num_q, num_k, window = q.shape[2], k.shape[2], options["window"]
     windowed = window is not None and num_k > window
     is_plain = options["softcap"] is None and "sinks" not in options
-    if is_plain and not windowed and num_q == num_k:
+    if is_plain and not windowed and num_q == num_k and not both_ways:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
     at_q = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
     at_k = torch.arange(num_k, device=q.device)[None, :]
@@ -220,6 +238,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) ->
     if windowed:
         assert window is not None
         visible &= at_k > at_q - window
+    for start, end in both_ways:
+        visible |= (at_q >= start) & (at_q < end) & (at_k >= start) & (at_k < end)
     mask = torch.zeros(num_q, num_k, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
     return masked_attention(q, k, v, mask, options)
 
@@ -275,25 +295,42 @@ class _Gathered(torch.autograd.Function):
         return grads[0], None
 
 
+def joined_positions(pieces: Sequence[Tensor]) -> Tensor:
+    """Positions of a packed row for the decoder: [1, tokens], or [3, 1, tokens] where a piece is [3, tokens]."""
+    if all(piece.dim() == 1 for piece in pieces):
+        return torch.cat(list(pieces))[None]
+    return torch.cat([piece.expand(3, -1) for piece in pieces], dim=1)[:, None]
+
+
 @dataclass(frozen=True)
 class PackedRow:
     input_ids: Tensor  # [1, tokens]
-    position_ids: Tensor  # [1, tokens]
+    position_ids: Tensor  # [1, tokens], or [3, 1, tokens]
     source: Tensor  # [response tokens]: position in the row whose hidden state is read for the token
     targets: Tensor  # [response tokens]
     last: Tensor  # [responses]: which response token is the last of its response
     attention: AttentionContext
     share: RowShare | None = None  # of several ranks with a part of the row each; None: this rank has all of it
     prompt_starts: Mapping[int, int] = field(default_factory=dict)  # where each prompt of the batch begins
+    images: RowImages | None = None  # of prompts
 
     @classmethod
-    def build(cls, batch: TokenBatch, device: torch.device, *, reads_own_token: bool = False) -> PackedRow:
+    def build(
+        cls,
+        batch: TokenBatch,
+        device: torch.device,
+        *,
+        reads_own_token: bool = False,
+        image_tokens: ImageTokens | None = None,
+    ) -> PackedRow:
         """Lay out each prompt, then its responses.
 
         The hidden state that is read for a token is that of the token before, which predicts it. A response's last
         token predicts nothing, so it is not fed. With `reads_own_token` all tokens are fed and each is read at its own
-        place.
+        place. `image_tokens` are those of the model, if it sees images.
         """
+        if batch.prompt_images and image_tokens is None:
+            raise InputError("the batch has images, and the model is used for text alone")
         rows_of: dict[int, list[int]] = {}
         for row, prompt_row in enumerate(batch.prompt_of):
             rows_of.setdefault(prompt_row, []).append(row)
@@ -303,6 +340,9 @@ class PackedRow:
         segments: list[Segment] = []
         source: dict[int, Tensor] = {}
         starts: dict[int, int] = {}
+        images: list[tuple[tuple[ImageRef, ...], int, int]] = []
+        image_places: list[Tensor] = []
+        both_ways: list[tuple[int, int]] = []
         at = 0
         for prompt_index, rows in rows_of.items():
             prompt = batch.prompts[prompt_index]
@@ -313,7 +353,17 @@ class PackedRow:
             if not alone:
                 segments.append(Segment(prompt_start, prompt_end))
             pieces.append(prompt)
-            positions.append(torch.arange(length))
+            turned, offset = torch.arange(length), 0
+            if batch.prompt_images and (own := batch.prompt_images[prompt_index]):
+                assert image_tokens is not None
+                # Later turns of a conversation may have images too.
+                sequence = torch.cat([prompt, batch.responses[rows[0]]]) if alone else prompt
+                seen = image_tokens.layout(sequence, own)
+                images.append((own, 0, len(seen.places)))
+                image_places.append(at + seen.places)
+                both_ways += [(at + start, at + end) for start, end in seen.both_ways]
+                turned, offset = seen.positions, seen.offset
+            positions.append(turned[..., :length])
             at = prompt_end
             for row in rows:
                 assert len(batch.responses[row]) > 0, "a response has at least one token"
@@ -324,18 +374,20 @@ class PackedRow:
                     if not alone:
                         segments.append(Segment(at, at + len(fed), prompt_start, prompt_end))
                     pieces.append(fed)
-                    positions.append(torch.arange(length, length + len(fed)))
+                    after = offset + torch.arange(length, length + len(fed))
+                    positions.append(turned[..., length : length + len(fed)] if turned.shape[-1] > length else after)
                     at += len(fed)
             if alone:
                 segments.append(Segment(prompt_start, at))
         return cls(
             input_ids=torch.cat(pieces)[None].to(device),
-            position_ids=torch.cat(positions)[None].to(device),
+            position_ids=joined_positions(positions).to(device),
             source=torch.cat([source[row] for row in range(len(batch.responses))]).to(device),
             targets=torch.cat(list(batch.responses)).to(device),
             last=torch.tensor(batch.response_lengths).cumsum(0).sub(1).to(device),
-            attention=PackedAttention(segments, device),
+            attention=PackedAttention(segments, device, both_ways),
             prompt_starts=starts,
+            images=RowImages(tuple(images), torch.cat(image_places).to(device)) if images else None,
         )
 
     @property

@@ -158,8 +158,10 @@ class CachedReference:
 
 
 def answer_keys(batch: TokenBatch) -> list[bytes]:
-    """The key of each answer: a digest of its prompt's tokens and its own."""
+    """The key of each answer: a digest of its prompt's tokens and images, and of its own tokens."""
     prompts = [_digest(prompt) for prompt in batch.prompts]
+    for index, images in enumerate(batch.prompt_images):  # which have the same tokens whatever they show
+        prompts[index] += "".join(image.digest for image in images).encode()
     return [
         running_sha256(prompts[prompt] + _digest(response)).digest()[:_KEY_BYTES]
         for prompt, response in zip(batch.prompt_of, batch.responses, strict=True)

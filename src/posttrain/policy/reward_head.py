@@ -85,7 +85,7 @@ class SequenceScores(nn.Module):
 
     def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
         """`temperature` has no effect on scores."""
-        states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source[row.last])
+        states = self.head.hidden(row.input_ids, row.position_ids, row.images).index_select(0, row.source[row.last])
         scores = self.head.scores(states)
         own = torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
         return own if row.share is None else row.share.gathered(own)
@@ -98,7 +98,8 @@ class TokenValues(SequenceScores):
 
     def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
         """`temperature` has no effect on values."""
-        values = self.head.scores(self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source))
+        states = self.head.hidden(row.input_ids, row.position_ids, row.images).index_select(0, row.source)
+        values = self.head.scores(states)
         return values if row.share is None else row.share.gathered(values)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, images_of, without_images
 from posttrain.data.errors import DataError
 
 ASK = [{"role": "user", "content": "2+2?"}]
@@ -169,3 +169,10 @@ def test_template_that_cannot_be_used_is_refused_at_once(
 ) -> None:
     with pytest.raises(DataError, match=complaint):
         ChatFormat(byte_tokenizer(CHATML), template, kwargs)
+
+
+def test_a_message_of_calls_without_text_has_no_images() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": calls}]
+    assert images_of(messages) == []
+    assert without_images(messages) == messages

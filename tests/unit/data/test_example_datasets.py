@@ -122,12 +122,12 @@ def test_long_examples_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "image", "image": "/etc/passwd"}, {"type": "input_audio"}, {"image": "a.png"}]
+    "part", [{"type": "video", "video": "/etc/passwd"}, {"type": "input_audio"}, {"image": "a.png"}]
 )
 def test_a_part_that_is_no_text_is_refused_with_its_row(part: dict[str, str], tmp_path: Path) -> None:
     fine = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
     shown = [{"role": "user", "content": [part, {"type": "text", "text": "2?"}]}, {"role": "assistant", "content": "4"}]
-    with pytest.raises(DataError, match=r"row 2: message 1 of 'messages' has a part of type .*; only text is read"):
+    with pytest.raises(DataError, match=r"row 2: message 1 of 'messages' has a part of type .*; text is read here"):
         load(tmp_path, [{"messages": fine}, {"messages": shown}])
 
 

@@ -112,6 +112,7 @@ def test_weights_in_other_formats_suggest_convert(tmp_path: Path) -> None:
         ("a/b/c", "no folder"),
         ("no-such-name", "no folder"),
         (__file__, "is a file"),
+        ("/models/sft.nemo", "a .nemo archive, which is not read: convert it"),
         (str(Path(__file__).parent), "without config.json"),
     ],
 )

@@ -217,3 +217,7 @@ def test_what_cannot_be_a_hub_name_is_a_path(name: str, here: Path, start_hub: C
     with pytest.raises(InputError, match=f"no folder '{name}'. Give a folder"):
         check_model_exists(name)
     assert not hub.asked
+
+
+def test_a_nemo_archive_is_refused_by_name() -> None:
+    assert ".nemo archive, which is not read" in (why_unavailable("nvidia/sft.nemo") or "")

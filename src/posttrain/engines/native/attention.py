@@ -60,6 +60,7 @@ class PrefillPiece:
     start: int
     pages: Sequence[int]
     state_slot: int = -1
+    both_ways: Sequence[tuple[int, int]] = ()  # positions of images whose tokens attend to each other both ways
 
     @property
     def end(self) -> int:
@@ -78,10 +79,12 @@ class PrefillAttention(_WithRecurrence):
         self.packed: PackedAttention | None = None
         if all(piece.start == 0 for piece in pieces):
             segments = [Segment(piece.offset, piece.offset + piece.length) for piece in pieces]
-            self.packed = PackedAttention(segments, cache.device)
+            spans = [(p.offset + start, p.offset + end) for p in pieces for start, end in p.both_ways]
+            self.packed = PackedAttention(segments, cache.device, spans)
         else:
             self.all_slots = self._slots([(0, piece.end) for piece in pieces])
-            self.packed_keys = PackedKeys([(piece.length, piece.end) for piece in pieces], cache.device)
+            lengths = [(piece.length, piece.end) for piece in pieces]
+            self.packed_keys = PackedKeys(lengths, cache.device, [piece.both_ways for piece in pieces])
         self.recurrence = None
         if cache.states is not None:
             own = [(RowPiece(p.offset, p.offset + p.length), p.state_slot, p.start == 0) for p in pieces]

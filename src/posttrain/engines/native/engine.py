@@ -8,7 +8,7 @@ their addresses, until `release` frees them for training.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,6 +159,7 @@ class NativeEngine:
         self._keeps_prefixes = False  # between calls
         self._prefilled = PrefillTokens()
         self.should_stop: Callable[[], bool] = lambda: False  # checked at every token
+        self.when_whole: Callable[[OpenGroup], None] | None = None  # gets each group when its last answer is finished
         self._largest = (0, 0)  # largest number of pages, and longest sequence, of calls so far
         self.num_preemptions = 0  # in the last call; many preemptions mean that the KV cache is too small
         # In the last call: tokens drawn in steps with drafts, and the number of (sample, step) pairs of such steps.
@@ -226,12 +227,16 @@ class NativeEngine:
                 earlier = [answer.token_ids for answer in group.answers if isinstance(answer, Completion)]
                 requests[place] = Request(prompt, samples, sampler, stop, earlier=earlier)
         born = [group.born for group in groups]
+        if (tower := self.forward.head.tower) is not None:
+            tower.prepare(image for request in requests.values() for image in request.group.task.images)
 
         def is_over() -> bool:
             return quota is not None and quota.is_met(
                 born, [not (at in requests and requests[at].unfinished) for at in range(len(groups))]
             )
 
+        if (tell := self.when_whole) is not None:
+            progress = self._telling(tell, groups, requests, progress)
         if requests and not is_over():
             with evaluation_mode(self.model):
                 largest = max(len(request.samples) for request in requests.values())
@@ -241,7 +246,26 @@ class NativeEngine:
             self.forward.routes.clear()
         return after
 
-    def _group_after(self, group: OpenGroup, request: Request) -> OpenGroup:
+    def _telling(
+        self,
+        tell: Callable[[OpenGroup], None],
+        groups: Sequence[OpenGroup],
+        requests: Mapping[int, Request],
+        progress: Progress | None,
+    ) -> Progress:
+        waiting = set(requests)
+
+        def note(num_finished: int) -> None:
+            if progress is not None:
+                progress(num_finished)
+            for at in [at for at in waiting if not requests[at].unfinished]:
+                waiting.remove(at)
+                if (after := self._group_after(groups[at], requests[at], with_routes=False)).is_whole:
+                    tell(after)
+
+        return note
+
+    def _group_after(self, group: OpenGroup, request: Request, *, with_routes: bool = True) -> OpenGroup:
         answers = list(group.answers)
         for sample in request.samples:
             place = sample.index - group.task.first_sample
@@ -253,7 +277,7 @@ class NativeEngine:
             else:
                 text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
                 done = Completion(ids, logprobs, text, sample.finish_reason, versions=before.versions)
-                if (routes := self.forward.routes) is not None:
+                if with_routes and (routes := self.forward.routes) is not None:
                     found = routes.take((sample.group, sample), sample.group.prompt_length + len(ids) - 1)
                     done = replace(done, routed_experts=found)
                 answers[place] = done
@@ -315,7 +339,7 @@ class NativeEngine:
                 f"task {task.id!r} has a token outside the model's vocabulary of {self.forward.head.vocab_size}: "
                 "was it made with another tokenizer?"
             )
-        return PromptGroup(task, min(max_new_tokens, limit - length))
+        return PromptGroup(task, min(max_new_tokens, limit - length), images=self.forward.layout(task))
 
     def _run(
         self,
@@ -348,7 +372,7 @@ class NativeEngine:
             graphs=None if workspace.graphs is None else {"": workspace.graphs},
             # The end of a round determines which weights draw a token. It must not depend on the number of accepted
             # drafts.
-            speculation=workspace.speculation if is_over is None else None,
+            speculation=workspace.speculation if is_over is None and not any(g.images for g in groups) else None,
             steps_between_prefills=_STEPS_BETWEEN_PREFILLS if workspace.graphs is not None else 1,
         )
         for request in requests:
@@ -391,7 +415,7 @@ class NativeEngine:
             kept = prefixes.unheld
             wanted += len(kept)
             if held is not None and not held.fits(wanted, least, longest):  # some of them are counted in both
-                wanted -= sum(len(prefixes.find("", group.task.prompt_ids[:-1]).pages) for group in groups)
+                wanted -= sum(len(prefixes.find("", group.key_ids[:-1]).pages) for group in groups)
             wanted = needed = max(least, wanted)
         if held is not None and held.fits(wanted, least, longest):
             if held.fp8 is not None:

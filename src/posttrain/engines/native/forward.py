@@ -20,13 +20,18 @@ from posttrain.engines.native.attention import DenseDecode, PagedDecode, Prefill
 from posttrain.engines.native.cuda_graph_cache import GraphCaptureError
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample, pages_for
+from posttrain.errors import InputError
 from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
+from posttrain.models.vision import PromptImages, RowImages
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import SequenceShapes, check_length, observe_layers
+from posttrain.policy.packed import joined_positions
+from posttrain.policy.parallel.fsdp import device_of
 from posttrain.policy.recurrence import CHUNK_TOKENS
 from posttrain.policy.routing import RouteRecorder
 from posttrain.policy.runtime import to_device
+from posttrain.types import ImageRef, Task
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +53,7 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return device_of(self._embedding)
 
     @property
     def num_heads(self) -> int:
@@ -62,10 +67,22 @@ class ForwardPass:
         weight: Tensor = self.base.get_input_embeddings().weight
         return weight
 
-    def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention."""
+    def hidden(
+        self, context: AttentionContext, token_ids: Tensor, positions: Tensor, images: RowImages | None = None
+    ) -> Tensor:
+        """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention. Positions are
+        [tokens] or [3, 1, tokens].
+        """
         with attention_context(context), fp8_products(self.fp8):
-            return self.head.hidden(token_ids[None], positions[None])
+            return self.head.hidden(token_ids[None], positions if positions.dim() > 1 else positions[None], images)
+
+    def layout(self, task: Task) -> PromptImages | None:
+        """Of the images in the task's prompt; None if it has none."""
+        if not task.images:
+            return None
+        if (tokens := self.head.image_tokens) is None:
+            raise InputError(f"task {task.id!r} has images, and {self.base.config.model_type} is used for text alone")
+        return tokens.layout(task.prompt_ids, task.images)
 
     def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:
         """[samples, vocabulary] after the last token of each; the token's keys and values are written to its pages."""
@@ -76,7 +93,8 @@ class ForwardPass:
             sample.pages[position // size] * size + position % size
             for sample, position in zip(samples, at, strict=True)
         ]
-        inputs = to_device(torch.tensor([last, at, slots], dtype=torch.long), decode.cache.device)
+        turned = [position + sample.group.offset for sample, position in zip(samples, at, strict=True)]
+        inputs = to_device(torch.tensor([last, turned, slots], dtype=torch.long), decode.cache.device)
         decode.prepare(samples, inputs[2])
         hidden = self.hidden(decode, inputs[0], inputs[1])
         if self.routes is not None:
@@ -116,17 +134,34 @@ def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], 
     """
     for row in packed_rows(jobs, max_tokens):
         tokens: list[int] = []
-        positions: list[int] = []
+        positions: list[Tensor] = []
+        images: list[tuple[tuple[ImageRef, ...], int, int]] = []
+        image_places: list[Tensor] = []
         pieces: list[PrefillPiece] = []
         ends: list[tuple[PromptGroup, int]] = []
         for job, begin, end in row:
-            pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages, job.state_slot))
+            spans = () if job.images is None else job.images.both_ways
+            start, stop = job.start + begin, job.start + end
+            inside = tuple(span for span in spans if span[0] < stop and span[1] > start)
+            piece = PrefillPiece(len(tokens), end - begin, start, job.pages, job.state_slot, inside)
+            pieces.append(piece)
+            if (seen := job.images) is None:
+                positions.append(torch.arange(piece.start, piece.end))
+            elif job.start >= seen.positions.shape[-1]:  # tokens of an answer
+                positions.append(torch.arange(piece.start, piece.end) + seen.offset)
+            else:
+                positions.append(seen.positions[..., piece.start : piece.end])
+                first, last = seen.within(piece.start, piece.end)
+                if first < last:
+                    images.append((seen.images, first, last))
+                    image_places.append(seen.places[first:last] + (piece.offset - piece.start))
             tokens += job.token_ids[begin:end]
-            positions += range(job.start + begin, job.start + end)
             if job.group is not None and end == len(job.token_ids):
                 ends.append((job.group, len(tokens) - 1))
-        inputs = to_device(torch.tensor([tokens, positions], dtype=torch.long), cache.device)
-        hidden = forward.hidden(PrefillAttention(cache, pieces), inputs[0], inputs[1])
+        token_ids = to_device(torch.tensor(tokens, dtype=torch.long), cache.device)
+        placed_at = to_device(joined_positions(positions), cache.device)
+        in_row = RowImages(tuple(images), to_device(torch.cat(image_places), cache.device)) if images else None
+        hidden = forward.hidden(PrefillAttention(cache, pieces), token_ids, placed_at, in_row)
         if forward.routes is not None:
             placed = zip(row, pieces, strict=True)
             prompts = ((one.group, piece) for (one, _, _), piece in placed if one.group is not None)
@@ -163,12 +198,21 @@ def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple
             row, used = [], 0
         begin = 0
         while length - begin > max_tokens:
-            yield [(job, begin, begin + max_tokens)]
-            begin += max_tokens
+            end = _outside_images(job, begin, begin + max_tokens)
+            yield [(job, begin, end)]
+            begin = end
         row.append((job, begin, length))
         used += length - begin
     if row:
         yield row
+
+
+def _outside_images(job: Prefill, begin: int, end: int) -> int:
+    """`end`, or where an image whose tokens see each other both ways begins or, if it does at `begin`, ends."""
+    for first, last in () if job.images is None else job.images.both_ways:
+        if first < job.start + end < last:
+            return first - job.start if first > job.start + begin else last - job.start
+    return end
 
 
 # A dense copy grows in steps of about this many tokens; see `DenseDecode`.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from posttrain.engines.native.kernels import PrefixTiles
 
 # Rows of the device's state.
-_TOKEN, _POSITION, _KEY, _INDEX, _LIVE, _STATE_SLOT = range(6)
+_TOKEN, _POSITION, _KEY, _INDEX, _LIVE, _STATE_SLOT, _OFFSET = range(7)
 # In the order of rows: a row that computes a token of a prompt, in place of an admission. Not part of any later step.
 _OF_PROMPT = -1
 
@@ -149,7 +149,7 @@ class DecodeGraphs:
         max_rows, width = decode.host_table.shape
         self.sizes = batch_sizes(max_rows)
         most = self.sizes[-1]
-        self.state = torch.zeros(6, most, dtype=torch.long, device=device)
+        self.state = torch.zeros(7, most, dtype=torch.long, device=device)
         self.inverse_temperature = torch.zeros(most, dtype=torch.float32, device=device)
         self.table = torch.full((most, width), decode.cache.scratch_page, dtype=torch.int32, device=device)
         # The rows of the next step. The token's entry holds the index at which `_arrange` finds the token.
@@ -264,6 +264,7 @@ class DecodeGraphs:
         rows[_KEY, :count] = [sample.noise_key for sample in samples]
         rows[_INDEX, :count] = [sample.noise_index for sample in samples]
         rows[_LIVE, :count] = 1
+        rows[_OFFSET, :count] = [sample.group.offset for sample in samples]
         if (states := self.decode.cache.states) is not None:
             rows[_STATE_SLOT, :count] = [sample.state_slot for sample in samples]
             rows[_STATE_SLOT, count:] = states.scratch_slot
@@ -283,11 +284,12 @@ class DecodeGraphs:
 
     def _compute(self, size: int, vocab_size: int | None) -> Tensor:
         """Tokens and log-probabilities [2, size]; without `vocab_size` the logits."""
-        token, position, key, index, _, state_slots = self.state[:, :size]
+        token, position, key, index, _, state_slots, offset = self.state[:, :size]
         self.decode.point_at(self.table[:size], position)
         if (states := self.decode.cache.states) is not None:
             self.decode.recurrence = DecodeRecurrence(states, state_slots)
-        logits = self.forward.head.logits(self.forward.hidden(self.decode, token, position))
+        turned = position if self.forward.head.tower is None else position + offset  # after images
+        logits = self.forward.head.logits(self.forward.hidden(self.decode, token, turned))
         if vocab_size is None:
             return logits
         return self._move_on(*draw_plain(logits, key, index, self.inverse_temperature[:size], vocab_size))
@@ -298,7 +300,7 @@ class DecodeGraphs:
 
     def _move_on(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Advance the state of the first rows. Returns both as float64, [2, rows]."""
-        token, position, _, index, live, _ = self.state[:, : len(tokens)]
+        token, position, _, index, live, *_ = self.state[:, : len(tokens)]
         if (kernel := self.decode.kernel) is not None:
             drawn: Tensor = kernel.move_on(token, position, index, live, tokens, logprobs)
             return drawn

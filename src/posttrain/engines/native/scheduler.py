@@ -29,6 +29,7 @@ from torch import Tensor
 from posttrain.engines.native.constraints import Constraint
 from posttrain.engines.native.kv_cache import NOT_CACHED, CachedPrefix, PageAllocator, PrefixCache, StateSlots
 from posttrain.engines.native.stopping import StopStringScanner
+from posttrain.models.vision import PromptImages
 from posttrain.types import FinishReason, Task
 
 
@@ -48,10 +49,21 @@ class PromptGroup:
     last_hidden: Tensor | None = None  # hidden state at the prompt's last position, for the first token of every sample
     num_waiting: int = 0
     num_active: int = 0
+    images: PromptImages | None = None
 
     @property
     def prompt_length(self) -> int:
         return len(self.task.prompt_ids)
+
+    @property
+    def key_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens as the prefix cache knows them: images with different contents differ."""
+        return self.task.prompt_ids if self.images is None else self.images.key_ids
+
+    @property
+    def offset(self) -> int:
+        """What the position of a token after the prompt is from its place in the sequence."""
+        return 0 if self.images is None else self.images.offset
 
 
 @dataclass(eq=False)
@@ -98,6 +110,7 @@ class Prefill:
     state_slot: int = -1  # of recurrent layers: written, and read if `start` is not 0
     border: int = 0  # after so many tokens of the sequence the state is copied to `border_slot`; 0: nowhere
     border_slot: int = -1
+    images: PromptImages | None = None  # of the prompt, also where the tokens come after it
 
 
 @dataclass
@@ -184,7 +197,8 @@ class Scheduler:
         while self.waiting and len(admission.samples) < slots and self._fits(self.waiting[0]):
             sample = self.waiting[0]
             group = sample.group
-            if room is not None and (sample.token_ids or group.pages is not None or group.num_waiting > 1):
+            is_apart = sample.token_ids or group.pages is not None or group.num_waiting > 1 or group.images is not None
+            if room is not None and is_apart:
                 break
             known = self._known(group) if group.pages is None else NOT_CACHED
             if room is not None and (room := room - group.prompt_length + known.num_tokens) < 0:
@@ -203,7 +217,7 @@ class Scheduler:
                 missing = pages_for(group.prompt_length, self.page_size) - len(known.pages)
                 group.pages = known.pages + self.pages.take(missing)
                 if self.prefixes is not None:  # prompts of one admission share them: a pass writes before it reads
-                    self.prefixes.insert(group.adapter, group.task.prompt_ids, group.pages)
+                    self.prefixes.insert(group.adapter, group.key_ids, group.pages)
                 # A copy of the list: the last sample to start owns the list and appends to it.
                 admission.prompts[group] = Prefill(
                     group.task.prompt_ids[start:],
@@ -213,6 +227,7 @@ class Scheduler:
                     group.state_slot,
                     border,
                     border_slot,
+                    group.images,
                 )
             self._start(sample, admission)
             sample.admission = self._num_admissions
@@ -223,7 +238,7 @@ class Scheduler:
 
     def _known(self, group: PromptGroup) -> CachedPrefix:
         """What is cached of the prompt. The last token is always computed, for its logits."""
-        return NOT_CACHED if self.prefixes is None else self.prefixes.find(group.adapter, group.task.prompt_ids[:-1])
+        return NOT_CACHED if self.prefixes is None else self.prefixes.find(group.adapter, group.key_ids[:-1])
 
     def _num_to_prefill(self, group: PromptGroup) -> int:
         """Tokens of the prompt that must be computed."""
@@ -233,7 +248,7 @@ class Scheduler:
         """Called when the prompts of the admission have been computed."""
         for group, job in admission.prompts.items():
             if job.border and self.prefixes is not None:
-                pages = self.prefixes.full_pages(group.adapter, group.task.prompt_ids[: job.border])
+                pages = self.prefixes.full_pages(group.adapter, group.key_ids[: job.border])
                 is_cached = len(pages) * self.page_size == job.border
                 self._return_state_slot(job.border_slot, pages[-1] if is_cached else None)
 
@@ -241,7 +256,7 @@ class Scheduler:
         """Where the prompt parts from one that is cached, whose state there was not kept, and a slot for that state."""
         if self.prefixes is None or self.states is None or self.states.num_free <= group.num_waiting + 1:
             return 0, -1
-        border = self.page_size * len(self.prefixes.full_pages(group.adapter, group.task.prompt_ids[:-1]))
+        border = self.page_size * len(self.prefixes.full_pages(group.adapter, group.key_ids[:-1]))
         return (border, self.states.take()) if border > known.num_tokens else (0, -1)
 
     def _num_within(self, max_tokens: int, slots: int) -> int:
@@ -329,7 +344,11 @@ class Scheduler:
             sample.pages += self.pages.take(max(missing, 0))
             self.num_prefilled_tokens += len(sample.token_ids) - 1
             admission.resumed[sample] = Prefill(
-                sample.token_ids[:-1], group.prompt_length, tuple(sample.pages), state_slot=sample.state_slot
+                sample.token_ids[:-1],
+                group.prompt_length,
+                tuple(sample.pages),
+                state_slot=sample.state_slot,
+                images=group.images,
             )
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -402,7 +421,7 @@ class Scheduler:
         """Remove the sample from the batch, finished or preempted, and free its pages."""
         last_page = None
         if self.prefixes is not None and self.prefixes.only_held is None:
-            written = [*sample.group.task.prompt_ids, *sample.token_ids][: sample.num_cached]
+            written = [*sample.group.key_ids, *sample.token_ids][: sample.num_cached]
             last_page = self.prefixes.insert_and_release(sample.group.adapter, written, sample.pages)
             if len(written) < sample.num_cached:  # the state is further than the tokens that are known
                 last_page = None

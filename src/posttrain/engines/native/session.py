@@ -30,7 +30,7 @@ from posttrain.engines.native.sampler import Candidates, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
-from posttrain.types import FinishReason, Sampling, Task
+from posttrain.types import FinishReason, ImageRef, Sampling, Task
 
 # Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by
 # then.
@@ -51,6 +51,7 @@ class SessionRequest:
     adapter: str = ""  # "" is the model as it was loaded
     num_top_logprobs: int = 0  # the most probable tokens that are reported with each token
     grammar: str = ""  # that the answer obeys; see `constraints.py`
+    images: tuple[ImageRef, ...] = ()  # of the prompt
 
 
 class TokenEvent(NamedTuple):
@@ -212,8 +213,8 @@ class GenerationSession:
         sampling = request.sampling
         self.limits.check(request.prompt_ids, sampling.max_new_tokens)
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
-        task = Task(0, request.id, "", request.prompt_ids)
-        group = PromptGroup(task, sampling.max_new_tokens, request.adapter)
+        task = Task(0, request.id, "", request.prompt_ids, images=request.images)
+        group = PromptGroup(task, sampling.max_new_tokens, request.adapter, images=self.forward.layout(task))
         samples = [
             Sample(
                 group,

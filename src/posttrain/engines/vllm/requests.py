@@ -32,6 +32,10 @@ def sample_request(
     task: Task, sample: int, step: int, seed: int, sampling: Sampling, limit: LengthLimit, begun: Sequence[int] = ()
 ) -> SampleRequest:
     """Sample number `sample` of the task. The tokens `begun` of an answer that continues are part of the prompt."""
+    if task.images:
+        raise InputError(
+            f"task {task.id!r} has images, which posttrain does not send to vLLM: policy.generation.backend=native"
+        )
     length = len(task.prompt_ids)
     if not 0 < length < limit.num_tokens:
         raise InputError(

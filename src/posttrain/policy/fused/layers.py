@@ -250,9 +250,11 @@ class FusedLayer:
         if product is not None:
             total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
             return total, out
-        total, y = AddNorm.apply(x, delta, local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
-        if (group := group_of(self.layer)) is not None:
-            y = group.copied(y)
+        group = group_of(self.layer)
+        weight = local_parameter(norm, group if group is not None and group.splits_rows else None)
+        total, y = AddNorm.apply(x, delta, weight, norm.variance_epsilon, norm.weight.dtype)
+        if group is not None:
+            y = group.entering(y)
         return total, [module(y) for module in modules]
 
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor | ScaledRows:
