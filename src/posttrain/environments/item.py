@@ -11,6 +11,15 @@ from typing import Any
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.files.json_files import JsonMapping, JsonObject
 
+WORKER_MARK = "POSTTRAIN_WORKER"  # variable in the environment of a worker and of what it starts
+
+
+def text_of(content: Any) -> str:
+    """The content of a message for people and judges; `<image>` stands for an image part."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part.get("text", "<image>")) if isinstance(part, dict) else str(part) for part in content)
+
 
 @dataclass(frozen=True)
 class ScoringItem:

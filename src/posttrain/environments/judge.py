@@ -27,7 +27,7 @@ from posttrain.config.rewards import (
     check_placeholders,
     check_shows_answer,
 )
-from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable, text_of
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError
 from posttrain.files import durable
 from posttrain.files.digests import digest
@@ -217,12 +217,12 @@ def _count(value: object) -> int:
 def filled(template: str, item: ScoringItem) -> str:
     """The template with its placeholders filled in, in one pass: braces in an answer are not expanded."""
     values = {
-        "question": str(item.question),
+        "question": text_of(item.question),
         "response": item.response,
         "reference": "" if item.reference is None else _as_text(item.reference),
         "prompt": item.prompt,
         "conversation": "\n\n".join(
-            f"{message.get('role', '')}: {message.get('content', '')}"
+            f"{message.get('role', '')}: {text_of(message.get('content', ''))}"
             for message in [*item.messages, {"role": "assistant", "content": item.response}]
         ),
     }

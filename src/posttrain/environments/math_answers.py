@@ -15,10 +15,11 @@ import math
 import re
 import resource
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
-from posttrain.environments.text_rewards import choice_scorer, units
+from posttrain.environments.text_rewards import choice_scorer, last_match, units
 from posttrain.files.json_files import JsonMapping
 
 # Limit for answers such as 9^9^9^9, whose digits would exhaust the machine.
@@ -30,12 +31,27 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 
 def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """The scorer for a reward of type math. sympy, about a second, is imported here, not at the first completion."""
+    if setup.get("extract") is not None:
+        return _extracting(re.compile(setup["extract"]), math_scorer({**setup, "extract": None}))
     verifier_type = setup.get("verifier_type") or "math"
     if verifier_type != "math":
         return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
     if setup.get("math_verify_impl") == "dapo_math_verify":
         return dapo_score
     return _math_verify_scorer(setup)
+
+
+def _extracting(pattern: re.Pattern[str], score: Callable[[ScoringItem], float]) -> Callable[[ScoringItem], float]:
+    """Scores what the pattern finds, as if it stood in a box."""
+
+    def score_match(item: ScoringItem) -> float:
+        answer = last_match(pattern, item.response)
+        if answer is None:
+            return 0.0
+        boxed = answer if last_boxed(answer) is not None else f"\\boxed{{{answer.strip().strip('$')}}}"
+        return score(replace(item, response=boxed))
+
+    return score_match
 
 
 def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:

@@ -96,11 +96,14 @@ class ScoringPool:
         for worker in list(self._workers):
             if not batch.waiting:
                 return
-            if not worker.ready or worker in batch.running:
+            if not worker.ready or worker in batch.running or (number := self._next(batch, worker)) is None:
                 continue
-            number = batch.waiting.popleft()
             batch.running[worker] = (number, time.monotonic() + self.settings.timeout_s)
             worker.send(number, batch.payloads[number])
+
+    def _next(self, batch: Batch, worker: WorkerProcess) -> int | None:
+        """The item that this idle worker gets, taken from those that wait."""
+        return batch.waiting.popleft()
 
     def _collect(self, batch: Batch) -> None:
         """Wait until something happens; then replies, deaths, limits, in this order: a reply in time always counts."""
@@ -185,6 +188,7 @@ class Batch:
     """The items of one call: waiting, running (by worker), and finished. Numbers count from 1."""
 
     def __init__(self, items: Sequence[object], progress: Progress | None) -> None:
+        self.items = items
         self.payloads: dict[int, bytes] = {}
         self.waiting: deque[int] = deque()
         self.running: dict[WorkerProcess, tuple[int, float]] = {}  # worker -> item, time at which it is killed

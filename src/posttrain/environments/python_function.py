@@ -8,6 +8,7 @@ at a time.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
 import importlib.util
@@ -203,6 +204,22 @@ def _arguments_for(
         f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} (in any order, "
         "others need a default), or exactly three: prompt, response, reference; or TRL's, with completions"
     )
+
+
+def named_arguments(spec: str, base_folder: Path) -> str:
+    """How `file.py:name` is written down: its name, and its three arguments where their names do not say what they are.
+    The file is read, not executed."""
+    file, _, name = spec.rpartition(":")
+    try:
+        parsed = ast.parse((base_folder / Path(file).expanduser()).read_text("utf-8")) if file.endswith(".py") else None
+    except (OSError, ValueError, SyntaxError):
+        parsed = None
+    for node in parsed.body if parsed is not None else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+            if len(given) == len(_POSITIONS) and not set(given) & {*_ARGUMENTS, "completions"} and not node.args.kwarg:
+                return f"{name} ({', '.join(given)} are taken as {', '.join(_POSITIONS)})"
+    return name
 
 
 def takes_batches(function: Callable[..., object]) -> bool:

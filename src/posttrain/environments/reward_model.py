@@ -75,6 +75,8 @@ class RewardModelScorer:
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
     ) -> list[Score]:
         """One score per completion, in their order."""
+        if seen := next((task for task in tasks if task.images), None):
+            raise InputError(f"task {seen.id!r} has images, and reward models see none: use another environment")
         read = [self._read(task, completion) for task, completion in zip(tasks, completions, strict=True)]
         rows = [row for row, ids in enumerate(read) if not isinstance(ids, Score)]
         numbers = self._forward([task.prompt_ids for task in tasks], cast(list[Ids], read), rows, progress)

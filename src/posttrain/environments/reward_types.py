@@ -30,6 +30,7 @@ WORKER_SCORERS: dict[str, str] = {
     "math_cosine": "posttrain.environments.math_answers:cosine_math_scorer",
     "multiple_choice": "posttrain.environments.text_rewards:multiple_choice_scorer",
     "exact": "posttrain.environments.text_rewards:exact_scorer",
+    "box": "posttrain.environments.text_rewards:box_scorer",
     "regex": "posttrain.environments.text_rewards:regex_scorer",
     "json_schema": "posttrain.environments.text_rewards:json_schema_scorer",
     "length": "posttrain.environments.text_rewards:length_scorer",

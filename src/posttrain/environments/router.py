@@ -12,25 +12,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool, scored_by_name
 from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
-from posttrain.environments.settings import EnvironmentSettings, read_settings
+from posttrain.environments.settings import EnvironmentSettings, RewardSettings, read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
 
+Placed = Callable[[str], Environment | None]  # by the path of a reward: its environment, if it runs elsewhere
 
-def build_environments(mapping: Any, base_folder: Path | None = None) -> ScoringRouter:
+
+def build_environments(
+    mapping: Any, base_folder: Path | None = None, placed: Placed = lambda path: None
+) -> ScoringRouter:
     """The environments of a config's `env:`. Functions given as files are found relative to `base_folder`.
 
     No process is started before there is something to score.
     """
     settings = read_settings(mapping, base_folder)
-    return ScoringRouter({name: build_environment(environment) for name, environment in settings.items()})
+    return ScoringRouter({name: build_environment(environment, placed) for name, environment in settings.items()})
 
 
 class ScoringRouter:
@@ -50,6 +54,10 @@ class ScoringRouter:
                 [tasks[row] for row in rows], [completions[row] for row in rows], progress
             ),
         )
+
+    def begin(self, task: Task, completions: Sequence[Completion]) -> None:
+        """From any thread: begin to score a whole group, where a model on other devices does."""
+        begin(self.environments[self._environment_of(task)], task, completions)
 
     def interrupt(self) -> None:
         """Callable from any thread: a running `score` ends with StopRequested within half a second."""
@@ -77,12 +85,32 @@ class ScoringRouter:
         raise InputError(f"task {task.id!r} names environment {task.environment!r}; under env: there is {known}")
 
 
-def build_environment(settings: EnvironmentSettings) -> Environment:
+@runtime_checkable
+class BeginsEarly(Protocol):
+    def begin(self, task: Task, completions: Sequence[Completion]) -> None:
+        """Begin to score; `score` finds the result."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    def interrupt(self) -> None:
+        """From any thread: a running `score` ends with StopRequested."""
+
+
+def begin(environment: Environment, task: Task, completions: Sequence[Completion]) -> None:
+    if isinstance(environment, BeginsEarly):
+        environment.begin(task, completions)
+
+
+def build_environment(settings: EnvironmentSettings, placed: Placed = lambda path: None) -> Environment:
     """The environment for these settings. No process is started before there is something to score."""
-    built = {
-        name: in_process_environment(reward) if reward.config.type in IN_PROCESS else PooledReward(ScoringPool(reward))
-        for name, reward in settings.rewards.items()
-    }
+
+    def built_one(reward: RewardSettings) -> Environment:
+        if (elsewhere := placed(reward.path)) is not None:
+            return elsewhere
+        return in_process_environment(reward) if reward.config.type in IN_PROCESS else PooledReward(ScoringPool(reward))
+
+    built = {name: built_one(reward) for name, reward in settings.rewards.items()}
     if settings.is_single:
         return built[""]
     weights = {name: float(reward.config.weight) for name, reward in settings.rewards.items()}
@@ -110,7 +138,7 @@ class PooledReward:
 
 def interrupt(environment: Environment) -> None:
     """Cancel the scoring of an environment. One without worker processes finishes it."""
-    if isinstance(environment, PooledReward | WeightedRewards):
+    if isinstance(environment, Interruptible):
         environment.interrupt()
 
 
@@ -157,6 +185,10 @@ class WeightedRewards:
                     reward.interrupt()
                 raise
         return [self._add_up({name: found[name][row] for name in self.rewards}) for row in range(len(tasks))]
+
+    def begin(self, task: Task, completions: Sequence[Completion]) -> None:
+        for reward in self.rewards.values():
+            begin(reward, task, completions)
 
     def interrupt(self) -> None:
         for reward in self.rewards.values():

@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from posttrain.config.base import explain_errors
-from posttrain.config.data import BUILT_IN_TURNS, EnvironmentConfig
-from posttrain.config.rewards import AgentConfig, RewardConfig, TurnsConfig
+from posttrain.config.data import BUILT_IN_TURNS, REMOTE_TURNS, EnvironmentConfig
+from posttrain.config.rewards import AgentConfig, RemoteTurnsConfig, RewardConfig, TurnsConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import name_credentials
@@ -65,7 +65,10 @@ def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Rew
     found = {}
     for name, block in _configs(blocks):
         if block.turns is not None:
-            config = TurnsConfig(turns=BUILT_IN_TURNS.get(block.turns, block.turns), kwargs=block.turns_kwargs)
+            kind = RemoteTurnsConfig if block.turns in REMOTE_TURNS else TurnsConfig
+            own = {"python": block.python} if block.python is not None else {}
+            given = {**block.turns_kwargs, **own}
+            config = kind(turns=BUILT_IN_TURNS.get(block.turns, block.turns), kwargs=given)
             found[name] = _in_workers(block, f"env.{name}.turns", config, base_folder)
     return found
 
@@ -75,7 +78,9 @@ def read_agents(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Re
     found = {}
     for name, block in _configs(blocks):
         if block.agent is not None:
-            config = AgentConfig(agent=block.agent, kwargs=block.agent_kwargs, turn_timeout_s=block.turn_timeout_s)
+            own = {"python": block.python} if block.python is not None else {}
+            given = {**block.agent_kwargs, **own}
+            config = AgentConfig(agent=block.agent, kwargs=given, turn_timeout_s=block.turn_timeout_s)
             found[name] = _in_workers(block, f"env.{name}.agent", config, base_folder)
     return found
 

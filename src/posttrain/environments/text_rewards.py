@@ -82,6 +82,56 @@ def _without_punctuation(text: str) -> str:
     )
 
 
+Box = tuple[float, float, float, float]
+_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
+
+
+def box_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
+    """The IoU of the box that the completion states last with the reference; its least value if it states none.
+
+    Deviation from NeMo RL's `bbox_giou`: an answer without a box is the worst (-1) where GIoU is given, not better than
+    a wrong box; a box without an area is none.
+    """
+    pattern = re.compile(setup["extract"]) if setup.get("extract") is not None else None
+    threshold, giou_below = setup["threshold"], setup["giou_below"]
+
+    def score(item: ScoringItem) -> float:
+        expected = _last_box(str(list(item.reference) if isinstance(item.reference, tuple) else item.reference))
+        if expected is None:
+            raise Unscored(f"the reference {item.reference!r:.80} is not a box [x1, y1, x2, y2]")
+        answer = item.response if pattern is None else last_match(pattern, item.response) or ""
+        stated = _last_box(answer)
+        if stated is None:
+            return -1.0 if giou_below else 0.0
+        iou, giou = overlap(stated, expected)
+        if threshold is not None:
+            return 1.0 if iou >= threshold else 0.0
+        return giou if iou < giou_below else iou
+
+    return score
+
+
+def _last_box(text: str) -> Box | None:
+    for found in reversed(_BOX.findall(text)):
+        left, top, right, bottom = map(float, found)
+        if left < right and top < bottom:
+            return left, top, right, bottom
+    return None
+
+
+def overlap(one: Box, other: Box) -> tuple[float, float]:
+    """Intersection over union of two boxes, and the generalised IoU (arXiv 1902.09630)."""
+
+    def area(left: float, top: float, right: float, bottom: float) -> float:
+        return max(right - left, 0.0) * max(bottom - top, 0.0)
+
+    shared = area(max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3]))
+    hull = area(min(one[0], other[0]), min(one[1], other[1]), max(one[2], other[2]), max(one[3], other[3]))
+    union = area(*one) + area(*other) - shared
+    return shared / union, shared / union - (hull - union) / hull
+
+
 def regex_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """1.0 when the pattern matches the completion."""
     flags = re.RegexFlag(0)

@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 
 from posttrain.config.rewards import PythonRewardConfig
 from posttrain.environments import worker as worker_program
+from posttrain.environments.item import WORKER_MARK
 from posttrain.environments.reward_types import WORKER_SCORERS
 from posttrain.environments.settings import RewardSettings, read_agents, read_settings, read_turns
 from posttrain.errors import InputError
@@ -34,7 +35,6 @@ _MAX_REPLY_BYTES = 8 << 20  # the longest answer of an agent, all of it escaped 
 _EXIT_GRACE_S = 1.0
 _KILL_GRACE_S = 5.0
 _DUMP_GRACE_S = 0.1
-_MARK = "POSTTRAIN_WORKER"  # variable in the environment of a worker and of what it starts
 
 
 class WorkerProcess:
@@ -58,7 +58,7 @@ class WorkerProcess:
         # -P keeps the folder of the program, full of our modules, off sys.path; -u: what it prints survives its death.
         command = [sys.executable, "-P", "-u", str(Path(worker_program.__file__).resolve())]
         # Many workers share the cores, and the order of sets must not depend on the worker.
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ, _MARK: self._mark}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ, WORKER_MARK: self._mark}
         try:
             self.process = Child(command, (request_fd, reply_fd), output_fd, environment)
         except BaseException:
@@ -152,7 +152,7 @@ class WorkerProcess:
 
     def _is_marked(self, process: Any) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
-            return bool(process.environ().get(_MARK) == self._mark)
+            return bool(process.environ().get(WORKER_MARK) == self._mark)
         return False
 
     def _flush(self) -> None:

@@ -31,6 +31,7 @@ from posttrain.types import Completion, Sampling, Score, Task
 
 _MAX_BODY_BYTES = 32 << 20
 _READ_LIMIT_S = 600.0  # of a connection that sends nothing
+_FULL_LIMIT_S = 10.0  # of a connection, for one of the others to end
 _POLL_S = 0.2
 MAX_WAIT_S = 10.0  # of a request, for agents that work meanwhile
 
@@ -46,7 +47,13 @@ class AgentSession:
     clock: AgentClock = field(default_factory=AgentClock)
     counts: Counter[str] = field(
         default_factory=lambda: Counter(
-            agent_calls=0, tool_calls=0, malformed_tool_calls=0, overridden_sampling=0, out_of_turns=0, out_of_tokens=0
+            agent_calls=0,
+            calls_with_tools=0,
+            tool_calls=0,
+            malformed_tool_calls=0,
+            overridden_sampling=0,
+            out_of_turns=0,
+            out_of_tokens=0,
         )
     )
     is_over: bool = False
@@ -206,6 +213,7 @@ class AgentEndpoint:
             call.key = (call.key[0], len(earlier))
             earlier.append(pending)
             session.counts["agent_calls"] += 1
+            session.counts["calls_with_tools"] += bool(pending.request.used_tools)
             session.counts["overridden_sampling"] += pending.request.num_overridden
             known = self.journal.answer(session.rollout, call.key) if self.journal is not None else None
             if known is None:
@@ -236,7 +244,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if self._free.acquire(timeout=_FULL_LIMIT_S):  # others wait, where one agent has opened all that there are
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -272,6 +280,11 @@ class _Handler(BaseHTTPRequestHandler):
             request, answer = self.server.endpoint.ask(key, body, is_retry=is_retry)
         except RefusedRequest as error:
             self._send(json.dumps(error.body), error.status)
+        except OSError:
+            raise
+        except Exception as error:  # of ours: the rollout fails with it, and not without a word
+            problem = RefusedRequest(f"internal error: {type(error).__name__}: {error}", status=500)
+            self._send(json.dumps(problem.body), problem.status)
         else:
             self._send(answer.text(request), kind="text/event-stream" if request.stream else "application/json")
 

@@ -23,6 +23,7 @@ from posttrain.environments.agents.runner import AgentItem
 from posttrain.environments.settings import read_agents, read_settings, read_turns
 from posttrain.environments.turns.interface import TurnTask
 from posttrain.environments.turns.pool import TurnRouter
+from posttrain.errors import InputError
 from posttrain.files.digests import digest, hash_files
 from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
@@ -136,6 +137,8 @@ class AgentRollouts(FreshRollouts):
 
     def _item(self, session: AgentSession, step: int) -> AgentItem:
         task = session.task
+        if task.images:
+            raise InputError(f"task {task.id!r} has images, which are not given to agents")
         about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
         noise_key = f"{self.seed}\0{step}\0{task.draw}\0{session.sample}"
         return AgentItem(about, self.endpoint.address(session), noise_key)
@@ -199,7 +202,7 @@ def build_conversations(
         cleanup.callback(each.close)
         when_stopped(each.interrupt)
     limits = {"max_calls": max_turns, "max_total_tokens": max_total_tokens}
-    num_connections = 64 + 4 * sum(pool.num_workers for pool in pools.values())
+    num_connections = 256 + 16 * sum(pool.num_workers for pool in pools.values())
     endpoint = AgentEndpoint(writer, model, **limits, max_connections=num_connections) if agents else None
     if endpoint is not None:
         cleanup.callback(endpoint.close)
@@ -221,7 +224,7 @@ def build_conversations(
         journal = None
         if journals is not None:
             code = hash_files([path for pool in pools.values() for path in pool.code_files])
-            journal = CallJournal(journals[0] / f"{fresh.label}.jsonl", digest([journals[1], code]))
+            journal = CallJournal(journals[0] / f"{fresh.label}.jsonl", digest([journals[1], code]), warn)
             cleanup.callback(journal.close)
         return AgentRollouts(**shared, others=fresh, pools=pools, endpoint=endpoint, judged=judged, journal=journal)
 

@@ -6,14 +6,16 @@ log-probabilities that differ in their last bits. A journal holds one step. It i
 whose weights come from a checkpoint (`open_run` removes all others), if the config and the code of the agents are the
 same; a result, if its task is. What was sampled together is written together,
 before an agent gets its answer: of a batch that a kill cut off nothing is read, so it is sampled again as a whole.
+Each line has its checksum. From a damaged one on nothing is read, as if the kill had come before it.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -31,6 +33,7 @@ RolloutId = tuple[int, int]  # (draw, sample)
 class CallJournal:
     path: Path
     identity: str  # of everything that decides the answers besides the weights and the tasks
+    warn: Callable[[str], None]
     _step: int | None = None
     _file: IO[bytes] | None = None
     _calls: dict[tuple[RolloutId, CallKey], Call] = field(default_factory=dict)
@@ -57,15 +60,21 @@ class CallJournal:
     def _load(self, header: JsonObject, sampling: Sampling) -> int:
         """Returns the length in bytes of what can be used."""
         data = self.path.read_bytes() if self.path.is_file() else b""
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        if not lines or json.loads(lines[0]) != header:
-            return 0
-        for line in map(json.loads, lines[1:]):
+        num_bytes = 0
+        for number, text in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
+            if text != _with_checksum(body := b"{" + text.partition(b", ")[2]):
+                problem = f"{self.path}: line {number} is damaged. What follows it is not used: those requests are "
+                self.warn(problem + "sampled again, and agents that had ended after it run again")
+                break
+            line = json.loads(body)
+            if number == 1 and line != header:
+                return 0
             if "end" in line:
                 self._ends[tuple(line["rollout"])] = line
-            else:
+            elif number > 1:
                 self._batches.append([self._read(call, sampling) for call in line["batch"]])
-        return sum(map(len, lines))
+            num_bytes += len(text) + 1
+        return num_bytes
 
     def _read(self, line: JsonObject, sampling: Sampling) -> tuple[RolloutId, Call]:
         rollout: RolloutId = tuple(line["rollout"])
@@ -113,12 +122,17 @@ class CallJournal:
     def _write(self, line: JsonObject) -> None:
         with self._lock:
             assert self._file is not None, "begin comes first"
-            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.write(_with_checksum(json.dumps(line).encode()) + b"\n")
             self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _with_checksum(body: bytes) -> bytes:
+    """As the first field of a JSON object."""
+    return b'{"crc32": %d, ' % zlib.crc32(body) + body[1:]
 
 
 def _digest_of(task: Task) -> str:

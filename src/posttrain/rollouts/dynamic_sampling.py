@@ -27,7 +27,18 @@ from posttrain.errors import InputError
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.multi_turn import Dialogue
 from posttrain.rollouts.turn_prompts import Exchange
-from posttrain.types import Completion, Conversation, Group, Rollout, Score, TakenGroups, Task, Unfinished, Utterance
+from posttrain.types import (
+    Completion,
+    Conversation,
+    Group,
+    ImageRef,
+    Rollout,
+    Score,
+    TakenGroups,
+    Task,
+    Unfinished,
+    Utterance,
+)
 
 
 @dataclass
@@ -103,7 +114,7 @@ UNKNOWN_VERSION = -1  # for checkpoints written before versions were saved
 CLASSES = {
     cls.__name__: cls
     for cls in (
-        Group, Task, Rollout, Completion, Unfinished, Score, Conversation, Utterance, Dialogue, Exchange,
+        Group, Task, Rollout, Completion, Unfinished, Score, Conversation, Utterance, Dialogue, Exchange, ImageRef,
     )
 }  # fmt: skip
 CLASS = "class"  # the key that names the class of a map
@@ -147,6 +158,8 @@ def to_plain(value: object) -> object:
     """Plain numbers, strings, tuples, lists and maps; `from_plain` restores an equal value."""
     if value is None or type(value) in (bool, int, float, str, bytes, Tensor):
         return value
+    if isinstance(value, ImageRef):
+        value = replace(value, source=value.data)
     if is_dataclass(value) and type(value).__name__ in CLASSES:
         name = type(value).__name__
         kept = [f.name for f in fields(value) if f.name not in NOT_SAVED.get(name, ())]

@@ -4,7 +4,7 @@ environment. A failed request or a completion that cannot be scored becomes an u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
@@ -87,6 +87,7 @@ class FreshRollouts:
     show_progress: ShowProgress = no_progress
     label: str = "generation"
     after_step: bool = False  # sample with the weights after step `step`, not before it
+    when_whole: Callable[[OpenGroup], None] | None = None  # gets every group before it is scored, if not earlier
     metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last sampling
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
@@ -160,6 +161,9 @@ class FreshRollouts:
     # ------------------------------------------------------------------------------------------------------------------
 
     def score(self, tasks: Sequence[Task], unscored: Sequence[Sequence[UnscoredRollout]]) -> list[Group]:
+        if self.when_whole is not None:
+            for task, samples in zip(tasks, unscored, strict=True):
+                self.when_whole(OpenGroup(task, 0, tuple(rollout.completion for rollout in samples)))
         flat = [(task, rollout) for task, samples in zip(tasks, unscored, strict=True) for rollout in samples]
         to_judge = [(task, rollout.to_judge) for task, rollout in flat if rollout.to_judge is not None]
         with self.show_progress("scoring", len(flat)) as progress:

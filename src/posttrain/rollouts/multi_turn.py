@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
-from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
+from posttrain.environments.turns.interface import EndReason, Request, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
@@ -204,7 +204,7 @@ class MultiTurnRollouts(FreshRollouts):
         for first in (group[0] for group in groups):
             task, messages = first.task, [dict(message) for message in first.task.messages]
             about = TurnTask(task.prompt, messages, task.reference, dict(task.metadata))
-            calls.append((task.environment, TurnItem("reset", f"{self.seed}\0{first.born}\0{task.draw}", about)))
+            calls.append((task.environment, TurnItem("reset", f"{self.seed}\0{first.born}\0{task.draw}", task=about)))
         for group, outcome in zip(groups, self.turns.ask(calls), strict=True):
             length = len(group[0].task.prompt_ids)
             if length >= self.max_total_tokens:
@@ -257,13 +257,7 @@ class MultiTurnRollouts(FreshRollouts):
 
     def _step(self, active: Sequence[Dialogue]) -> list[tuple[Dialogue, Exchange]]:
         """Step the environments. Returns the conversations that continue, with their next observation."""
-        calls = [
-            (
-                d.task.environment,
-                TurnItem("step", self._noise_key(d, d.num_turns), None, d.state, d.utterances[-1].text),
-            )
-            for d in active
-        ]
+        calls = [self._call("step", d, d.num_turns, response=d.utterances[-1].text) for d in active]
         unfinished = []
         for dialogue, outcome in zip(active, self.turns.ask(calls), strict=True):
             if not isinstance(outcome, TurnOutcome):
@@ -293,10 +287,7 @@ class MultiTurnRollouts(FreshRollouts):
 
     def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]]) -> None:
         """Rewards so far of conversations that a limit ends before their environments do."""
-        calls = [
-            (d.task.environment, TurnItem("end", self._noise_key(d, 0), None, d.state, reason=reason))
-            for d, reason in stopped
-        ]
+        calls = [self._call("end", dialogue, 0, reason=reason) for dialogue, reason in stopped]
         for (dialogue, reason), outcome in zip(stopped, self.turns.ask(calls), strict=True):
             dialogue.counts[f"out_of_{reason}"] += 1
             if isinstance(outcome, TurnOutcome):
@@ -304,9 +295,13 @@ class MultiTurnRollouts(FreshRollouts):
             else:
                 dialogue.failure = outcome
 
-    def _noise_key(self, dialogue: Dialogue, turn: int) -> str:
+    def _call(
+        self, request: Request, dialogue: Dialogue, turn: int, response: str = "", reason: EndReason = "turns"
+    ) -> tuple[str, TurnItem]:
         """The environment's randomness is keyed, so a resumed run repeats it."""
-        return f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
+        conversation = f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}"
+        key = f"{conversation}\0{turn}"
+        return dialogue.task.environment, TurnItem(request, key, None, dialogue.state, response, reason, conversation)
 
 
 def _dialogues(group: OpenGroup) -> list[Dialogue]:

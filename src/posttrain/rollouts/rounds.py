@@ -23,29 +23,33 @@ from posttrain.rollouts.fresh import DrawnTasks, FreshRollouts
 from posttrain.rollouts.multi_turn import Dialogue
 from posttrain.types import Completion, OpenAnswer, OpenGroup, Quota, TakenGroups, Unfinished
 
-ROUNDS = "rounds"  # key in the checkpoint's state
+ROUNDS, ROUND_METRICS = "rounds", "round_metrics"  # keys in the checkpoint's state
 
 
 @dataclass
 class StreamAndOpenGroups:
-    """The data position and the groups being sampled, in draw order."""
+    """The data position, the groups being sampled, in draw order, and what the last round counted."""
 
     stream: Stateful
     tasks: DrawnTasks | None = None  # set by `RoundRollouts`
     open: list[OpenGroup] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # a round that was sampled ahead is in a checkpoint
 
     def state_dict(self) -> dict[str, object]:
         rows = [
             {"draw": group.task.draw, "born": group.born, "answers": [to_plain(answer) for answer in group.answers]}
             for group in self.open
         ]
-        return {**self.stream.state_dict(), ROUNDS: rows}
+        return {**self.stream.state_dict(), ROUNDS: rows, ROUND_METRICS: dict(self.metrics)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self.stream.load_state_dict(state)
         rows = state.get(ROUNDS, [])  # a run that began without rounds has no open group
         assert isinstance(rows, list)
         assert self.tasks is not None, "the rollouts are built before a checkpoint is loaded"
+        counts = state.get(ROUND_METRICS, {})
+        assert isinstance(counts, Mapping)
+        self.metrics = dict(counts)
         self.open = []
         for row in rows:
             task = self.tasks.item(row["draw"])
@@ -85,6 +89,7 @@ class RoundRollouts:
             before = [*self.position.open, *self.fresh.begin(tasks, version + 1)]
             num_before = _num_sampled(before)
             self.position.open = self.fresh.advance(before, self._quota(num_groups, step), self.engine, version)
+        self.position.metrics = dict(self.fresh.metrics)
         return _num_sampled(self.position.open) - num_before
 
     def hand_out(self, num_groups: int, step: int, clock: StageClock) -> TakenGroups:
@@ -95,7 +100,7 @@ class RoundRollouts:
         self.position.open = [group for place, group in enumerate(self.position.open) if place not in set(whole)]
         with clock("reward_calculation"):
             groups = tuple(fresh.score([group.task for group in chosen], [fresh.unscored(group) for group in chosen]))
-        return TakenGroups(groups, groups, clock.spans, {**self._metrics(step, chosen), **fresh.metrics})
+        return TakenGroups(groups, groups, clock.spans, {**self._metrics(step, chosen), **self.position.metrics})
 
     def is_sampled(self, num_groups: int, step: int) -> bool:
         """Whether the round of `step` has ended: the open groups meet its quota."""

@@ -169,6 +169,7 @@ class ToolWriter:
         self.chat, self._described = chat, ""
         if writes_tools(chat, tools):
             self.chat = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [*map(dict, tools)]})
+            self.chat.image_tokens = chat.image_tokens
         else:
             self._described = describe(tools)
 

@@ -113,6 +113,7 @@ GOLD: dict[str, tuple[dict[str, Any], str, Any]] = {
     "multiple_choice": ({}, "Answer: B", "B"),
     "exact": ({}, "Paris", "Paris"),
     "regex": ({"pattern": "^<answer>.*</answer>$"}, "<answer>5</answer>", None),
+    "box": ({}, "[10, 20, 30, 40]", [10, 20, 30, 40]),
     "json_schema": ({"schema": {"type": "array", "items": {"type": "integer"}}}, "[1, 2]", None),
     "length": ({"limit": 5, "unit": "words"}, "three words here", None),
     "repetition": ({"unit": "words"}, "nothing is said twice here", None),

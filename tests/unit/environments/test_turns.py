@@ -208,7 +208,7 @@ def test_a_rare_word_counts_more_than_a_frequent_one_and_ties_keep_the_order() -
 
 def taker(tmp_path: Path, source: str, **kwargs: Any) -> Any:
     (tmp_path / "mine.py").write_text("from posttrain.environments.turns import *\n" + textwrap.dedent(source))
-    return turn_taker({"turns": "mine.py:Mine", "kwargs": kwargs, "base_folder": str(tmp_path)})
+    return turn_taker({"turns": "mine.py:Mine", "kwargs": kwargs, "base_folder": str(tmp_path), "timeout_s": 10.0})
 
 
 def test_the_state_travels_as_a_value(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_unusable_turn_class_is_refused_before_anything_runs(
         "class Mine:\n    def reset(self, task): ...\n    def step(self, state, response): ...\nclass NotTurns: ...\n"
     )
     with pytest.raises(BadSetup) as caught:
-        turn_taker({"turns": spec, "kwargs": kwargs, "base_folder": str(tmp_path)})
+        turn_taker({"turns": spec, "kwargs": kwargs, "base_folder": str(tmp_path), "timeout_s": 10.0})
     assert words in str(caught.value)
 
 

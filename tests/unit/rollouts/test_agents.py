@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,9 +36,10 @@ CHAT = ChatFormat(BYTES, CHATML)
 class Recorded:
     """An engine that keeps what it was asked and what it answered."""
 
-    def __init__(self) -> None:
-        model = tiny_model("llama", vocab_size=len(BYTES), eos_token_id=BYTES.eos_token_id)
-        self.engine = NativeEngine(model, BYTES, NativeSettings(page_size=4, max_total_tokens=512))
+    def __init__(self, max_total_tokens: int = 512) -> None:
+        sizes = {"max_position_embeddings": max_total_tokens} if max_total_tokens > 512 else {}
+        model = tiny_model("llama", vocab_size=len(BYTES), eos_token_id=BYTES.eos_token_id, **sizes)
+        self.engine = NativeEngine(model, BYTES, NativeSettings(page_size=4, max_total_tokens=max_total_tokens))
         self.log: dict[tuple[int, ...], Completion] = {}
         self.batches: list[int] = []
 
@@ -102,6 +103,8 @@ def source(
     num_samples: int = 2,
     max_calls: int = 8,
     has_journal: bool = False,
+    warn: Callable[[str], None] = pytest.fail,
+    max_total_tokens: int = 512,
     **block: Any,
 ) -> AgentRollouts:
     file = folder / "agent.py"
@@ -110,15 +113,20 @@ def source(
         {"agent": f"{file}:solve", "num_workers": 2, "type": "length", "limit": 5, **block}
     )
     fresh = FreshRollouts(
-        Tasks(), Recorded(), Judge(), num_samples, Sampling(8, end_of_turn_ids=CHAT.stop_token_ids), seed=3
+        Tasks(),
+        Recorded(max_total_tokens),
+        Judge(),
+        num_samples,
+        Sampling(8, end_of_turn_ids=CHAT.stop_token_ids),
+        seed=3,
     )
     made = build_conversations(
         {"agent": environment},
         CHAT,
         model="tiny",
         max_turns=max_calls,
-        max_total_tokens=500,
-        warn=lambda text: None,
+        max_total_tokens=max_total_tokens - 12,
+        warn=warn,
         cleanup=cleanup,
         journals=(folder / "agent_calls", "run") if has_journal else None,
     )(fresh)
@@ -374,11 +382,38 @@ def test_a_batch_in_the_journal_is_whole_although_a_rollout_ended_meanwhile(tmp_
     agents.endpoint.end(batch[0].session)
     agents.endpoint.reply([(one, Completion((5, 6), (-1.0, -2.0), "ab", "stop")) for one in batch])
     assert [len(one.session.tree.calls) for one in batch] == [0, 1]
-    again = CallJournal(journal.path, journal.identity)
+    again = CallJournal(journal.path, journal.identity, pytest.fail)
     again.begin(1, agents.sampling)
     (found,) = again.batches({one.session.rollout: one for one in batch})
     assert [(rollout, call.answer.token_ids) for rollout, call in found] == [((0, 0), (5, 6)), ((0, 1), (5, 6))]
     again.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "insert", "header"])
+def test_a_journal_is_used_up_to_a_damaged_line(damage: str, tmp_path: Path, cleanup: ExitStack) -> None:
+    warnings: list[str] = []
+
+    def groups() -> Sequence[Group]:
+        with ExitStack() as stack:
+            return source(tmp_path, TALK, stack, has_journal=True, warn=warnings.append).take(2, step=3).groups
+
+    whole, path = groups(), tmp_path / "agent_calls" / "generation.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    if damage == "insert":
+        lines.insert(middle, b"\xff\x00[\n")
+    else:
+        middle = 0 if damage == "header" else middle
+        at = len(lines[middle]) // 2
+        kept = lines[middle][at + 1 :] if damage != "cut" else b"\n"
+        lines[middle] = lines[middle][:at] + bytes([lines[middle][at] ^ 1]) + kept
+    path.write_bytes(b"".join(lines))
+    assert groups() == whole
+    (warning,) = warnings
+    assert warning.startswith(f"{path}: line {middle + 1} is damaged")
+    warnings.clear()
+    assert groups() == whole  # what was damaged is no longer there
+    assert not warnings
 
 
 def test_an_answer_of_the_greatest_length_is_judged_and_kept(tmp_path: Path, cleanup: ExitStack) -> None:
@@ -640,6 +675,22 @@ REFUSED = {
     "stop": [3],
     "tools": [{"type": "function"}],
 }
+
+
+def test_an_error_of_the_endpoint_is_the_reason_of_its_rollout(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+    def solve(task, endpoint):
+        try:
+            return ask(endpoint, task.messages)["content"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(json.load(error)["error"]["message"])
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    monkeypatch.setattr(agents.endpoint, "_sampling_of", lambda request: 1 // 0)
+    (group,) = agents.take(1, step=1).groups
+    assert "RuntimeError: internal error: ZeroDivisionError" in str(group.rollouts[0].score.error)
 
 
 def test_what_is_not_supported_is_refused_with_its_name(tmp_path: Path, cleanup: ExitStack) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import ScriptedPolicy, ScriptedRollouts
 from made_groups import Reward, group
+from tiny_vision import image_ref
 
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit, RewardScaling
@@ -271,3 +272,14 @@ def test_group_survives_conversion_to_plain_values() -> None:
     assert from_plain(to_plain(Group(Task(0, "", "", (), Odd()), ()))).task.reference == "odd"
     with pytest.raises(InputError, match="another version of posttrain: Score has no mood"):
         from_plain({"class": "Score", "reward": 1.0, "mood": "good"})
+
+
+@pytest.mark.invariant
+def test_groups_with_images_are_in_a_checkpoint(tmp_path: Path) -> None:
+    said = ({"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]},)
+    task = Task(0, "a", "p", (1, 2), messages=said, images=(image_ref(8, 8, 1), image_ref(9, 8, 2)))
+    torch.save(to_plain(Group(task, ())), tmp_path / "state.pt")
+    read = from_plain(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert isinstance(read, Group)
+    assert read.task == task
+    assert [image.data for image in read.task.images] == [image.data for image in task.images]

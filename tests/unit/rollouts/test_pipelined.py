@@ -170,6 +170,8 @@ def test_conversations_that_are_sampled_ahead_resume_exactly(cleanup: ExitStack)
     resumed.rounds.position.load_state_dict(stopped.rounds.position.state_dict())
     found = [*before, *steps(resumed, 3, num_steps)]
     assert [taken.groups for taken in found] == [taken.groups for taken in whole]
+    assert [taken.metrics for taken in found] == [taken.metrics for taken in whole]
+    assert found[2].metrics["prefill_tokens_computed"] > 0  # of the round before the checkpoint
     assert sorted(draw for taken in found for draw in draws(taken)) == list(range(2 * num_steps))
     assert any(r.completion.conversation.num_turns > 1 for t in found for g in t.groups for r in g.rollouts)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from posttrain.environments.agents.verifiers import Verifiers
 from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
 from posttrain.environments.python_function import awaiting_caller, load_function, seed_noise
 from posttrain.environments.turns.interface import TurnTask
@@ -58,7 +59,13 @@ class AgentItem:
 
 def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
     agent, folder = setup["agent"], Path(setup["base_folder"])
-    run = _function(agent, setup["kwargs"], folder) if isinstance(agent, str) else _command(agent, folder)
+    run: Callable[[TurnTask, Endpoint], object]
+    if agent == "verifiers":
+        run = _verifiers(setup["kwargs"])
+    elif isinstance(agent, str):
+        run = _function(agent, setup["kwargs"], folder)
+    else:
+        run = _command(agent, folder)
     if sys.platform == "linux":  # what a dead child of the agent has started becomes a child of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -68,7 +75,7 @@ def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
         try:
             return PlainReply(_result(run(item.task, item.endpoint)))
         finally:
-            _kill_children()
+            _kill_children(run.side.pid if isinstance(run, Verifiers) else -1)
 
     return answer
 
@@ -86,6 +93,14 @@ def code_files(agent: str | Sequence[str], folder: Path) -> list[Path]:
                 found |= {path, *path.parent.glob("*.py")}
                 break
     return sorted(path for path in found if os.path.isfile(path) and os.access(path, os.R_OK))
+
+
+def _verifiers(kwargs: JsonMapping) -> Verifiers:
+    try:
+        inspect.signature(Verifiers).bind(**kwargs)
+    except TypeError as error:
+        raise BadSetup(f"verifiers cannot be used with agent_kwargs {', '.join(kwargs) or '{}'}: {error}") from error
+    return Verifiers(**kwargs)
 
 
 def _function(spec: str, kwargs: JsonMapping, folder: Path) -> Callable[[TurnTask, Endpoint], object]:
@@ -135,9 +150,9 @@ def _result(value: object) -> JsonObject:
     return {"reward": reward, "parts": {encodable(name)[:100]: part for name, part in parts.items()}}
 
 
-def _kill_children() -> None:
-    """What the agent has started. Again until there is none: a child may start another before it dies."""
-    while children := psutil.Process().children(recursive=True):
+def _kill_children(kept: int) -> None:
+    """What the agent has started, but `kept`. Again until there is none: a child may start another before it dies."""
+    while children := [child for child in psutil.Process().children(recursive=True) if child.pid != kept]:
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()

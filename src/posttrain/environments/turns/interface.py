@@ -48,6 +48,7 @@ class Turn:
 class TurnEnvironment(ABC):
     """A base with the usual answers. Any class with `reset` and `step` will do; `tools` and `end` may be left out."""
 
+    call_limit_s: float = 10.0  # `env.<name>.timeout_s`: a call that takes longer is given up and its process killed
     tools: Sequence[JsonMapping] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
 
     def reset(self, task: TurnTask) -> Any:
@@ -74,3 +75,4 @@ class TurnItem:
     state: bytes = b""  # of step and end
     response: str = ""  # of step
     reason: EndReason = "turns"  # of end
+    conversation: str = ""  # of step and end: the same in all turns of a conversation, and in no other

@@ -1,7 +1,7 @@
 """The driver's side of multi-turn environments: their worker processes and results.
 
 The workers are those of `environments/pool.py`: a call that fails, hangs or kills its worker comes back as a `Score`
-with the reason. Workers hold no conversation state, so any worker can serve any turn.
+with the reason. The state of a conversation travels with it, so any worker can serve any turn.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.environments.pool import ScoringPool, scored_by_name, to_score
+from posttrain.environments.pool import Batch, ScoringPool, scored_by_name, to_score
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.turns.interface import TurnItem
+from posttrain.environments.worker_process import WorkerProcess
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.types import Message, Score
+
+_MAX_HOMES = 10_000
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,27 @@ class TurnOutcome(Score):
 
 
 class _TurnPool(ScoringPool):
+    def __init__(self, settings: RewardSettings) -> None:
+        super().__init__(settings)
+        self._homes: dict[str, WorkerProcess] = {}  # by conversation; oldest first
+
+    def _next(self, batch: Batch, worker: WorkerProcess) -> int | None:
+        """A conversation stays with the worker that began it where workers hold more of it than its state."""
+        if not self.settings.config.keeps_conversations:
+            return super()._next(batch, worker)
+        for number in batch.waiting:
+            item = batch.items[number - 1]
+            assert isinstance(item, TurnItem)
+            home = self._homes.get(item.conversation)
+            if home is None or home is worker or home not in self._workers:
+                if item.conversation:
+                    self._homes[item.conversation] = worker
+                if len(self._homes) > _MAX_HOMES:
+                    del self._homes[next(iter(self._homes))]
+                batch.waiting.remove(number)
+                return number
+        return None
+
     def _read(self, reply: JsonObject) -> Score:
         if "error" in reply:
             return to_score(reply)

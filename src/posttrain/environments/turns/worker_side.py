@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
 from posttrain.environments.python_function import awaiting_caller, load_module, seed_noise
-from posttrain.environments.turns.interface import Turn, TurnItem
+from posttrain.environments.turns.interface import Turn, TurnEnvironment, TurnItem
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
@@ -24,7 +24,7 @@ _MAX_OBSERVATION_CHARACTERS = 100_000
 
 
 def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
-    environment = _build(setup["turns"], setup["kwargs"], Path(setup["base_folder"]))
+    environment = _build(setup["turns"], setup["kwargs"], Path(setup["base_folder"]), setup["timeout_s"])
     call = awaiting_caller()
 
     def answer(item: TurnItem) -> PlainReply:
@@ -42,7 +42,7 @@ def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
     return answer
 
 
-def _build(spec: str, kwargs: JsonMapping, base_folder: Path) -> Any:
+def _build(spec: str, kwargs: JsonMapping, base_folder: Path, limit_s: float) -> Any:
     module, module_name, attribute = load_module(spec, base_folder)
     found: Any = module
     for part in attribute.split("."):
@@ -53,6 +53,8 @@ def _build(spec: str, kwargs: JsonMapping, base_folder: Path) -> Any:
         raise BadSetup(f"{module_name} has no class {attribute!r}; {known}")
     if not _takes_turns(found):
         raise BadSetup(f"{module_name}:{attribute} needs the methods reset(task) and step(state, response)")
+    if issubclass(found, TurnEnvironment):
+        found.call_limit_s = limit_s
     try:
         inspect.signature(found).bind(**kwargs)  # its error is clearer than that of the call
         return found(**kwargs)
