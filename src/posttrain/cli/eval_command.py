@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config import load_config
+from posttrain.config import EvalRunConfig, LoadedConfig, load_config
 from posttrain.errors import InputError
 from posttrain.files import durable
 from posttrain.reporting.console import Console
@@ -19,11 +19,14 @@ examples:
   posttrain eval results/grpo data.dataset_name=gsm8k data.data_path=gsm8k/test.jsonl eval.max_problems=200
   posttrain eval --config examples/configs/evals/math_eval.yaml generation.temperature=0.6 eval.num_tests_per_prompt=16
   posttrain eval http://localhost:8000/v1 data.dataset_name=gsm8k
+  posttrain eval results/grpo --harness lm-eval --tasks gsm8k,ifeval
   posttrain eval compare results/eval/A results/eval/B
 
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config
 show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
+An answer may have generation.max_new_tokens tokens, by default as many as generation.vllm_cfg.max_model_len allows: set
+fewer for a first try on a CPU.
 exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into
 the folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first
 batch
@@ -48,6 +51,11 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.config_file()
     parser.switch("--list", "list the benchmarks that are known by name")
     parser.option("--gpu-hour-price PRICE", "shows what the evaluation cost", type=float)
+    parser.option("--harness", "measure with the tasks of another harness", choices=("lm-eval", "inspect"))
+    parser.option("--tasks NAMES", "with --harness: its tasks, separated by commas")
+    parser.option("--harness-python FILE", "with --harness: a Python that has it")
+    parser.option("--harness-metric NAME", "with --harness: the metric that is the reward (default: the task's first)")
+    parser.option("--harness-args WORDS", "with --harness: further options of its command line, in quotes")
     parser.switch("--retry-unscored", "try problems again whose samples could not all be scored")
     parser.switch("--json", "print summary.json instead of the block")
     parser.switch("--quiet", "print the result, warnings and errors only")
@@ -73,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n".join(["benchmarks (data.dataset_name):", *lines_for_people()]))
         return 0
+    named = ("tasks", "harness_python", "harness_metric", "harness_args")
+    for option in [f"--{name.replace('_', '-')}" for name in named if getattr(args, name) is not None]:
+        if args.harness is None:
+            raise InputError(f"{option} needs --harness lm-eval or --harness inspect")
     loaded = load_config("eval", args.config, _overrides(args))
     loaded.print_warnings()
 
@@ -85,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Results go to standard output, everything else beside it: `--json` can be piped.
     console = Console(sys.stderr, quiet=args.quiet)
+    if args.harness is not None:
+        return _run_harness(args, loaded, console)
     evaluation = EvaluationBuild(loaded, say=console.note)
     summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
     if args.json:
@@ -93,6 +107,24 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(block(loaded.config, summary, problems)))
         print(f"  saved      {folder}")
     return EXIT_NOTHING_SCORED if summary.score is None else 0
+
+
+def _run_harness(args: argparse.Namespace, loaded: LoadedConfig[EvalRunConfig], console: Console) -> int:
+    from posttrain.apps.evaluate.harness import HarnessRun, split_words
+    from posttrain.apps.evaluate.results import SUMMARY_FILE
+    from posttrain.apps.evaluate.summary import block
+
+    if args.retry_unscored:
+        raise InputError("--retry-unscored does not go together with --harness, which samples a task as a whole")
+    tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
+    words = split_words(args.harness_args)
+    run = HarnessRun(loaded, args.harness, tasks, console.note, args.harness_python, args.harness_metric, words)
+    done = run.execute()
+    for config, summary, problems, folder in done:
+        shown = [line for line in block(config, summary, problems) if not line.startswith("max_new_tokens=")]
+        lines = [*shown, f"  saved      {folder}"]  # sampling is the task's own, but for what the user has set
+        print((folder / SUMMARY_FILE).read_text(encoding="utf-8") if args.json else "\n".join(lines))
+    return EXIT_NOTHING_SCORED if all(summary.score is None for _, summary, _, _ in done) else 0
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
+from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, unreadable
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -94,7 +94,8 @@ def _mathematics(name: str, *aliases: str, split: str | None = None, **changes: 
 
 
 def _of_spec(spec: ResponseSpec) -> Benchmark:
-    return Benchmark(spec.name, spec.aliases, spec.hub, spec.subsets, spec.split, spec.question, spec.answer)
+    names = (item.name for item in fields(NamedDataset))
+    return Benchmark(question=spec.question, answer=spec.answer, **{name: getattr(spec, name) for name in names})
 
 
 def _gpqa(variant: str, *aliases: str) -> Benchmark:

@@ -22,7 +22,7 @@ from posttrain.apps.evaluate.results import SUMMARY_FILE, EvaluationSummary, Pro
 from posttrain.apps.evaluate.runner import EvaluationRunner, TaskQueue, unfinished_batches
 from posttrain.apps.evaluate.summary import summarise
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, attached
 from posttrain.data.errors import DataError
 from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
@@ -198,10 +198,12 @@ class EvaluationBuild:
         """
         judge, problems = self.config.judge, self.problem_set.problems
         if chat is None:
+            if any(task.images for task in problems):
+                raise DataError("a problem has images, which are not sent to a server; evaluate the model itself")
             return [replace(task, prompt=task.messages[-1]["content"], environment=judge) for task in problems]
         total = self._max_total_tokens
         limit = min(self.config.data.max_input_seq_length or total, total - 1)
-        texts = chat.render_all([task.messages for task in problems])
+        texts = chat.render_all([attached(task.messages, task.images) for task in problems])
         tasks = []
         for task, where, text, ids in zip(
             problems, self.problem_set.where, texts, chat.encode_prompts(texts), strict=True

@@ -260,13 +260,18 @@ def comparison_page(comparison: EvaluationComparison) -> str:
     names = dict.fromkeys([*c.first.summary.metrics, *c.second.summary.metrics])
     return render_page(
         Path(__file__).with_name("comparison.html"),
-        title=f"{c.first.summary.dataset}: {c.second.summary.model} against {c.first.summary.model}",
+        title=f"{c.first.summary.dataset}: {_short(c.second.summary.model)} against {_short(c.first.summary.model)}",
         facts=f"{c.metric} · {len(c.pairs)} problems · {c.test}",
         status_words=c.verdict,
         c=c,
         sides=[(name, _value(c.first, name), _value(c.second, name)) for name in names],
         max_shown=MAX_SHOWN,
     )
+
+
+def _short(model: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(model.rstrip("/").split("/")[-2:])
 
 
 def _value(evaluation: Evaluation, name: str) -> str:

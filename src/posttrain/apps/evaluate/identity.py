@@ -73,7 +73,9 @@ _NAMED, _CONTENT, _PART = "named", "content", "part"
 
 def prompts_hash(problems: Sequence[Task]) -> str:
     """Digest of the prompts and their order."""
-    return digest([[dict(message) for message in problem.messages] for problem in problems])
+    asked = [[dict(message) for message in problem.messages] for problem in problems]
+    images = [image.digest for problem in problems for image in problem.images]
+    return digest([*asked, images] if images else asked)
 
 
 def files_digest(values: object) -> dict[str, str]:

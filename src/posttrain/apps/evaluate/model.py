@@ -110,7 +110,7 @@ class EvaluatedModel:
         """The engine and how prompts are written for it; a server writes them itself."""
         if self.server is not None:
             return self.server, None
-        from posttrain.models.loading import load_tokenizer
+        from posttrain.models.loading import expand_images_for, load_tokenizer
 
         assert self.reference is not None
         own, written = self._own_tokenizer, self.config.tokenizer
@@ -120,6 +120,7 @@ class EvaluatedModel:
             else load_tokenizer(own, "tokenizer.name")
         )
         chat = ChatFormat(tokenizer, written.chat_template, written.chat_template_kwargs)
+        chat.image_tokens = expand_images_for(self.reference.model, tokenizer, "generation.model_name")
         workers = start_engines(self.config, self.reference)
         cleanup.callback(workers.close)
         if self.config.num_engines > 1:

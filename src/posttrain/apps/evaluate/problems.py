@@ -24,11 +24,13 @@ from posttrain.apps.evaluate.benchmarks import (
     unknown_benchmark,
 )
 from posttrain.config.evaluation import EvalDataConfig
+from posttrain.data.chat import images_of, without_images
 from posttrain.data.conversations import PromptFiles, as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
+from posttrain.data.image_rows import placed, with_images, without_marks
 from posttrain.data.sources import FORMATS, Row, filesystem_of, read_file, read_local
-from posttrain.types import Task
+from posttrain.types import Message, Task
 
 CHOICE_PROMPT = (
     "Answer the multiple-choice question below. Think it through first if that helps, then end with a line of the form "
@@ -73,11 +75,15 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     asks_choices = [choices(row, seed) for row in rows]
     is_choice = any(choice is not None for choice in asks_choices)
     prompts = _prompt_files(data, is_choice)
-    used = {*benchmark.question, data.problem_key, data.solution_key}
+    asks_by_key = () if callable(benchmark.question) else benchmark.question
+    used = {*asks_by_key, data.problem_key, data.solution_key}
     problems = []
     for index, (row, name, choice) in enumerate(zip(rows, ids, asks_choices, strict=True)):
-        names = (data.problem_key,) if data.problem_key else benchmark.question
-        asked = as_prompt(row.field(*names, setting="data.problem_key"), row, names[0])
+        if callable(benchmark.question) and not data.problem_key:
+            asked: str | list[Message] = benchmark.question(row)
+        else:
+            names = (data.problem_key,) if data.problem_key else asks_by_key
+            asked = as_prompt(row.field(*names, setting="data.problem_key"), row, names[0])
         if not asked or (isinstance(asked, str) and not asked.strip()):
             raise DataError(f"{row.where}: the problem is empty")
         if choice is not None:
@@ -85,14 +91,17 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
                 raise DataError(f"{row.where}: a multiple-choice problem must be text, found a conversation")
             options = [f"{letter}) {option}" for letter, option in zip(LETTERS, choice.options, strict=False)]
             asked = "\n".join([asked.strip(), "", *options])
+        messages = placed(prompts.messages(asked), row)
+        text = asked if isinstance(asked, str) else "\n\n".join(turn["content"] for turn in asked)
         problems.append(
             Task(
                 draw=index,
                 id=name,
-                prompt=asked if isinstance(asked, str) else "\n\n".join(turn["content"] for turn in asked),
+                prompt=without_marks(text),
                 prompt_ids=(),
                 reference=_expected(row, benchmark, data) if choice is None else choice.letter,
-                messages=tuple(prompts.messages(asked)),
+                messages=tuple(without_images(messages)),
+                images=tuple(images_of(messages)),
                 metadata={key: value for key, value in row.values.items() if key not in used},
             )
         )
@@ -117,13 +126,17 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
         subset=data.subset,
         split=data.split,
         download_dir=data.download_dir,
+        image_key=data.image_key,
+        image_dir=data.image_dir,
+        allow_image_urls=data.allow_image_urls,
     )
     path = data.data_path or (entry.local_path if known is None else None)
     of_subset = _files_of_subset(path, known, data) if path is not None and known is not None else []
     if of_subset:
-        rows: Iterator[Row] = chain.from_iterable(read_local(file) for file in of_subset)
+        found = chain.from_iterable(read_local(file) for file in of_subset)
+        rows = with_images(found, entry, benchmark)
     elif path is not None and (data.file_format is not None or path.startswith(("http://", "https://"))):
-        rows = _rows_of_file(path, data.file_format)
+        rows = with_images(_rows_of_file(path, data.file_format), entry, benchmark)
     else:
         # Another hub dataset is tested on its test split, unless `data.split` is set.
         split = data.split or ("test" if known is None and path is None else None)

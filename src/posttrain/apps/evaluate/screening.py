@@ -44,7 +44,7 @@ from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.files.locks import locked
 from posttrain.files.redaction import without_credentials
 from posttrain.models.accepted_names import model_fingerprint, resolve_model
-from posttrain.models.loading import check_model_exists, load_tokenizer
+from posttrain.models.loading import check_model_exists, expand_images_for, load_tokenizer
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedEngine
 from posttrain.orchestration.workers import call_all
@@ -136,6 +136,7 @@ class Screening:
         check_model_exists(policy.model_name)
         tokenizer = policy.tokenizer
         chat = ChatFormat(load_tokenizer(tokenizer.name), tokenizer.chat_template, tokenizer.chat_template_kwargs or {})
+        chat.image_tokens = expand_images_for(policy.model_name, chat.tokenizer)
         dataset = self.recipe.load_tasks(self.entry, chat)
         if self.entry.split_validation_size and self.config.data.validation is None:
             self.say(

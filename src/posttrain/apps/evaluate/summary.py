@@ -115,7 +115,9 @@ def _more(summary: EvaluationSummary, num_measured: int, why_unscored: str | Non
         interval = summary.intervals[LENGTH]
         lines["length"] = f"{summary.metrics[LENGTH]:.1f} tokens   [{interval.low:.1f}, {interval.high:.1f}]"
     share = counts.truncated / counts.samples
-    lines["truncated"] = f"{counts.truncated} of {counts.samples} samples ({share:.1%})"
+    lines["truncated"] = "unknown: nothing says why an answer ended"
+    if TRUNCATION in summary.metrics:
+        lines["truncated"] = f"{counts.truncated} of {counts.samples} samples ({share:.1%})"
     left_out = counts.problems - num_measured
     note = f"; {left_out} problems without any scored sample are left out" if left_out else ""
     lines["unscored"] = f"{counts.unscored} of {counts.samples} samples{note}"
