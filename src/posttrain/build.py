@@ -6,17 +6,20 @@ All input is checked before the model is loaded: the data, the reward functions,
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
-from posttrain.checkpointing.run_folder import WriteAccess, run_folder
+from posttrain.checkpointing.run_folder import WriteAccess, inspect_folder, run_folder
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, CopyRule, Exporter, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
+from posttrain.config.placement import ENGINE, REFERENCE
+from posttrain.config.policy import automatic_schedule, is_automatic
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
@@ -24,7 +27,7 @@ from posttrain.engines.weights import Handover
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.files.digests import digest
 from posttrain.loop import LoopSettings, TrainingLoop
-from posttrain.models.loading import DTYPES, check_model_exists, load_tokenizer
+from posttrain.models.loading import DTYPES, check_model_exists, expand_images_for, load_tokenizer
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
@@ -127,6 +130,7 @@ class TrainingRun:
         chat = recipe.chat_form(
             tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
         )
+        chat.image_tokens = expand_images_for(config.policy.model_name, tokenizer)
         prepared = recipe.prepare(chat)
         train = prepared.train
         per_step = config.step_sizes().num_rows
@@ -137,7 +141,9 @@ class TrainingRun:
                 f"data.train has {len(train)} usable {recipe.unit}, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
-        workers = self._workers(chat)
+        self._settle_schedule(max_steps)
+        config = self.config
+        workers = self._workers(chat, recipe.beside())
         self._cleanup.callback(workers.close)
         facts = call_all(workers, Rank.facts)[0]
         header = header_lines(
@@ -179,6 +185,7 @@ class TrainingRun:
                 max_steps=max_steps,
                 cleanup=self._cleanup,
                 when_stopped=interruption.tell,
+                beside=workers.beside,
             )
         )
         return TrainingLoop(
@@ -202,8 +209,20 @@ class TrainingRun:
             interruption=interruption,
         )
 
-    def _workers(self, chat: ChatFormat) -> WorkerGroup:
-        config = self.config
+    def _settle_schedule(self, max_steps: int) -> None:
+        """Replace `policy.scheduler: auto` by the schedule that it is; a resumed run keeps the one it began with."""
+        config, settings = self.config, self.config.checkpointing
+        if config.policy.scheduler != "auto":
+            return
+        before = inspect_folder(config.logger.log_dir, settings.checkpoint_dir) if settings.enabled else None
+        kept = before.scheduler if before is not None and before.step else None
+        schedule = kept if is_automatic(kept) else automatic_schedule(max_steps)
+        policy = config.policy.model_copy(update={"scheduler": schedule})
+        self.config = config.model_copy(update={"policy": policy})
+        self.loaded = replace(self.loaded, config=self.config)
+
+    def _workers(self, chat: ChatFormat, beside: Mapping[str, Callable[[], object]]) -> WorkerGroup:
+        config, placement = self.config, self.config.placement
         setup = _rank_setup(config, chat)
         layout = RankLayout(
             config.cluster.num_nodes,
@@ -211,19 +230,22 @@ class TrainingRun:
             device=config.policy.device,
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
-            num_engines=config.num_engines,
-            places_per_engine=config.gpus_per_engine,
-            places_per_engine_actor=config.gpus_per_engine if config.vllm_spans_gpus else 1,
+            placement=placement,
             log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
+        setup = replace(setup, tells_whole_groups=any(group.name != ENGINE for group in placement.groups))
         shares = 1 if config.vllm_spans_gpus else config.gpus_per_engine
-        engine = setup.for_sampling(shares, in_host_memory=config.vllm_spans_gpus)
+        beside = {
+            **beside,
+            ENGINE: partial(build_rank, setup.for_sampling(shares, in_host_memory=config.vllm_spans_gpus)),
+            REFERENCE: partial(build_rank, setup.for_reference()),
+        }
+        if placement.group(ENGINE) is not None:
+            setup = setup.without_vllm()
+        if placement.group(REFERENCE) is not None:
+            setup = replace(setup, needs_reference=False)
         return start_workers(
-            partial(build_rank, setup.without_vllm() if config.num_engines else setup),
-            layout,
-            config.cluster.launcher,
-            build_engine=partial(build_rank, engine) if config.num_engines else None,
-            quiet=self.quiet,
+            partial(build_rank, setup), layout, config.cluster.launcher, beside=beside, quiet=self.quiet
         )
 
     def _sampling(
@@ -307,7 +329,7 @@ class TrainingRun:
             gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,
             pieces=token_pieces(decode),
-            ask_ranks=lambda: [{"rank": rank, **status} for rank, status in enumerate(call_all(workers, Rank.status))],
+            ask_ranks=workers.status,
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:

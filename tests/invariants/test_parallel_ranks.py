@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel_ranks import source_of
 from torch import Tensor
 
 PROGRAM = Path(__file__).parents[1] / "parallel_ranks.py"
@@ -48,6 +49,35 @@ SLOW = [
     ["llama/rm/float64/dp1", "llama/rm/float64/tp2", "llama/rm/float64/cp2"],
     ["llama/grpo/float32/dp1", "llama/grpo/float32/tp2", "llama/grpo/float32/dp2-tp2", "llama/grpo/float32/tp2-cp2"],
 ]
+# Ranks that share layers split the rows in between.
+SPLIT_ROWS = [
+    "llama/grpo/float64/dp1",
+    "llama-rows/grpo/float64/tp2",
+    "llama-rows/grpo/float64/dp2-tp2",
+    "llama-rows/grpo/float64/tp2-cp2",
+]
+SPLIT_ROWS_MORE = [
+    ["qwen3/dpo/float64/dp1", "qwen3-rows/dpo/float64/tp2", "qwen3-rows/dpo/float64/dp1+qwen3:dp1"],
+    ["qwen3/grpo/float64/dp1", "qwen3-fused-rows/grpo/float64/tp2", "qwen3-rows-recompute/grpo/float64/tp2"],
+    ["llama-lora/grpo/float64/dp1", "llama-lora-rows/grpo/float64/tp2"],
+    ["llama-offload/dpo/float64/dp1", "llama-host-rows/dpo/float64/tp2"],
+    ["llama/rm/float64/dp1", "llama-rows/rm/float64/tp2"],
+    *[
+        [f"{name}/dpo/float64/dp1", f"{name}-rows/dpo/float64/tp2"]
+        for name in ("gemma2", "gemma3", "granite", "phi", "cohere")
+    ],
+]
+# Parameters in host memory: the first has the same optimizer and parameters on the device.
+HOSTED = [
+    "llama-offload/grpo/float64/dp1",
+    "llama-host/grpo/float64/dp1",
+    "llama-host/grpo/float64/dp2",
+    "llama-host/grpo/float64/tp2",
+    "llama-host-recompute/grpo/float64/dp1",
+    "llama-host/grpo/float64/dp1+llama-offload:dp1",
+    "llama-offload/grpo/float64/dp1+llama-host:dp2",
+]
+HOSTED_LORA = ["llama-lora-offload/grpo/float64/dp1", "llama-lora-host/grpo/float64/dp1"]
 FAMILIES = [
     [f"{name}/dpo/float64/dp1", f"{name}/dpo/float64/tp2"]
     for name in ("mistral", "qwen2", "gemma3", "granite", "smollm3", "phi", "cohere")
@@ -103,12 +133,15 @@ def run(folder: Path, cases: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("quick"), QUICK)
+    return run(tmp_path_factory.mktemp("quick"), [*QUICK, *HOSTED[:2], SPLIT_ROWS[1]])
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("slow"), [case for cases in SLOW for case in cases])
+    return run(
+        tmp_path_factory.mktemp("slow"),
+        [case for cases in [*SLOW, HOSTED, HOSTED_LORA, SPLIT_ROWS, *SPLIT_ROWS_MORE] for case in cases],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +170,7 @@ def assert_same(folder: Path, case: str, expected: str, exact: float = EXACT) ->
     tolerance = exact if "/float64/" in case else FLOAT32
     assert all(float(gradient.abs().max()) > 1e-4 for gradient in theirs["gradients"][1].values() if gradient.ndim > 1)
     if "loaded" in ours:  # bit for bit what the other mesh saved
-        saved = outcome(folder, case.partition("+")[0].rpartition("/")[0] + "/" + case.partition("+")[2])["saved"]
+        saved = outcome(folder, source_of(case))["saved"]
         assert saved.keys() == ours["loaded"].keys()
         assert [name for name, tensor in saved.items() if not torch.equal(tensor, ours["loaded"][name])] == []
     updates = len(ours["metrics"])  # a resumed run makes the second alone
@@ -156,6 +189,34 @@ def assert_same(folder: Path, case: str, expected: str, exact: float = EXACT) ->
 @pytest.mark.parametrize("case", QUICK[1:])
 def test_ranks_that_share_layers_or_rows_compute_what_one_process_does(quick: Path, case: str) -> None:
     assert_same(quick, case, QUICK[0])
+
+
+@pytest.mark.invariant
+def test_rows_split_between_layers_change_nothing(quick: Path) -> None:
+    assert_same(quick, SPLIT_ROWS[1], SPLIT_ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [(case, cases[0]) for cases in [[SPLIT_ROWS[0], *SPLIT_ROWS[2:]], *SPLIT_ROWS_MORE] for case in cases[1:]],
+)
+def test_rows_split_between_layers_of_any_model_change_nothing(slow: Path, case: str, expected: str) -> None:
+    assert_same(slow, case, expected)
+
+
+@pytest.mark.invariant
+def test_parameters_in_host_memory_change_nothing(quick: Path) -> None:
+    assert_same(quick, HOSTED[1], HOSTED[0])
+    assert outcome(quick, HOSTED[1])["offloaded"] == {True}
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"), [*((case, HOSTED[0]) for case in HOSTED[2:]), (HOSTED_LORA[1], HOSTED_LORA[0])]
+)
+def test_parameters_in_host_memory_change_nothing_on_any_ranks(slow: Path, case: str, expected: str) -> None:
+    """And checkpoints are interchangeable with those of runs without it."""
+    assert_same(slow, case, expected)
+    assert outcome(slow, case)["offloaded"] == ({True} if "-host" in case.partition("+")[0] else set())
 
 
 def test_ranks_that_share_layers_never_hold_the_whole_model(quick: Path) -> None:

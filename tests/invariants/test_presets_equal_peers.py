@@ -230,6 +230,24 @@ def cispo(current: Tensor, old: float, reference: float, sampler: float, advanta
     return -min(float(exp(current.detach() - old)), 5.0) * advantage * current
 
 
+def sapo(current: Tensor, old: float, reference: float, sampler: float, advantage: float) -> Tensor:
+    steepness = 1.0 if advantage > 0 else 1.05
+    return -advantage * 4 / steepness / (1 + (-steepness * (exp(current - old) - 1)).exp())
+
+
+def dppo(form: str, bound: float) -> TokenLoss:
+    def loss(current: Tensor, old: float, reference: float, sampler: float, advantage: float) -> Tensor:
+        now, before = float(exp(current.detach())), math.exp(old)
+        if form == "tv":
+            keeps = now - before <= bound if advantage > 0 else now - before >= -bound
+        else:
+            kl = before * math.log(before / now) + (1 - before) * math.log((1 - before) / (1 - now))
+            keeps = kl <= bound or (now <= before if advantage > 0 else now >= before)
+        return -advantage * min(now / before, 1e4) * current * float(keeps)
+
+    return loss
+
+
 Rows = list[list[Tensor]]  # answer, token
 
 
@@ -278,6 +296,20 @@ def of_whole_answers(low: float, high: float, *, product: bool) -> Callable[[Ste
     return whole
 
 
+def gmpo(step: Step, advantages: PerToken, current: Rows) -> Tensor:
+    """The geometric mean of an answer's ratios, each clipped at exp(±0.4) on the side where that is the worse one."""
+    olds = [tokens for group in step.old for tokens in group]
+    credits = [tokens[0] for group in advantages for tokens in group]
+    total = torch.zeros((), dtype=torch.float64)
+    for now, old, advantage in zip(current, olds, credits, strict=True):
+        terms = []
+        for c, o in zip(now, old, strict=True):
+            beyond = float(c.detach()) - o > 0.4 if advantage > 0 else float(c.detach()) - o < -0.4
+            terms.append(torch.tensor(math.copysign(0.4, advantage)) if beyond else c - o)
+        total = total - advantage * (sum(terms, torch.zeros(())) / len(terms)).exp()
+    return total / len(current)
+
+
 @dataclass(frozen=True)
 class Peer:
     advantages: Callable[[Step], PerToken]
@@ -294,10 +326,13 @@ PEERS = {
     "trl-dr_grpo": Peer(centred, over_tokens(PLAIN, constant_length)),
     "trl-gspo": Peer(group_normalised(1e-4), of_whole_answers(0.2, 0.2, product=False)),
     "trl-cispo": Peer(group_normalised(1e-4), over_tokens(cispo, per_token)),
+    "trl-sapo": Peer(group_normalised(1e-4), over_tokens(sapo, per_answer)),
+    "trl-gmpo": Peer(group_normalised(1e-4), gmpo),
     "trl-rloo": Peer(trl_rloo, of_whole_answers(0.2, 0.2, product=True)),
     "verl-grpo": Peer(group_normalised(1e-6), over_tokens(plus(VERL, kl_of_verl), per_token)),
     "verl-dapo": Peer(verl_dapo, over_tokens(clipped(0.2, 0.28, 10.0, 20.0), per_token)),
     "verl-rfpp": Peer(verl_rfpp, over_tokens(VERL, per_token)),
+    "verl-dppo": Peer(centred, over_tokens(dppo("tv", 0.15), constant_length)),
     "openrlhf-rfpp": Peer(openrlhf_rfpp, over_tokens(OPENRLHF, per_token)),
     "openrlhf-rfpp-baseline": Peer(openrlhf_rfpp_baseline, over_tokens(OPENRLHF, per_token)),
     "openrlhf-grpo": Peer(openrlhf_grpo, over_tokens(OPENRLHF, per_token)),
@@ -371,6 +406,24 @@ def test_advantages_loss_and_gradient_equal_the_peers_formula(name: str, seed: i
     assert loss == approx(expected_loss)
     torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
     assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("trust_region", ["tv", "kl"])
+def test_dppo_masks_tokens_that_moved_too_far_in_their_direction(trust_region: str) -> None:
+    step = random_step(rewards=[[1.0, 0.0, 0.3]], lengths=[[4, 4, 4]])
+    for answer in range(3):
+        step.old[0][answer] = [math.log(p) for p in (0.5, 0.5, 0.5, 0.01)]
+        step.current[0][answer] = [math.log(p) for p in (0.9, 0.1, 0.52, 0.05)]
+    overrides = [f"loss_fn.trust_region={trust_region}", "loss_fn.ratio_clip_min=0.15", "loss_fn.ratio_clip_max=0.15"]
+    _, loss, gradient = posttrain(step, "verl-dppo", *overrides)
+    peer = Peer(centred, over_tokens(dppo(trust_region, 0.15), constant_length))
+    _, expected_loss, expected_gradient = by_formula(step, peer)
+    assert loss == approx(expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
+    # Of the rewarded answer the first token is masked, of the others the second. A ratio of 5 on a rare token is not.
+    assert [(gradient == 0).tolist()[i : i + 4] for i in (0, 4, 8)] == [
+        [True, False, False, False], [False, True, False, False], [False, True, False, False]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["verl-grpo", "verl-dapo"])

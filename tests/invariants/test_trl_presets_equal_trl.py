@@ -61,6 +61,9 @@ class Theirs:
 def trl_step(folder: Path, kind: str, options: dict[str, Any]) -> Theirs:
     model(attention="eager").save_pretrained(folder / "model")
     trainers = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+    if kind == "gmpo":
+        gmpo = pytest.importorskip("trl.experimental.gmpo", reason="not in this version of TRL")
+        trainers["gmpo"] = gmpo.GMPOTrainer, gmpo.GMPOConfig
     trainer_class, config_class = trainers[kind]
     trainer = trainer_class(
         model=str(folder / "model"),
@@ -107,6 +110,8 @@ GRPO = {
     "trl-dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "trl-gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "trl-cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "trl-sapo": {"loss_type": "sapo"},
+    "trl-gmpo": {},
 }
 
 
@@ -131,7 +136,7 @@ def ours(config: Any, theirs: Theirs, **columns: Tensor) -> tuple[float, dict[st
 @pytest.mark.parametrize("name", GRPO)
 def test_grpo_presets(tmp_path: Path, name: str) -> None:
     sizes = [f"preset={name}", f"policy.generation.max_new_tokens={MAX_TOKENS}"]
-    theirs = trl_step(tmp_path, "grpo", {**GRPO[name], "beta": 0.3})
+    theirs = trl_step(tmp_path, "gmpo" if name == "trl-gmpo" else "grpo", {**GRPO[name], "beta": 0.3})
     batch = rollout_batch(groups_of(theirs.step))
     reference = padded_back(theirs.step["ref_per_token_logps"], batch)
     with torch.no_grad():

@@ -76,14 +76,15 @@ VARIANTS: Mapping[str, list[str]] = {
     ],
     "distillation, sampled token": ["teacher={model_name: {teacher}, divergence: forward, over: sampled}"],
 }
+PARALLEL = "policy.dtensor_cfg"
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 Arguments = Callable[[str, Path], list[str]]
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> Arguments:
-    model = save_model(tmp_path_factory.mktemp("model"))
-    teacher = save_model(tmp_path_factory.mktemp("teacher"), hidden_size=48, seed=7)
+    model = save_model(tmp_path_factory.mktemp("model"), num_kv_heads=2)
+    teacher = save_model(tmp_path_factory.mktemp("teacher"), hidden_size=48, seed=7, num_kv_heads=2)
     data = save_data(tmp_path_factory.mktemp("data"))
     (data / "coarse.py").write_text(COARSE)
 
@@ -203,4 +204,18 @@ def test_two_ranks_equal_one_process(
     two = ["cluster.launcher=ray", "cluster.gpus_per_node=2", "grpo.max_val_samples=1", "checkpointing.enabled=false"]
     assert run([*arguments(name, tmp_path / "two"), *two]) == 0
     assert run([*arguments(name, tmp_path / "one"), *two[2:]]) == 0
+    assert_same_curves(tmp_path / "two", tmp_path / "one", but="packing")
+
+
+@pytest.mark.ray
+@pytest.mark.full
+@pytest.mark.parametrize("more", [[], [f"{PARALLEL}.sequence_parallel=true", f"{PARALLEL}.cpu_offload=true"]])
+@pytest.mark.parametrize("name", ["distillation, top k, rewards, adapters", "ppo, warm-up, KL in the reward, adapters"])
+def test_two_ranks_that_share_layers_equal_one_process(
+    name: str, more: list[str], arguments: Arguments, tmp_path: Path
+) -> None:
+    few = ["grpo.max_val_samples=1", "checkpointing.enabled=false"]
+    two = ["cluster.launcher=ray", "cluster.gpus_per_node=2", f"{PARALLEL}.tensor_parallel_size=2"]
+    assert run([*arguments(name, tmp_path / "two"), *few, *two, *more]) == 0
+    assert run([*arguments(name, tmp_path / "one"), *few]) == 0
     assert_same_curves(tmp_path / "two", tmp_path / "one", but="packing")

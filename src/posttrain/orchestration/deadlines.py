@@ -8,11 +8,12 @@ from datetime import timedelta
 from posttrain.errors import InputError
 
 NCCL_TIMEOUT_VARIABLE = "NCCL_TIMEOUT"  # timeout of collectives in seconds; read when the process group is created
+RESERVE = "reserve"  # the operation whose deadline bounds the wait for nodes
 DEADLINE_VARIABLE = "POSTTRAIN_WORKER_DEADLINE_S"
 _SHORT_S, _FILES_S, _COMPUTE_S = 900.0, 3600.0, 4 * 3600.0
 # Far above normal operation times: a deadline ends a hang, not a slow step.
 _DEADLINES_S = {
-    "reserve": 600.0,  # nodes that are being started join within minutes
+    RESERVE: 600.0,  # nodes that are being started join within minutes
     "build": _FILES_S,
     "save": _FILES_S,
     "begin_save": _FILES_S,
@@ -27,6 +28,7 @@ _DEADLINES_S = {
     "reference_logprobs": _COMPUTE_S,
     "publish": _FILES_S,
     "generate": _COMPUTE_S,
+    "score": _COMPUTE_S,
     "sample_round": _COMPUTE_S,
 }
 

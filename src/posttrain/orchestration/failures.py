@@ -50,6 +50,7 @@ _STAGES = {
     "build": "start-up",
     "generate": "sampling",
     "sample_round": "sampling",
+    "score": "scoring",
     "publish": "handing weights to the sampler",
     "update": "training",
     "evaluate": "validation",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,9 +33,25 @@ from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quot
 MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank, while others have one
 
 
+def process_status(device: torch.device) -> dict[str, object]:
+    """This process and its memory, for `workers.jsonl`."""
+    if device.type == "cuda":
+        memory = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        used = psutil.Process().memory_info().rss
+        memory, total = (used, used), psutil.virtual_memory().total
+    names = ("allocated_bytes", "reserved_bytes", "total_bytes")
+    found = {"host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
+    return {**found, **dict(zip(names, (*memory, total), strict=True))}
+
+
 def build_rank(setup: RankSetup) -> Rank:
     critic = setup.for_critic()
-    return Rank(PolicyTrainer(setup), None if critic is None else PolicyTrainer(critic))
+    rank = Rank(PolicyTrainer(setup), None if critic is None else PolicyTrainer(critic))
+    if setup.tells_whole_groups and isinstance(rank.engine, NativeEngine):
+        rank.engine.when_whole = rank.whole_groups.append
+    return rank
 
 
 class Rank:
@@ -45,6 +62,7 @@ class Rank:
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
         if isinstance(self.engine, NativeEngine):  # now, not when the first prompts are sampled
             check_states(trainer.device, self.engine.settings, trainer.shapes.state_bytes)
+        self.whole_groups: deque[OpenGroup] = deque()  # of the current sampling call, until they are taken
         self._is_asked_to_stop = False
         if self.engine is not None:
             agreed = trainer.agreed if self.engine.shares_tensors else lambda is_so: is_so
@@ -57,21 +75,7 @@ class Rank:
         return self.trainer.facts()
 
     def status(self) -> dict[str, object]:
-        """This process and its memory, for `workers.jsonl`."""
-        device = self.trainer.device
-        if device.type == "cuda":
-            memory = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
-            total = torch.cuda.get_device_properties(device).total_memory
-        else:
-            used = psutil.Process().memory_info().rss
-            memory, total = (used, used), psutil.virtual_memory().total
-        names = ("allocated_bytes", "reserved_bytes", "total_bytes")
-        return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "device": str(device),
-            **dict(zip(names, (*memory, total), strict=True)),
-        }
+        return process_status(self.trainer.device)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +155,10 @@ class Rank:
         with self._sampling() as engine:
             return engine.sample_round(groups, sampling, seed, quota, progress)
 
+    def take_whole_groups(self) -> list[OpenGroup]:
+        """Called from another thread, while others are sampled."""
+        return [self.whole_groups.popleft() for _ in range(len(self.whole_groups))]
+
     def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
         assert self.engine is not None, "this rank was built without policy.generation"
         return self.engine.keep_prefixes(wanted)
@@ -160,6 +168,7 @@ class Rank:
         assert self.engine is not None, "this rank was built without policy.generation"
         if not self.engine.has_weights:  # the first time, and after loading a checkpoint or releasing memory
             self.engine.take_weights(UNKNOWN_VERSION)
+        self.whole_groups.clear()
         with self.trainer.sampling() if self.engine.shares_tensors else nullcontext():
             yield self.engine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
@@ -20,15 +21,16 @@ from transformers.utils import logging
 from posttrain.errors import InputError
 from posttrain.orchestration.deadlines import collective_timeout
 from posttrain.orchestration.failures import WorkerDiedError
-from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.rank import Rank, process_status
 from posttrain.orchestration.rank_log import RankLog
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import RankLayout
+from posttrain.types import OpenGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CLOSING_S = 5.0
+_CLOSING_S = _STATUS_S = 5.0
 _LOOK_PERIOD_S = 0.5
 _NEEDED = ("raylet", "gcs_server")
 CONTROL = "control"  # calls that run concurrently with the rank's current operation
@@ -44,6 +46,8 @@ class RankActor:
         logging.disable_progress_bar()
         self.log = RankLog(layout.log_folder, layout.name_of(place))
         self.rank: Any = None
+        self._operation, self._began_s = "", time.monotonic()  # the current one, or none, and since when
+        self._busy_s, self._looked_s = 0.0, time.monotonic()
 
     def node(self) -> tuple[str, str]:
         """IP and id of the rank's node."""
@@ -76,14 +80,35 @@ class RankActor:
             self.rank.request_stop()
 
     @ray.method(concurrency_group=CONTROL)
+    def take_whole_groups(self) -> list[OpenGroup]:
+        return self.rank.take_whole_groups() if isinstance(self.rank, Rank) else []
+
+    @ray.method(concurrency_group=CONTROL)
     def close(self) -> None:
         """Ends processes that the rank has started, also during an operation."""
         if isinstance(self.rank, Rank):
             self.rank.close()
 
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        with self.log.operation(operation):
-            return getattr(self.rank, operation)(*args, **kwargs)
+        self._operation, self._began_s = operation, time.monotonic()
+        try:
+            with self.log.operation(operation):
+                return getattr(self.rank, operation)(*args, **kwargs)
+        finally:
+            self._busy_s += time.monotonic() - max(self._began_s, self._looked_s)
+            self._operation = ""
+
+    @ray.method(concurrency_group=CONTROL)
+    def status(self) -> dict[str, object]:
+        """Also while an operation runs: the process, what it is doing, and its busy share of the time since the last
+        call."""
+        now, operation = time.monotonic(), self._operation
+        busy_s = self._busy_s + (now - max(self._began_s, self._looked_s) if operation else 0.0)
+        share = min(1.0, busy_s / max(now - self._looked_s, 1e-3))
+        self._busy_s, self._looked_s = 0.0, now
+        device = torch.device("cuda" if torch.cuda.is_available() and self.layout.device != "cpu" else "cpu")
+        known = self.rank.status() if isinstance(self.rank, Rank) else process_status(device)
+        return {**known, "node": ray.util.get_node_ip_address(), "operation": operation, "busy_share": share}
 
 
 class RayWorker:
@@ -92,19 +117,30 @@ class RayWorker:
     def __init__(self, actor: ActorHandle) -> None:
         self.actor = actor
 
-    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, operation: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return future_of(self.actor.run.remote(operation.__name__, args, kwargs))
+
+    def take_whole_groups(self) -> Future[list[OpenGroup]]:
+        return future_of(self.actor.take_whole_groups.remote())
+
+
+def statuses(group: str, workers: Sequence[RayWorker]) -> list[dict[str, object]]:
+    """Of each worker, in order; of one that does not answer soon, no more than its number."""
+    calls: list[Future[dict[str, object]]] = [future_of(worker.actor.status.remote()) for worker in workers]
+    wait(calls, timeout=_STATUS_S)
+    answered = [call.result(timeout=0) if call.done() and call.exception(timeout=0) is None else {} for call in calls]
+    return [{"group": group, "rank": rank, **status} for rank, status in enumerate(answered)]
 
 
 def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
-    """Start on the `place`-th place of the run; engines have the last places."""
+    """Start on the `place`-th place of the run."""
     return (
         ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
         .options(
             num_cpus=layout.num_places_of(place),
             num_gpus=layout.gpus_per_rank * layout.num_places_of(place) if places.use_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                places.group, placement_group_bundle_index=place // layout.ranks_per_node
+                places.group, placement_group_bundle_index=layout.node_of(place)
             ),
         )
         .remote(place, layout)

@@ -23,14 +23,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from posttrain.checkpointing.stopping import StopAtOnce
 from posttrain.errors import InputError, Terminated, reason_of
-from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, deadline_s
+from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, RESERVE, deadline_s
 from posttrain.orchestration.workers import RankLayout
 
 Say = Callable[[str], None]
 
 CLUSTER_SIZE_VARIABLE = "POSTTRAIN_NUM_NODES"  # of pods of `posttrain launch`: the nodes that the cluster ever has
 PROGRESS_PERIOD_S = 30.0
-RESERVE = "reserve"  # the operation whose deadline bounds the wait for nodes
 _ANSWER_TIMEOUT_S = 5.0
 _TOKEN_FILE = Path("~/.ray/auth_token")
 _START = (
@@ -46,7 +45,7 @@ def connect(layout: RankLayout, say: Say) -> str | None:
     """
     address = find_cluster(say, needs_one=layout.num_nodes > 1)
     if address is None:
-        _start_private(layout)
+        _start_private(layout, say)
     else:
         _join(address)
     return address
@@ -173,7 +172,7 @@ def _about_token(address: str) -> str:
 # -- a private Ray -----------------------------------------------------------------------------------------------------
 
 
-def _start_private(layout: RankLayout) -> None:
+def _start_private(layout: RankLayout, say: Say) -> None:
     num_places = layout.num_places
     num_gpus = torch.cuda.device_count() if layout.device != "cpu" else 0
     needed = num_places * layout.gpus_per_rank
@@ -186,6 +185,8 @@ def _start_private(layout: RankLayout) -> None:
         # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     _use_token()
+    if num_gpus == 0:
+        say(f"{'' if layout.device == 'cpu' else 'no GPU here: '}{num_places} CPU processes on {os.cpu_count()} cores")
     # Ranks share the cores even if there are fewer cores than ranks.
     _init(
         address="local",

@@ -1,8 +1,9 @@
-"""Dedicated engines, each replaced as a whole when one of its actors dies, or its vLLM.
+"""Worker groups on devices of their own: engines, the reference, reward models. A member is replaced as a whole when
+one of its actors dies, or its vLLM.
 
-Engines are independent. A replacement gets the newest weights and repeats the lost call with the same tasks and noise
-keys, so with the same bits. While prefixes are kept it repeats all calls since then: a prompt that continues cached
-pages has other bits than one computed as a whole.
+Members are independent. A replacement repeats the lost call with the same arguments, so with the same bits; an engine
+gets the newest weights before that. While prefixes are kept it repeats all calls since then: a prompt that continues
+cached pages has other bits than one computed as a whole.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from posttrain.config.placement import PlacedGroup
 from posttrain.engines.weights import SentWeights
 from posttrain.errors import EngineLostError, StopRequested
-from posttrain.orchestration.deadlines import deadline_s
+from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, RESERVE, deadline_s
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor
+from posttrain.orchestration.ray_actor import RayWorker, end_actors, future_of, settle, start_actor, statuses
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import RankLayout, WorkerGroup, gather
 from posttrain.policy.parallel.mesh import Mesh
+from posttrain.types import OpenGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,26 +32,32 @@ _RUN_HAS_ENDED = "the run has ended"
 _GRACE_S = 10.0  # the wait for all engines times out before that for one, with a message that names the late ones
 
 
-class RayEngine:
-    """One engine: an actor, or several that share its layers and run every call together, in order of `submit`."""
+class RayMember:
+    """One member: an actor, or several that share its layers and run every call together, in order of `submit`."""
 
     def __init__(
-        self, index: int, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]
+        self,
+        group: PlacedGroup,
+        index: int,
+        build: Callable[[], object],
+        layout: RankLayout,
+        places: Places,
+        say: Callable[[str], None],
     ) -> None:
-        self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
+        self.name, self._where = f"{group.name} {index}", layout.places_of(group, index)
+        self._build, self._layout, self._places, self._say = build, layout, places, say
         self._newest: Sequence[SentWeights] | None = None
         self._to_repeat: list[
             tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
         ] = []  # calls whose cached pages are in use
         self._is_closing = self._is_asked_to_stop = False
         self._waits_for: Sequence[Future[Any]] = ()
-        self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"{group.name}-{index}")
         self._start()
         self.built = self._calls.submit(self._build_all)
 
     def _start(self) -> None:
-        places = self._layout.engine_places(self.index)
-        self.workers = [RayWorker(start_actor(place, self._layout, self._places)) for place in places]
+        self.workers = [RayWorker(start_actor(place, self._layout, self._places)) for place in self._where]
 
     def _build_all(self) -> None:
         actors, address = [worker.actor for worker in self.workers], ("", 0)
@@ -56,8 +65,11 @@ class RayEngine:
             [address] = self._wait([future_of(actors[0].address.remote())], "build")
         self._wait([future_of(actor.build.remote(self._build, address)) for actor in actors], "build")
 
-    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, operation: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._calls.submit(self._call, operation, args, kwargs)
+
+    def take_whole_groups(self) -> Future[list[OpenGroup]]:
+        return self.workers[0].take_whole_groups()  # all sample the same
 
     def _call(self, operation: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         name = operation.__name__
@@ -91,9 +103,17 @@ class RayEngine:
         return next(filter(None, results), results[0])
 
     def _replace(self, operation: str) -> None:
-        self._say(f"engine {self.index} died during {operation}: another one is started, and repeats it")
+        self._say(f"{self.name} died during {operation}: another one is started, and repeats it")
         self._kill()
         self._start()
+        try:
+            self._wait([future_of(worker.actor.node.remote()) for worker in self.workers], RESERVE)
+        except WorkerTimeoutError as error:
+            raise WorkerTimeoutError(
+                f"{self.name} died during {operation}, and within {deadline_s(RESERVE):.0f} s no machine had room for "
+                f"another one. `ray status` lists the nodes; {DEADLINE_VARIABLE} sets how long to wait. The same "
+                "command continues from what was saved"
+            ) from error
         self._build_all()
         if self._newest is not None:
             self._call_all(Rank.receive_weights, self._newest)
@@ -115,7 +135,7 @@ class RayEngine:
         for error in [*_deaths(pending), *_errors(pending)]:
             raise error
         if not all(future.done() for future in pending):
-            raise WorkerTimeoutError(f"engine {self.index} has not finished {operation} within {limit_s:.0f} s")
+            raise WorkerTimeoutError(f"{self.name} has not finished {operation} within {limit_s:.0f} s")
         return [future.result(timeout=0) for future in pending]
 
     def request_stop(self) -> None:
@@ -139,41 +159,52 @@ def _deaths(pending: Sequence[Future[Any]]) -> list[BaseException]:
     return [error for error in _errors(pending) if isinstance(error, WorkerDiedError)]
 
 
-class RayEngines:
-    """`WorkerGroup` of engines. They start in the background after the constructor, in parallel with the ranks."""
+class RayGroup:
+    """`WorkerGroup` of such members. They start in the background after the constructor, in parallel with the ranks."""
 
     in_process = False
-    unit = "engine"
 
     def __init__(
-        self, build: Callable[[], object], layout: RankLayout, places: Places, say: Callable[[str], None]
+        self,
+        group: PlacedGroup,
+        build: Callable[[], object],
+        layout: RankLayout,
+        places: Places,
+        say: Callable[[str], None],
     ) -> None:
-        self.mesh, self.num_nodes = Mesh(dp=layout.num_engines), layout.num_nodes
-        self._engines = [RayEngine(index, build, layout, places, say) for index in range(layout.num_engines)]
+        self.unit = group.name
+        self.mesh, self.num_nodes = Mesh(dp=group.num_members), layout.num_nodes
+        self._members = [RayMember(group, index, build, layout, places, say) for index in range(group.num_members)]
 
     @property
-    def workers(self) -> Sequence[RayEngine]:
-        return self._engines
+    def workers(self) -> Sequence[RayMember]:
+        return self._members
 
     @property
     def engines(self) -> WorkerGroup:
         return self
 
+    def beside(self, name: str) -> WorkerGroup | None:
+        return None
+
+    def status(self) -> list[dict[str, object]]:
+        return statuses(self.unit, [worker for member in self._members for worker in member.workers])
+
     @property
     def summary(self) -> str:
-        size = len(self._engines[0].workers)
-        return f"{len(self._engines)} engines{f' of {size} processes' if size > 1 else ''}"
+        count, size = len(self._members), len(self._members[0].workers)
+        return f"{count} {self.unit}{'s' if count > 1 else ''}{f' of {size} processes' if size > 1 else ''}"
 
     def wait_until_built(self) -> list[tuple[str, str]]:
         """Returns their nodes: IP and id."""
-        gather("build", [engine.built for engine in self._engines], self.unit)
-        workers = [worker for engine in self._engines for worker in engine.workers]
+        gather("build", [member.built for member in self._members], self.unit)
+        workers = [worker for member in self._members for worker in member.workers]
         return gather("build", [future_of(worker.actor.node.remote()) for worker in workers], self.unit)
 
     def request_stop(self) -> None:
-        for engine in self._engines:
-            engine.request_stop()
+        for member in self._members:
+            member.request_stop()
 
     def close(self) -> None:
-        for engine in self._engines:
-            engine.close()
+        for member in self._members:
+            member.close()

@@ -6,20 +6,24 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from posttrain.checkpointing.background import wait_for_marks
+from posttrain.config.placement import REFERENCE
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.engines.weights import Handover, SentWeights
 from posttrain.errors import InputError
+from posttrain.orchestration.ahead import ReferenceAhead
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, gather
@@ -40,6 +44,7 @@ from posttrain.types import (
 )
 
 T = TypeVar("T")
+_LOOK_PERIOD_S = 0.1  # for whole groups, while others are sampled
 _CALLS_PER_PASS = 8  # a pass without gradients can stop between calls
 # Equal on every rank, so not summed.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr", "expert_load_max", "router_entropy", "router_mismatch")
@@ -62,6 +67,16 @@ class ShardedTrainer:
     show_progress: ShowProgress = no_progress
     stop: StopPoints = field(default_factory=NeverStops)
     num_updates: int = 0
+
+    def __post_init__(self) -> None:
+        own = self.group.beside(REFERENCE)
+        self.reference = self.group if own is None else own
+        self._ahead = None if own is None else ReferenceAhead(own, self.score, lambda: self.stop.check())
+
+    def begin_reference(self, group: OpenGroup) -> None:
+        """Of a reference on devices of its own, begin the log-probabilities of a whole group, from any thread."""
+        if self._ahead is not None:
+            self._ahead.begin(group)
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
         self.stop.commit()
@@ -90,10 +105,18 @@ class ShardedTrainer:
         return self._token_column(batch, Rank.logprobs)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        return self._token_column(batch, Rank.reference_logprobs)
+        pieces = [None] * len(batch.responses) if self._ahead is None else self._ahead.take(batch)
+        rows = [row for row, piece in enumerate(pieces) if piece is None]
+        if not rows:
+            return torch.cat([piece for piece in pieces if piece is not None])
+        rest = batch if len(rows) == len(pieces) else batch.select(rows)
+        column = self._token_column(rest, Rank.reference_logprobs, self.reference)
+        for row, piece in zip(rows, column.split(rest.response_lengths), strict=True):
+            pieces[row] = piece
+        return torch.cat([piece for piece in pieces if piece is not None])
 
     def reference_fingerprint(self) -> str:
-        return call_all(self.group, Rank.reference_fingerprint)[0]
+        return call_all(self.reference, Rank.reference_fingerprint)[0]
 
     def end_step(self) -> None:
         call_all(self.group, Rank.end_step)
@@ -140,13 +163,17 @@ class ShardedTrainer:
         plan = plan_micro_batches(batch, batching, self.group.mesh.dp, keep_groups_whole=keep_groups_whole)
         num_tokens = sum(cost(batch, rows) for shard in plan for rows in shard)
         packing = packing_metrics(batch, batching, plan, keep_groups_whole=keep_groups_whole)
-        return self._by_rank(batch, plan), num_tokens, packing
+        return _by_rank(batch, plan, self.group.mesh), num_tokens, packing
 
     def _token_column(
-        self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
+        self,
+        batch: TokenBatch,
+        operation: Callable[[Rank, MicroBatches], list[Tensor | None]],
+        group: WorkerGroup | None = None,
     ) -> Tensor:
-        plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
-        shards = self._by_rank(batch, plan)
+        group = group or self.group
+        plan = plan_micro_batches(batch, self.score, group.mesh.dp)
+        shards = _by_rank(batch, plan, group.mesh)
         num_parts = len(shards[0])
         per_call = max(1, math.ceil(num_parts / _CALLS_PER_PASS))
         results: list[list[Tensor | None]] = [[] for _ in shards]
@@ -154,12 +181,12 @@ class ShardedTrainer:
             for first in range(0, num_parts, per_call):
                 self.stop.check()
                 parts = [shard[first : first + per_call] for shard in shards]
-                calls = [worker.submit(operation, own) for worker, own in zip(self.group.workers, parts, strict=True)]
-                for result, found in zip(results, gather(operation.__name__, calls), strict=True):
+                calls = [worker.submit(operation, own) for worker, own in zip(group.workers, parts, strict=True)]
+                for result, found in zip(results, gather(operation.__name__, calls, group.unit), strict=True):
                     result += found
                 progress(len(parts[0]))
         pieces: list[Tensor | None] = [None] * len(batch.responses)
-        for shard, scores in zip(plan, self.group.mesh.one_per_shard(results), strict=True):
+        for shard, scores in zip(plan, group.mesh.one_per_shard(results), strict=True):
             for rows, score in zip(shard, scores, strict=True):
                 if score is not None:
                     lengths = [len(batch.responses[row]) for row in rows]
@@ -167,10 +194,6 @@ class ShardedTrainer:
                         pieces[row] = piece
         assert all(piece is not None for piece in pieces)
         return torch.cat([piece for piece in pieces if piece is not None])
-
-    def _by_rank(self, batch: TokenBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[MicroBatches]:
-        shards = [[batch.select(rows) if rows else None for rows in shard] for shard in plan]
-        return [shards[self.group.mesh.dp_index(rank)] for rank in range(self.group.mesh.size)]
 
     def _pass(
         self, label: str, operation: Callable[..., dict[str, float]], shards: Sequence[MicroBatches], *shared: object
@@ -186,6 +209,11 @@ class ShardedTrainer:
             if local is None:
                 progress(len(shards[0]))
         return results
+
+
+def _by_rank(batch: TokenBatch, plan: Sequence[Sequence[Sequence[int]]], mesh: Mesh) -> list[MicroBatches]:
+    shards = [[batch.select(rows) if rows else None for rows in shard] for shard in plan]
+    return [shards[mesh.dp_index(rank)] for rank in range(mesh.size)]
 
 
 @dataclass
@@ -236,8 +264,15 @@ class ShardedEngine:
         self.group = group
         self.prepare = prepare  # called before anything is sampled
         self.mesh = mesh or group.mesh.for_sampling
+        self.when_whole: Callable[[OpenGroup], None] | None = None
         # Draw and sample, None for all samples of a draw -> shard that has their pages.
         self._shard_of: dict[tuple[int, int | None], int] | None = None
+
+    def telling(self, when_whole: Callable[[OpenGroup], None]) -> ShardedEngine:
+        """This engine, which calls `when_whole` with each whole group while others are sampled, if its workers tell."""
+        engine = copy(self)
+        engine.when_whole = when_whole
+        return engine
 
     def keep_prefixes(self, wanted: bool) -> PrefillTokens | None:
         """While prefixes are kept, a conversation stays on the rank that began it."""
@@ -306,8 +341,22 @@ class ShardedEngine:
             )
             for rank, worker in enumerate(self.group.workers)
         ]
+        if self.when_whole is not None and not self.group.in_process:
+            self._tell(calls, deadline_s(operation.__name__), self.when_whole)
         by_shard = [iter(results) for results in mesh.one_per_shard(gather(operation.__name__, calls, self.group.unit))]
         return [next(by_shard[shard]) for shard in shards]
+
+    def _tell(self, calls: Sequence[Future[Any]], limit_s: float, when_whole: Callable[[OpenGroup], None]) -> None:
+        end = time.monotonic() + limit_s
+        while any(not call.done() for call in calls) and time.monotonic() < end:
+            found = [worker.take_whole_groups() for worker in self.group.workers]
+            wait(found, timeout=_LOOK_PERIOD_S)
+            for part in found:
+                # A worker that is starting or has died answers later or never; what it had found is found again.
+                if part.done() and part.exception(timeout=0) is None:
+                    for group in part.result(timeout=0):
+                        when_whole(group)
+            wait(calls, timeout=_LOOK_PERIOD_S)
 
     def _shards(self, tasks: Sequence[Task], *, are_groups: bool) -> list[int]:
         """Later turns go where their last one went, unless that was a group's and left a shard idle; others where the

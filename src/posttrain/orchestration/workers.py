@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from posttrain.config.placement import PlacedGroup, Placement
 from posttrain.errors import InputError
 from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, deadline_s
 from posttrain.orchestration.failures import Where, WorkerTimeoutError, explain, first_cause
 from posttrain.orchestration.rank import Rank
 from posttrain.policy.parallel.mesh import Mesh
+from posttrain.types import OpenGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_HANGS = {
-    "rank": "A rank may hang in a collective that another one has left",
-    "engine": "Its device or its machine may hang",
-}
+_HANGS, _IS_LOST = "A rank may hang in a collective that another one has left", "Its device or its machine may hang"
 _GRACE_S = 10.0  # wait after the first error for the rank that caused it: others often fail in a collective
 
 
 class Worker(Protocol):
     """One rank, in this process or in another."""
 
-    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    def submit(self, operation: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+
+    def take_whole_groups(self) -> Future[list[OpenGroup]]:
+        """Groups that the running sampling call has finished since the last call of this."""
+        ...
 
 
 class WorkerGroup(Protocol):
@@ -43,7 +46,7 @@ class WorkerGroup(Protocol):
 
     mesh: Mesh
     in_process: bool  # callbacks work
-    unit: str  # name of its members in messages: rank, engine
+    unit: str  # name of its members in messages: rank, engine, reference
 
     @property
     def num_nodes(self) -> int: ...
@@ -54,6 +57,14 @@ class WorkerGroup(Protocol):
     @property
     def engines(self) -> WorkerGroup:
         """The workers that sample: this group, or dedicated engines."""
+        ...
+
+    def beside(self, name: str) -> WorkerGroup | None:
+        """The worker group of that name on devices of its own."""
+        ...
+
+    def status(self) -> list[dict[str, object]]:
+        """Of all processes, those of groups beside these ranks too, for `workers.jsonl`."""
         ...
 
     def request_stop(self) -> None:
@@ -86,8 +97,17 @@ class LocalWorker:
     def engines(self) -> WorkerGroup:
         return self
 
-    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def beside(self, name: str) -> WorkerGroup | None:
+        return None
+
+    def status(self) -> list[dict[str, object]]:
+        return [{"group": "policy", "rank": 0, **self.rank.status()}]
+
+    def submit(self, operation: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return _outcome(partial(getattr(self.rank, operation.__name__), *args, **kwargs))
+
+    def take_whole_groups(self) -> Future[list[OpenGroup]]:
+        return _outcome(list)  # no call is running while this one does
 
     def request_stop(self) -> None:
         self.rank.request_stop()
@@ -134,10 +154,11 @@ def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> 
         error.add_note(f"{unit} {first}, during {operation}, {waited_s:.0f} s after the call")
         raise error
     if missing:
+        why = _HANGS if unit == "rank" else _IS_LOST
         late = ", ".join(str(rank) for rank, future in enumerate(pending) if future in missing)
         raise WorkerTimeoutError(
-            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}; its "
-            f"log, in the run folder's logs, ends with what it was doing. If it is only slow, set {DEADLINE_VARIABLE} "
+            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {why}; its log, in "
+            f"the run folder's logs, ends with what it was doing. If it is only slow, set {DEADLINE_VARIABLE} "
             "to more seconds"
         )
     return [future.result(timeout=0) for future in pending]
@@ -150,18 +171,16 @@ def _errors(pending: Sequence[Future[T]]) -> dict[int, BaseException]:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Number of ranks and nodes, and resources per rank. Dedicated engines take the last places."""
+    """Number of ranks and nodes, and resources per rank. Places are numbered: those of ranks, then of each group."""
 
     num_nodes: int = 1
-    ranks_per_node: int = 1  # engines included
+    ranks_per_node: int = 1  # groups included
     gpus_per_rank: int = 1  # if there are GPUs
     device: str = "auto"  # of the config: auto, cpu or cuda
     num_threads: int | None = None  # CPUs per rank; None: its share of the node's cores
     is_process_group: bool = True  # False: independent ranks without a process group
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
-    num_engines: int = 0
-    places_per_engine: int = 1  # that share the layers of one engine
-    places_per_engine_actor: int = 1  # all of an engine: vLLM, which starts its own processes
+    placement: Placement | None = None  # None: only ranks, in the order of the nodes
     log_folder: Path | None = None  # the run folder, for the logs of ranks; None: they write none
 
     @property
@@ -174,34 +193,55 @@ class RankLayout:
 
     @property
     def num_ranks(self) -> int:
-        return self.num_places - self.num_engines * self.places_per_engine
+        return self.num_places if self.placement is None else len(self.placement.ranks)
+
+    @property
+    def groups(self) -> tuple[PlacedGroup, ...]:
+        return () if self.placement is None else self.placement.groups
 
     @property
     def gpus_per_node(self) -> int:
         return self.ranks_per_node * self.gpus_per_rank
 
-    def engine_places(self, engine: int) -> range:
+    def node_of(self, place: int) -> int:
+        if self.placement is None:
+            return place // self.ranks_per_node
+        return [*self.placement.ranks, *(machine for group in self.groups for machine in group.machines)][place]
+
+    def places_of(self, group: PlacedGroup, member: int) -> range:
         """The first place of each of its actors."""
-        first = self.num_ranks + engine * self.places_per_engine
-        return range(first, first + self.places_per_engine, self.places_per_engine_actor)
+        before = self.groups[: self.groups.index(group)]
+        first = self.num_ranks + sum(len(other.machines) for other in before) + member * group.size
+        return range(first, first + group.size, group.per_actor)
+
+    def _group_of(self, place: int) -> tuple[PlacedGroup, int] | None:
+        """The group of a place, and its number there; None: a rank's."""
+        place -= self.num_ranks
+        for group in self.groups if place >= 0 else ():
+            if place < len(group.machines):
+                return group, place
+            place -= len(group.machines)
+        return None
 
     def num_places_of(self, place: int) -> int:
         """Of the actor that begins at this place."""
-        return self.places_per_engine_actor if place >= self.num_ranks else 1
+        found = self._group_of(place)
+        return 1 if found is None else found[0].per_actor
 
     def place_in_group(self, place: int) -> tuple[int, int]:
-        """Rank and size in its process group, which spans all ranks or one engine."""
-        if place >= self.num_ranks:
-            part = (place - self.num_ranks) % self.places_per_engine
-            return part // self.places_per_engine_actor, self.places_per_engine // self.places_per_engine_actor
-        return (place, self.num_ranks) if self.is_process_group else (0, 1)
+        """Rank and size in its process group, which spans all ranks or one member of a group."""
+        if (found := self._group_of(place)) is None:
+            return (place, self.num_ranks) if self.is_process_group else (0, 1)
+        group, number = found
+        return number % group.size // group.per_actor, group.size // group.per_actor
 
     def name_of(self, place: int) -> str:
-        if place < self.num_ranks:
+        if (found := self._group_of(place)) is None:
             return f"rank_{place}"
-        engine = (place - self.num_ranks) // self.places_per_engine
+        group, number = found
         part, num_parts = self.place_in_group(place)
-        return f"engine_{engine}" if num_parts == 1 else f"engine_{engine}_part_{part}"
+        name = f"{group.name}_{number // group.size}"
+        return name if num_parts == 1 else f"{name}_part_{part}"
 
 
 def start_workers(
@@ -209,10 +249,10 @@ def start_workers(
     layout: RankLayout,
     launcher: str,
     *,
-    build_engine: Callable[[], object] | None = None,
+    beside: Mapping[str, Callable[[], object]] | None = None,
     quiet: bool = False,
 ) -> WorkerGroup:
-    """`build` makes a rank and `build_engine` one that only samples, in the process that calls it. Picklable."""
+    """`build` makes a rank, `beside` a member of each group of the layout, in the process that calls it. Picklable."""
     size = layout.num_places
     if launcher == "local" and size > 1:
         raise InputError(
@@ -227,7 +267,7 @@ def start_workers(
             f"cluster: {size} processes need Ray, which is not installed: pip install 'posttrain[ray]'; "
             "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
         ) from error
-    workers = RayWorkers(build, layout, _warn, build_engine)
+    workers = RayWorkers(build, layout, _warn, beside or {})
     if not quiet:
         _warn(workers.summary)
     return workers

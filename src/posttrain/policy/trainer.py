@@ -23,6 +23,7 @@ from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import DTYPES, flops_per_token, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
+from posttrain.models.vision import add_tower, tower_of
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.files import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
@@ -43,7 +44,8 @@ from posttrain.policy.parallel.experts import FIELD as EXPERT_FIELD
 from posttrain.policy.parallel.experts import ExpertGroup
 from posttrain.policy.parallel.fsdp import reshard, shard, whole_parameters
 from posttrain.policy.parallel.mesh import Mesh
-from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, same_states, split_over_ranks
+from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, ROWS_FIELD, same_states, split_over_ranks
+from posttrain.policy.parallel.tensor_group import group_of
 from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, TokenValues, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.routing import TrainedRouters
@@ -77,6 +79,8 @@ class RankSetup:
     teacher: str | None = None  # the model that the policy learns from, by distillation
     critic: PolicyConfig | None = None  # of a second model, which estimates the return from each token on
     is_critic: bool = False  # this is that model
+    is_reference: bool = False  # this is the frozen reference, on devices of its own
+    tells_whole_groups: bool = False  # while others are sampled: models on other devices score them
 
     def for_critic(self) -> RankSetup | None:
         """Of the critic beside this policy."""
@@ -94,9 +98,18 @@ class RankSetup:
         beside = replace(self, needs_reference=False, teacher=None, critic=None)
         return replace(beside, policy=policy, trains=False, in_host_memory=in_host_memory)
 
+    def for_reference(self) -> RankSetup:
+        """Of the frozen reference on devices of its own, which share its layers as the policy's do."""
+        alone = self.for_sampling(self.policy.dtensor_cfg.tensor_parallel_size).without_vllm()
+        parallel = alone.policy.dtensor_cfg
+        base = parallel.lora_cfg.model_copy(update={"enabled": False})
+        policy = alone.policy.model_copy(update={"dtensor_cfg": parallel.model_copy(update={"lora_cfg": base})})
+        return replace(alone, policy=policy, is_reference=True)
+
     def without_vllm(self) -> RankSetup:
         """Of a rank that does not sample, because engines on devices of their own do."""
-        assert self.policy.generation is not None
+        if self.policy.generation is None:
+            return self
         generation = self.policy.generation.model_copy(update={"backend": "native"})
         return replace(self, policy=self.policy.model_copy(update={"generation": generation}))
 
@@ -109,6 +122,7 @@ class ModelFacts:
     num_parameters: int
     device: str
     device_name: str
+    num_trained: int  # parameters that are not frozen
 
 
 class PolicyTrainer:
@@ -120,7 +134,7 @@ class PolicyTrainer:
             prepare_determinism()
         self.device = _this_rank(resolve_device("cpu" if setup.in_host_memory else config.device))
         self.mesh = Mesh.over(dist.get_world_size() if dist.is_initialized() else 1, config.dtensor_cfg)
-        self._axes = self.mesh.axes(self.device)
+        self._axes = self.mesh.axes(self.device, offloads=config.dtensor_cfg.cpu_offload and setup.trains)
         if not setup.trains:
             self._axes = replace(self._axes, parameters=None)  # nothing to spread: each holds what it computes with
         self.peak_memory = PeakMemory(self.device)
@@ -131,11 +145,13 @@ class PolicyTrainer:
         self.tokenizer.chat_template = setup.chat_template
         self.model = self._load_model(setup)
         self._scores_answers, self._trains, self._is_critic = setup.reward_model, setup.trains, setup.is_critic
-        self._in_fp8 = config.fp8 and setup.trains
+        self._in_fp8 = config.fp8 and (setup.trains or setup.is_reference)
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         has_copy = setup.needs_reference and not config.dtensor_cfg.lora_cfg.enabled
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval() if has_copy else None
+        if frozen is not None and (tower := tower_of(self.model)) is not None:
+            add_tower(frozen, tower.tokens, like=tower)
         self.reference = None if frozen is None else self._shardable(self._root(frozen))
         self.teacher: TeacherStates | None = None
         if setup.teacher is not None:
@@ -144,13 +160,18 @@ class PolicyTrainer:
             self.teacher = self._shardable(TeacherStates(teacher.requires_grad_(False).eval()))
         self._experts: ExpertGroup | None = None  # of the model that is trained
         self.forward = self._shardable(self._root(self.model))
+        if setup.is_reference:
+            self.reference = self.forward
         self._routers = TrainedRouters(self.model, self.device)
         if config.router_replay.enabled:
             self._routers.check_replay(base_config(self.model).get_text_config().model_type)
         self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
-            self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
+            # A run has replaced `auto`, which depends on its number of steps.
+            schedule = None if config.scheduler == "auto" else config.scheduler
+            hosted = config.dtensor_cfg.cpu_offload
+            self.optimizer = make_optimizer(self.model, config.optimizer, schedule, setup.seed, in_host_memory=hosted)
         self._name = files.CRITIC if setup.is_critic else files.POLICY
         self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device, self._name)
         if self.optimizer is not None:
@@ -175,13 +196,15 @@ class PolicyTrainer:
                 field="value.model_name" if setup.is_critic else "policy.model_name",
             )
         else:
-            model = load_model(config.model_name, dtype, device, config.hf_config_overrides)
+            trains_tower = config.vision.train_tower
+            model = load_model(config.model_name, dtype, device, config.hf_config_overrides, trains_tower=trains_tower)
         if setup.trains:
             turn_off_noise(model, config.hf_config_overrides)
         lora = config.dtensor_cfg.lora_cfg
         if not lora.enabled:
             return model
-        return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
+        task_type = "SEQ_CLS" if setup.reward_model else "CAUSAL_LM"
+        return add_lora(model, lora, setup.seed, task_type=task_type, adapts_tower=config.vision.train_tower)
 
     def _recomputes_activations(self, setup: RankSetup) -> bool:
         configured = setup.policy.dtensor_cfg.activation_checkpointing
@@ -206,22 +229,24 @@ class PolicyTrainer:
     def _shardable(self, root: Root) -> Root:
         model = root.model
         mesh, layers_mesh = self._axes.parameters, self._axes.layers
+        offloads = self.config.dtensor_cfg.cpu_offload
         compute_adapters_by_rows(model)
         experts: list[nn.Module] = []
         experts_mesh = None if isinstance(root, TeacherStates) else self._axes.experts  # a teacher may have none
         if experts_mesh is not None or layers_mesh is not None:
             field = (FIELD if self._trains else ENGINE_FIELD) if layers_mesh is not None else EXPERT_FIELD
-            with same_states(root.head, field):
+            splits_rows = self.config.dtensor_cfg.sequence_parallel and self._trains
+            with same_states(root.head, field, splits_rows=splits_rows):
                 if experts_mesh is not None:
                     self._experts = ExpertGroup(experts_mesh)
                     experts = self._experts.split(model, root.head, self.device)
                 if layers_mesh is not None:
-                    split_over_ranks(model, root.head, layers_mesh, self.device, field)
+                    split_over_ranks(model, root.head, layers_mesh, self.device, field, splits_rows=splits_rows)
         num_fused = fuse_layers(root.head.decoder, may_join=mesh is None and layers_mesh is None)
         if self._in_fp8:
             self._refuse_fp8(root.head, num_fused)
         if mesh is not None:
-            shard(root, list(root.head.layers), mesh, experts, self._axes.expert_parameters)
+            shard(root, list(root.head.layers), mesh, experts, self._axes.expert_parameters, offloads=offloads)
             # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's
             # own parameters stay whole after a pass, and the optimizer must get the sharded ones.
             with refusing_errors(base_config(model)):
@@ -256,6 +281,7 @@ class PolicyTrainer:
             num_parameters=sum(p.numel() for p in self.model.parameters()),
             device=self.device.type,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            num_trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -277,7 +303,7 @@ class PolicyTrainer:
         self.model.train()
         metrics: list[Mapping[str, Tensor]] = []
         with self._products_in_fp8(self.forward, gradients=True):
-            for part in parts:
+            for part in self._in_order(parts, self.forward):
                 metrics.append(self._backward(part, objective))
                 self.optimizer.collect_gradients()
                 if progress is not None:
@@ -325,7 +351,7 @@ class PolicyTrainer:
         self.model.eval()
         metrics = []
         with deterministic_algorithms(self.config.deterministic), self._products_in_fp8(self.forward):
-            for part in parts:
+            for part in self._in_order(parts, self.forward):
                 with self._row(part, self.forward) as row:
                     logprobs, part = self._compared(row, part, objective)
                 if part is not None:
@@ -356,6 +382,8 @@ class PolicyTrainer:
         """A digest of everything that determines `reference_logprobs`, whatever the number of ranks; on rank 0."""
         model = self.model if self.reference is None else self.reference.model
         settings = {**base_config(self.model).to_dict(), **({"fp8": True} if self._in_fp8 else {})}
+        if (images := self.forward.head.image_tokens) is not None:
+            settings["image_processor"] = images.processor.to_dict()
         return model_fingerprint(model, settings, self.temperature)
 
     @torch.no_grad()
@@ -365,7 +393,7 @@ class PolicyTrainer:
         """With `replays`, tokens go to the experts that their sampler chose; the reference has routers of its own."""
         scores: list[Tensor | None] = []
         with self._phase("logprobs"), self._products_in_fp8(forward):
-            for part in parts:
+            for part in self._in_order(parts, forward):
                 with self._row(part, forward) as row:
                     choice = self._routers.row(part, row, trains=False, replays=True) if replays else nullcontext()
                     with choice:
@@ -390,14 +418,29 @@ class PolicyTrainer:
         with fp8_products(copies):
             yield
 
+    def _in_order(
+        self, parts: Sequence[TokenBatch | None], forward: Forward | TeacherStates
+    ) -> Sequence[TokenBatch | None]:
+        """The parts, whose images are prepared ahead of the passes over them."""
+        if (tower := forward.head.tower) is not None:
+            tower.prepare(image for part in parts if part for own in part.prompt_images for image in own)
+        return parts
+
     @contextmanager
     def _row(self, part: TokenBatch | None, forward: Forward | TeacherStates) -> Iterator[PackedRow]:
         """The packed row, with its attention in force: backward passes belong inside too."""
         batch = _DUMMY if part is None else part
-        row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
+        group = group_of(forward.head.layers[0]) if self.config.dtensor_cfg.sequence_parallel and self._trains else None
+        if batch.prompt_images and (self._axes.rows is not None or group is not None):
+            field = ROWS_FIELD if group is not None else "policy.dtensor_cfg.context_parallel_size"
+            raise InputError(f"{field}: rows with images are not split over ranks")
+        row = PackedRow.build(
+            batch, self.device, reads_own_token=forward.reads_own_token, image_tokens=forward.head.image_tokens
+        )
         if (rows := self._axes.rows) is not None:
             row = RowGroup(rows).own_part(row)
-        with attention_context(row.attention):
+        split = nullcontext() if group is None else group.split_rows(row.input_ids.shape[-1])
+        with attention_context(row.attention), split:
             yield row
 
     # -- sampling ------------------------------------------------------------------------------------------------------
@@ -431,6 +474,8 @@ class PolicyTrainer:
     def load(self, folder: Path) -> None:
         reshard(self.forward)
         files.load(folder, self.model, self.tokenizer, self.optimizer, self._name)
+        if (tower := self.forward.head.tower) is not None:
+            tower.forget()
 
 
 def _this_rank(device: torch.device) -> torch.device:

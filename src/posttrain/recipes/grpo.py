@@ -5,7 +5,7 @@ Credit follows from the config: which groups are trained on, how rewards become 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,31 +27,37 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.step_reports import TokenSampling
 from posttrain.checkpointing.run_folder import run_folder
 from posttrain.config import AdvEstimatorConfig, EnvironmentConfig, GrpoRunConfig, PolicyConfig
+from posttrain.config.placement import REFERENCE, group_of_reward
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.entries import Entries
+from posttrain.data.errors import DataError
 from posttrain.data.row_dataset import Stream
 from posttrain.environments import build_environments, check_environments
+from posttrain.environments.reward_model import reward_model_environment
 from posttrain.environments.router import ScoringRouter
+from posttrain.environments.settings import read_settings
 from posttrain.errors import InputError
 from posttrain.files.digests import digest
 from posttrain.models.loading import check_model_exists, load_tokenizer
+from posttrain.orchestration.ahead import PlacedReward
 from posttrain.orchestration.deadlines import deadline_s
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.orchestration.sharded import ActorCritic, ShardedTrainer
+from posttrain.orchestration.sharded import ActorCritic, ShardedEngine, ShardedTrainer
+from posttrain.orchestration.workers import WorkerGroup
 from posttrain.policy.objectives import ClippedPolicyGradient, Distillation, ValueLoss
 from posttrain.policy.objectives.distillation import TeacherDivergence
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, presentation_of
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
-from posttrain.roles import RolloutSource, Stateful, Trainer
+from posttrain.roles import Environment, RolloutSource, RoundEngine, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
-from posttrain.types import Sampling, Task
+from posttrain.types import Completion, OpenGroup, Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,16 @@ class GrpoRecipe(Recipe):
         check_environments(self.environments(), Path.cwd())
 
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """The environments that a dataset names; others need no worker processes. Unknown names are reported later."""
-        data, env = self.config.data, self.config.env
-        named = {entry.env_name for entry in [*data.train_sets(), *data.validation_sets()]}
-        return {name: settings for name, settings in env.items() if name in named} or dict(env)
+        return self.config.environments
+
+    def beside(self) -> Mapping[str, Callable[[], object]]:
+        placed = self.config.placed_rewards
+        settings = [
+            own for each in read_settings(self.environments(), Path.cwd()).values() for own in each.rewards.values()
+        ]
+        return {
+            group_of_reward(own.path): partial(reward_model_environment, own) for own in settings if own.path in placed
+        }
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, grpo = self.config, self.config.grpo
@@ -128,7 +140,7 @@ class GrpoRecipe(Recipe):
 
     def load_tasks(self, entries: Entries, chat: ChatFormat) -> TaskDataset:
         config, length = self.config, self.config.policy.max_total_sequence_length
-        return load_task_dataset(
+        tasks = load_task_dataset(
             entries,
             config.data.default,
             chat,
@@ -137,6 +149,13 @@ class GrpoRecipe(Recipe):
             max_total_tokens=length,
             needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
         )
+        talking = {name for name, block in config.env.items() if block.takes_turns}
+        if (task := tasks.first_with_images(talking)) is not None:
+            raise DataError(
+                f"{task.id}: has images, and env.{task.environment} takes turns with the model; conversations of "
+                "several turns with images are not supported"
+            )
+        return tasks
 
     def scoring(
         self,
@@ -145,11 +164,17 @@ class GrpoRecipe(Recipe):
         cleanup: ExitStack,
         when_stopped: Callable[[Callable[[], None]], None],
         journals: Path | None = None,
+        beside: Callable[[str], WorkerGroup | None] = lambda name: None,
     ) -> tuple[ScoringRouter, TurnTaking]:
         """The environments, and what makes conversations of single turns where they ask for it. `journals`: the folder
         for those of agents."""
         environments, model = self.environments(), self.config.policy.model_name
-        environment = build_environments(environments, base_folder=Path.cwd())
+
+        def placed(path: str) -> Environment | None:
+            group = beside(group_of_reward(path))
+            return None if group is None else PlacedReward(group)
+
+        environment = build_environments(environments, base_folder=Path.cwd(), placed=placed)
         cleanup.callback(environment.close)
         when_stopped(environment.interrupt)
         identity = digest(self.config.model_dump_json(exclude={"logger", "checkpointing", "cluster"}))
@@ -172,19 +197,21 @@ class GrpoRecipe(Recipe):
         """The rollout sources of training and validation."""
         config, grpo = self.config, self.config.grpo
         folder = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir) / AGENT_CALLS_FOLDER
-        environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped, folder)
+        environment, turns = self.scoring(chat, parts.warn, parts.cleanup, parts.when_stopped, folder, parts.beside)
+        begin, validation_begin = self._listeners(environment, parts)
         rollouts = FreshRollouts(
             stream,
-            parts.engine,
+            _telling(parts.engine, begin),
             environment,
             num_samples=config.step_sizes().num_sampled_per_row,
             sampling=sampling_of(config.policy, chat.stop_token_ids),
             seed=grpo.seed,
             show_progress=parts.show_progress,
+            when_whole=begin,
         )
         validation_rollouts = FreshRollouts(
             FixedTasks(held_out),
-            parts.engine,
+            _telling(parts.engine, validation_begin),
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
             sampling=sampling_of(config.policy, chat.stop_token_ids, validation=True),
@@ -199,8 +226,37 @@ class GrpoRecipe(Recipe):
         fresh = rollouts if grpo.num_fresh_per_prompt else None
         return RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh), validation_rollouts
 
+    def _listeners(
+        self, environment: ScoringRouter, parts: RunParts
+    ) -> tuple[Callable[[OpenGroup], None] | None, Callable[[OpenGroup], None] | None]:
+        """What is begun with whole groups, in training and in validation, by models on devices of their own. The text
+        of a conversation is known when its last turn has ended."""
+        config, policy = self.config, parts.policy
+        rewards = config.placed_rewards and not any(block.takes_turns for block in self.environments().values())
+
+        def score(group: OpenGroup) -> None:
+            answers = [answer for answer in group.answers if isinstance(answer, Completion) and answer.error is None]
+            if answers:
+                environment.begin(group.task, answers)
+
+        found = [score] if rewards else []
+        if parts.beside(REFERENCE) is not None and config.scores_with_reference and isinstance(policy, ShardedTrainer):
+            found.append(policy.begin_reference)
+
+        def both(group: OpenGroup) -> None:
+            for begin in found:
+                begin(group)
+
+        return both if found else None, score if rewards else None
+
 
 RECIPE = GrpoRecipe
+
+
+def _telling(engine: RoundEngine, when_whole: Callable[[OpenGroup], None] | None) -> RoundEngine:
+    if when_whole is None or not isinstance(engine, ShardedEngine):
+        return engine
+    return engine.telling(when_whole)
 
 
 def sampling_of(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
@@ -234,7 +290,7 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
         return fresh
     rounds = RoundRollouts(
         fresh,
-        parts.engine,
+        parts.engine if not isinstance(fresh.engine, ShardedEngine) else fresh.engine,
         position,
         config.grpo.async_grpo.max_trajectory_age_steps,
         config.num_groups_in_flight,

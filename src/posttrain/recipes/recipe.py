@@ -16,12 +16,15 @@ from typing import ClassVar, Protocol
 import yaml
 
 from posttrain.config import DataConfig, DpoRunConfig, GrpoRunConfig, RunConfig
+from posttrain.config.policy import automatic_schedule
 from posttrain.data.chat import ChatFormat
 from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset, Stream
+from posttrain.environments.python_function import named_arguments
 from posttrain.files.json_files import JsonObject
 from posttrain.orchestration.sharded import ShardedTrainer
+from posttrain.orchestration.workers import WorkerGroup
 from posttrain.policy.trainer import ModelFacts
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import Algorithm, RoundEngine, ShowProgress, Stateful, Trainer, WeightSync
@@ -59,6 +62,7 @@ class RunParts:
     cleanup: ExitStack  # closed when the run ends
     # Takes what to call when the run is asked to stop.
     when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None
+    beside: Callable[[str], WorkerGroup | None] = lambda name: None  # worker groups on devices of their own
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Recipe(ABC):
     def trainer_type(self) -> Callable[..., ShardedTrainer]:
         """What the ranks train."""
         return ShardedTrainer
+
+    def beside(self) -> Mapping[str, Callable[[], object]]:
+        """What makes a member of each worker group of the placement that this kind of run has of its own."""
+        return {}
 
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 
@@ -154,7 +162,9 @@ def header_lines(
     """`planned`: predicted memory and time; empty if there is no prediction. `unused_epochs`: see `LoadedConfig`."""
     policy, sizes = config.policy, config.step_sizes()
     lora = policy.dtensor_cfg.lora_cfg
-    trained = f"LoRA adapters of rank {lora.dim}" if lora.enabled else "all weights are trained"
+    trained = "all weights are trained"
+    if lora.enabled:
+        trained = f"{_count(facts.num_trained)} of them trained: LoRA adapters of rank {lora.dim}"
     held_out = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
     each = f" x {sizes.num_answers_per_row} answers" if isinstance(config, GrpoRunConfig) else ""
     updates = f" in {sizes.num_updates} updates" if sizes.num_updates > 1 else ""
@@ -172,7 +182,9 @@ def header_lines(
 
 def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:
     lr = config.policy.optimizer.kwargs.get("lr")
-    found = [_learning_rate(lr, config.policy.scheduler, max_steps)] if isinstance(lr, int | float) else []
+    schedule = config.policy.scheduler
+    schedule = automatic_schedule(max_steps) if schedule == "auto" else schedule
+    found = [_learning_rate(lr, schedule, max_steps)] if isinstance(lr, int | float) else []
     if isinstance(config, GrpoRunConfig):
         penalty, period = config.loss_fn.reference_policy_kl_penalty, config.kl_period
         measured = f"estimated every {period} steps" if period else "not measured (doctor.kl_period=10 estimates it)"
@@ -181,7 +193,7 @@ def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:
         names = dict.fromkeys(entry.env_name or default for entry in config.data.train_sets())
         used = [name for name in names if name]
         functions = [getattr(config.env.get(name), "function", None) for name in used]
-        rewards = [f.rpartition(":")[2] if f else name for f, name in zip(functions, used, strict=True)]
+        rewards = [named_arguments(f, Path.cwd()) if f else name for f, name in zip(functions, used, strict=True)]
         found.append(f"reward {', '.join(rewards) or 'of the traces'}")
     if isinstance(config, DpoRunConfig):
         found.append(f"{config.dpo.preference_loss} loss, beta {config.dpo.reference_policy_kl_penalty:g}")

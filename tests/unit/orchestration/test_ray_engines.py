@@ -10,6 +10,7 @@ import pytest
 
 ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
 
+from posttrain.config.placement import PlacedGroup, Placement  # noqa: E402
 from posttrain.engines.vllm.process import VllmLostError  # noqa: E402
 from posttrain.errors import StopRequested  # noqa: E402
 from posttrain.orchestration.deadlines import DEADLINE_VARIABLE  # noqa: E402
@@ -36,6 +37,7 @@ class FakeActor:
         self.number, self.dies_at, self.log = number, dies_at, log
         self.build, self.run = Method(lambda *args: self._note("build")), Method(self._run)
         self.address, self.close = Method(lambda: ("host", 1)), Method(lambda: None)
+        self.node = Method(lambda: ("10.0.0.1", "1"))
         self.request_stop = Method(lambda: self._note("request_stop"))
 
     def _run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -52,6 +54,11 @@ class FakeActor:
         return self.number
 
 
+def layout_of(num_ranks: int, num_engines: int, size: int, per_actor: int = 1) -> RankLayout:
+    engines = PlacedGroup("engine", (0,) * num_engines * size, size, per_actor)
+    return RankLayout(1, num_ranks + num_engines * size, placement=Placement((0,) * num_ranks, (engines,)))
+
+
 class Actors:
     """Each start is the next of these."""
 
@@ -65,9 +72,9 @@ class Actors:
         monkeypatch.setattr(
             "posttrain.orchestration.ray_actor.ray.kill", lambda actor: self.log.append((actor.number, "kill"))
         )
-        self.engine = ray_engines.RayEngine(
-            0, object, RankLayout(1, 1 + size, num_engines=1, places_per_engine=size), cast(Any, None), self.said.append
-        )
+        layout = layout_of(num_ranks=1, num_engines=1, size=size)
+        [group] = layout.groups
+        self.engine = ray_engines.RayMember(group, 0, object, layout, cast(Any, None), self.said.append)
         self.engine.built.result(timeout=10)
 
     def call(self, operation: Any, *args: Any) -> Any:
@@ -177,9 +184,9 @@ def test_an_error_of_a_part_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_places_ranks_and_logs_of_engines_of_two_parts() -> None:
-    layout = RankLayout(1, 6, num_engines=2, places_per_engine=2)
+    layout = layout_of(2, num_engines=2, size=2)
     assert layout.num_ranks == 2
-    assert [list(layout.engine_places(engine)) for engine in range(2)] == [[2, 3], [4, 5]]
+    assert [list(layout.places_of(layout.groups[0], engine)) for engine in range(2)] == [[2, 3], [4, 5]]
     assert [layout.place_in_group(place) for place in range(6)] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 2), (1, 2)]
     names = ["rank_0", "rank_1", "engine_0_part_0", "engine_0_part_1", "engine_1_part_0", "engine_1_part_1"]
     assert [layout.name_of(place) for place in range(6)] == names
@@ -187,9 +194,9 @@ def test_places_ranks_and_logs_of_engines_of_two_parts() -> None:
 
 
 def test_an_engine_that_splits_its_layers_itself_is_one_actor_with_all_places() -> None:
-    layout = RankLayout(1, 6, num_engines=2, places_per_engine=2, places_per_engine_actor=2)
+    layout = layout_of(2, num_engines=2, size=2, per_actor=2)
     assert layout.num_ranks == 2
-    assert [list(layout.engine_places(engine)) for engine in range(2)] == [[2], [4]]
+    assert [list(layout.places_of(layout.groups[0], engine)) for engine in range(2)] == [[2], [4]]
     assert [layout.place_in_group(place) for place in (0, 2, 4)] == [(0, 2), (0, 1), (0, 1)]
     assert [layout.name_of(place) for place in (1, 2, 4)] == ["rank_1", "engine_0", "engine_1"]
     assert [layout.num_places_of(place) for place in (1, 2, 4)] == [1, 2, 2]

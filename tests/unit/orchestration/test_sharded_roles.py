@@ -52,6 +52,9 @@ class Ranks:
         assert all(len({name for name, _ in chunk}) == 1 for chunk in chunks), "ranks run the same operations"
         return [(chunk[0][0], [args for _, args in chunk]) for chunk in chunks]
 
+    def beside(self, name: str) -> None:
+        return None
+
     def close(self) -> None: ...
 
 

@@ -57,7 +57,7 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     if cache is not None:
         phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes, **_states(cache)}))
     if workload.num_scorings:
-        phases.append(_scoring(rank, trained, kept_cache))
+        phases.append(scoring_phase(rank, trained, kept_cache))
     _, count = trained.passes(trained.train, rank.shape.window)
     row = trained.largest_pass(trained.train, rank.shape.window)
     phases.append(rank.training_phase(row, kept_cache, accumulates=count > trained.num_updates))
@@ -90,7 +90,7 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
     return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_kept, states, max_rows)
 
 
-def _scoring(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
+def scoring_phase(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
     row = workload.largest_pass(workload.score, rank.shape.window)
     head, layer = rank.layer.head_forward(row), rank.layer.layer_forward(row)
     items = {**rank.resident(), **rank.gathered_weights(), **kept_cache, **rank.quantised_weights(gradients=False)}

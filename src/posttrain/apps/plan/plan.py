@@ -11,6 +11,7 @@ from posttrain.apps.plan.phases import MemoryPlan, plan_memory
 from posttrain.apps.plan.timing import StepTime, TimeModel
 from posttrain.apps.plan.workload import MeanLengths, Workload, workload_of
 from posttrain.config import GrpoRunConfig, RunConfig
+from posttrain.config.placement import ENGINE, REFERENCE
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
@@ -113,7 +114,7 @@ def estimate_run(
     def with_checkpointing(recomputes: bool) -> RunEstimate:
         settings = run_settings(
             config.policy,
-            has_reference=config.needs_reference,
+            has_reference=config.needs_reference and config.placement.group(REFERENCE) is None,
             ranks=config.num_ranks,
             scores_answers=config.scores_answers,
             checkpointing=recomputes,
@@ -200,6 +201,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
         yield "time is counted as of ranks that share no layers and rows"
     if config.num_engines:
         yield "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
+    if any(group.name != ENGINE for group in config.placement.groups):
+        yield "a reference and reward models on GPUs of their own are done when training needs their numbers"
     if workload.num_scorings and step.caches_reference:
         yield "the reference is scored in every step; from the second epoch on it is looked up instead"
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""

@@ -223,6 +223,9 @@ def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | N
         if not optimizer.is_offloaded:
             away = replace(optimizer, kind="compact", is_offloaded=True)
             yield "policy.optimizer.offload_states=true", replace(settings, optimizer=away), None
+        if not settings.in_host_memory and settings.expert_shares == 1 and not settings.fp8:
+            away = replace(optimizer, kind="compact", is_offloaded=True)
+            yield "policy.dtensor_cfg.cpu_offload=true", replace(settings, optimizer=away, in_host_memory=True), None
     if settings.lora_rank is None:
         words = "policy.dtensor_cfg.lora_cfg.enabled=true (trains adapters instead of all weights)"
         yield words, replace(settings, lora_rank=8), None

@@ -149,7 +149,7 @@ class TimeModel:
         """One pass over all samples. The device waits while the next row is packed: results are fetched before."""
         row, count = workload.passes(workload.score, self.memory.shape.window)
         host = self.memory.shape.layers * CALIBRATION.forward_host_s
-        device = self.forward_s(row, adapters=False, fp8_share=self._trained_in_fp8)
+        device = self.forward_s(row, adapters=False, fp8_share=self._trained_in_fp8) + self._fetched_s(1)
         return self._quantising_s(gradients=False) + count * (max(device, host) + row.tokens * CALIBRATION.row_host_s)
 
     def passes_s(self, workload: Workload) -> float:
@@ -159,10 +159,18 @@ class TimeModel:
         settings = self.memory.settings
         on_the_way = 0 if settings.ranks == 1 else settings.element
         device += self._moved_s((on_the_way + 2 * FP32) * self.memory.num_trained)
+        device += self._fetched_s(2) + self._fetched_s(1, self.memory.num_trained * settings.element)
         again = 1 if self.memory.settings.checkpointing else 0
         launching = (1 + again) * CALIBRATION.forward_host_s + CALIBRATION.backward_host_s
         host = self.memory.shape.layers * launching + row.tokens * CALIBRATION.row_host_s
         return workload.num_updates * self._quantising_s(gradients=True) + count * max(device, host)
+
+    def _fetched_s(self, times: int, num_bytes: float | None = None) -> float:
+        """Weights (or so many bytes) that pass between host and GPU, where they are in host memory."""
+        if not self.memory.settings.in_host_memory:
+            return 0.0
+        share = (self.memory.weights if num_bytes is None else num_bytes) / self.memory.settings.ranks
+        return times * share / self.gpu.host_bytes_per_s
 
     def optimizer_s(self) -> float:
         """Norm, clipping, the update and rounding back; one update."""
@@ -173,7 +181,9 @@ class TimeModel:
         moved += self._update_bytes(optimizer, weights, state)
         seconds = self._moved_s(moved)
         if optimizer.is_offloaded:
-            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both directions overlap
+            # Both directions overlap.
+            fetched = state + (weights * (FP32 + memory.settings.element) if memory.settings.in_host_memory else 0.0)
+            seconds = max(seconds, fetched / self.gpu.host_bytes_per_s)
         return seconds
 
     def _update_bytes(self, optimizer: OptimizerSettings, weights: float, state: float) -> float:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from posttrain.config import GrpoRunConfig, PolicyConfig, RunConfig
+from posttrain.config.placement import REFERENCE
 from posttrain.errors import InputError
 from posttrain.policy.memory.layer_bytes import Pass
 
@@ -181,7 +182,7 @@ def workload_of(
         fixed_length=fixed,
         num_updates=step.num_updates,
         num_sampled=step.num_sampled_per_row,
-        num_scorings=step.num_scorings,
+        num_scorings=step.num_scorings - (step.num_scorings > 0 and config.placement.group(REFERENCE) is not None),
         train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
         score=_micro_batch(policy, "logprob", per_unit),
         num_engine_groups=step.num_rows / config.num_engine_gpus if config.num_engines else None,

@@ -32,7 +32,8 @@ class Pass:
 @dataclass(frozen=True)
 class LayerBytes:
     """Of one rank. Those that share layers have parts of the heads, of the MLP and of the vocabulary, but whole
-    residuals; those that share rows have a part of the tokens, and for attention a part of the heads."""
+    residuals, unless those are split by tokens; those that share rows have a part of the tokens, and for attention a
+    part of the heads."""
 
     shape: ModelShape
     settings: RunSettings
@@ -42,6 +43,11 @@ class LayerBytes:
         """This rank's width of queries, of keys, and of the MLP; its share of the vocabulary."""
         s, shares = self.shape, self.settings.layer_shares
         return s.query_width / shares, s.kv_width / shares, s.inner / shares, s.vocab / shares
+
+    @property
+    def _residual(self) -> float:
+        """Numbers of a token's residual on this rank."""
+        return self.shape.hidden / (self.settings.layer_shares if self.settings.splits_rows else 1)
 
     def _own(self, row: Pass) -> Pass:
         shares = self.settings.row_shares
@@ -53,7 +59,7 @@ class LayerBytes:
         """By one layer without recomputation, copies of shared prompts aside."""
         s, e, shares = self.shape, self.settings.element, self.settings.layer_shares
         query, kv, inner, _ = self._parts
-        residuals = 2 * FP32 * s.hidden
+        residuals = 2 * FP32 * self._residual
         qkv = e * (query + 2 * kv)
         if s.family == "qwen3":  # head norms keep their inputs, and their outputs are rotated
             # The inputs are parts of a joined product, or tensors of their own.
@@ -80,11 +86,13 @@ class LayerBytes:
     def kept(self, row: Pass) -> float:
         """Everything that is kept when the forward pass reaches the output head."""
         s, e = self.shape, self.settings.element
-        layer = FP32 * s.hidden * self._own(row).tokens if self.settings.checkpointing else self.kept_by_layer(row)
+        layer = (
+            FP32 * self._residual * self._own(row).tokens if self.settings.checkpointing else self.kept_by_layer(row)
+        )
         row = self._own(row)
         # The last residual. A norm that is not fused keeps itself as well, for the gradient of its weight.
         residuals = 1 if s.fused or self.settings.lora_rank is not None else 2
-        end = residuals * FP32 * s.hidden * row.tokens + e * s.hidden * row.responses  # the head's input
+        end = residuals * FP32 * self._residual * row.tokens + e * s.hidden * row.responses  # the head's input
         return s.layers * layer + end + 2 * FP32 * s.head_dim * row.tokens
 
     # -- temporary -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class RankMemory:
     @property
     def is_sharded(self) -> bool:
         """By FSDP, for training."""
-        return self.settings.ranks > 1 and self.settings.trains
+        return (self.settings.ranks > 1 or self.settings.in_host_memory) and self.settings.trains
 
     @property
     def own_experts(self) -> float:
@@ -98,6 +98,8 @@ class RankMemory:
         items = {"weights": (self.weights + adapters) / ranks}
         if not s.trains:
             return items
+        if s.in_host_memory:
+            return {}
         if s.holds_copy:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
@@ -118,10 +120,11 @@ class RankMemory:
 
     def gathered_weights(self) -> dict[str, float]:
         """FSDP: gathered while layers run: the embeddings and two layers."""
-        if self.settings.ranks == 1:
+        if not self.is_sharded:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
-        is_gathered = self.settings.ranks > self.settings.expert_shares * self.settings.layer_shares
+        shares = self.settings.expert_shares * self.settings.layer_shares
+        is_gathered = self.settings.ranks > shares or self.settings.in_host_memory
         experts = self.own_experts if is_gathered else 0.0
         layers = self.settings.element * self.shape.layer_weights - self.settings.expert_shares * self.own_experts
         gathered = self.settings.element * tables + 2 * layers / self.shape.layers
@@ -146,6 +149,10 @@ class RankMemory:
         """Of rank 0, whose copy of a checkpoint holds all weights."""
         state = self.state_bytes() / self.settings.ranks
         items = {"optimizer state": state} if self.settings.optimizer.is_offloaded else {}
+        if self.settings.in_host_memory:
+            items |= {"weights": self.weights / self.settings.ranks, "gradients": self.gradients()}
+            if self.settings.holds_copy:
+                items["reference"] = self.weights / self.settings.ranks
         if (copy := self.settings.checkpoint_copy) != "none":
             weights = self.settings.element * self.num_trained
             items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
@@ -217,8 +224,27 @@ class RankMemory:
                 "activations": one_layer + self.layer.layer_backward(row),
             },
         ]
+        if self.settings.in_host_memory:
+            peaks = self._peaks_of_passing_gradients(row)
         highest = max(peaks, key=lambda peak: sum(peak.values()))
         return Phase(TRAINING, {**items, **highest})
+
+    def _peaks_of_passing_gradients(self, row: Pass) -> list[dict[str, float]]:
+        """Gradients that go to host memory: of two layers at a time, of the root's tables at the end. FSDP reduces them
+        in fp32; that of the output head waits for the embedding's.
+        """
+        element, ranks, layers = self.settings.element, self.settings.ranks, self.shape.layers
+        is_whole = self.settings.lora_rank is None
+        head = element * self.shape.head_products if is_whole and not self.settings.scores_answers else 0.0
+        tables = (1 if self.shape.tied else 2) * self.shape.head_products if is_whole else 0.0
+        of_layer = (self.shape.layer_weights if is_whole else self.num_trained) / layers / self.settings.layer_shares
+        reduced = element + FP32 + FP32 / ranks
+        kept = self.layer.kept(row)
+        return [
+            {"gradients": head, "activations": kept, "logits chunk": self.layer.head_backward(row, accumulates=False)},
+            {"gradients": head + 2 * reduced * of_layer, "activations": kept + self.layer.layer_backward(row)},
+            {"gradients": reduced * tables / self.settings.layer_shares},
+        ]
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks
@@ -232,7 +258,10 @@ class RankMemory:
         if optimizer.is_offloaded:
             # Slices being copied in, updated, and copied out.
             work += 3 * _SLICE * self.state_bytes() / self.num_trained
-        items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": work}
+        if self.settings.in_host_memory:  # weights and gradients too, and the norm is computed there
+            work += 3 * _SLICE * (self.settings.element + FP32) - max(0.0, largest - FP32 * 4 * _SLICE)
+        gradients = 0.0 if self.settings.in_host_memory else self.gradients()
+        items = {**self.resident(), **kept_cache, "gradients": gradients, "optimizer's work": work}
         return Phase(OPTIMIZER, items)
 
 

@@ -35,9 +35,10 @@ class OptimizerSettings:
     is_offloaded: bool = False
 
     @classmethod
-    def of(cls, config: OptimizerConfig) -> OptimizerSettings:
-        masters = config.master_weights != "none"
-        is_plain = config.state_dtype == "float32" and masters and not config.offload_states
+    def of(cls, config: OptimizerConfig, *, in_host_memory: bool = False) -> OptimizerSettings:
+        """`in_host_memory`: the parameters are there."""
+        masters, is_offloaded = config.master_weights != "none", config.offload_states or in_host_memory
+        is_plain = config.state_dtype == "float32" and masters and not is_offloaded
         kind: AdamKind = "foreach"
         if not is_plain:
             kind = "compact"
@@ -46,7 +47,7 @@ class OptimizerSettings:
         elif config.kwargs.get("foreach") is False:
             kind = "single"
         moments = (1 if config.kwargs.get("momentum") else 0) if config.name.endswith(".SGD") else 2
-        return cls(kind, moments, config.state_dtype, masters, config.offload_states)
+        return cls(kind, moments, config.state_dtype, masters, is_offloaded)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,14 @@ class RunSettings:
     engine: EngineSettings | None
     checkpoint_copy: CheckpointCopy = "none"
     layer_shares: int = 1  # ranks that share each layer
+    splits_rows: bool = False  # those ranks have parts of the rows in between (sequence_parallel)
     row_shares: int = 1  # ranks that share each packed row in training
     expert_shares: int = 1  # ranks that share the experts of each layer
     num_engines: int = 0  # on GPUs that only sample; 0: those that train sample too
     engine_shares: int = 1  # GPUs that share the layers of such an engine
     trains: bool = True  # False: an engine on a GPU of its own
     fp8: bool = False  # products of training and of log-probabilities
+    in_host_memory: bool = False  # parameters, gradients and state, between uses
     has_critic: bool = False  # a second model, taken to be as large, with its own optimizer
 
     @property
@@ -133,16 +136,18 @@ def run_settings(
         element=4 if policy.precision == "float32" else 2,
         checkpointing=bool(checkpointing) if setting == "auto" else bool(setting),
         lora_rank=lora.dim if lora.enabled else None,
-        optimizer=OptimizerSettings.of(policy.optimizer),
+        optimizer=OptimizerSettings.of(policy.optimizer, in_host_memory=policy.dtensor_cfg.cpu_offload),
         has_reference=has_reference,
         chunk_tokens=policy.logprob_chunk_size,
         scores_answers=scores_answers,
         ranks=ranks // (policy.dtensor_cfg.dp_replicate_size or 1),
         engine=engine,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
+        splits_rows=policy.dtensor_cfg.sequence_parallel,
         row_shares=policy.dtensor_cfg.context_parallel_size,
         expert_shares=policy.dtensor_cfg.expert_parallel_size or 1,
         fp8=policy.fp8,
+        in_host_memory=policy.dtensor_cfg.cpu_offload,
         **others,
     )
 

@@ -2,13 +2,15 @@
 
 PPO's clipped ratio (arXiv:1707.06347) with the group advantages of GRPO (arXiv:2402.03300), separate lower and upper
 clips (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), sequence ratios (GSPO, arXiv:2507.18071), CISPO
-(arXiv:2506.13585), the likelihood term of VAPO (arXiv:2504.05118), and truncated importance sampling for the gap
-between sampler and trainer. The formulas and the names of options and metrics are NeMo RL's; options that it does not
+(arXiv:2506.13585), SAPO (arXiv:2511.20347), GMPO (arXiv:2507.20673), DPPO in its binary forms (arXiv:2602.04879), the
+likelihood term of VAPO (arXiv:2504.05118), and truncated importance sampling for the gap between sampler and trainer.
+The formulas and the names of options and metrics are NeMo RL's; options that it does not
 have make the numbers of other systems reproducible.
 
 Deviations: where one update is made per step, the policy before the update *is* the policy being updated, so the old
 log-probabilities are the current ones without gradient, and no second forward pass is made to find them. VAPO's term is
-divided by the rewarded tokens of the whole batch, not of the micro-batch.
+divided by the rewarded tokens of the whole batch, not of the micro-batch. DPPO's divergence is from the policy before
+the step, as in verl; the paper's is from the sampler.
 
 Columns used: mask, advantages, generation_logprobs; prev_logprobs (the current ones where prev_is_current is 1),
 reference_logprobs and rewarded where the options need them. Notation: lc current, lp before the update, lg sampler, lr
@@ -99,15 +101,44 @@ class ClippedPolicyGradient:
         if self.config.log_ratio_clamp_value is not None:
             difference = difference.clamp(-self.config.log_ratio_clamp_value, self.config.log_ratio_clamp_value)
         ratio = difference.exp()
+        bounded_ratio = ratio if self.config.ratio_ceiling is None else ratio.clamp(max=self.config.ratio_ceiling)
+        match self.config.trust_region:
+            case "soft":
+                positive, negative = self.config.soft_temperature_pos, self.config.soft_temperature_neg
+                steepness = torch.where(advantages > 0, positive, negative).to(lc.dtype)
+                gate = 4 / steepness * torch.sigmoid(steepness * (ratio - 1))
+                return ratio, ratio, -advantages * gate
+            case "geometric_mean":
+                near = difference.clamp(-self.config.ratio_clip_min, self.config.ratio_clip_max)
+                worse = torch.where(advantages > 0, torch.minimum(difference, near), torch.maximum(difference, near))
+                return ratio, near.exp(), -advantages * frame.sequence_mean(worse).exp()[frame.ids]
+            case "tv" | "kl":
+                keeps = self._is_near(frame)
+                return ratio, torch.where(keeps, ratio, 1.0), -advantages * bounded_ratio.detach() * lc * keeps
         clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
         if self.config.use_cispo:
             return ratio, clipped, -advantages * clipped.detach() * lc
-        bounded_ratio = ratio if self.config.ratio_ceiling is None else ratio.clamp(max=self.config.ratio_ceiling)
         loss = torch.maximum(-advantages * bounded_ratio, -advantages * clipped)
         if self.config.ratio_clip_c is not None:
             bounded = torch.minimum(loss, -advantages * self.config.ratio_clip_c)
             loss = torch.where(advantages < 0, bounded, loss)
         return ratio, clipped, loss
+
+    @torch.no_grad()
+    def _is_near(self, frame: _Frame) -> Tensor:
+        """DPPO: of each token, whether an update in the direction of its advantage stays near the policy before. Of all
+        other tokens together only the probability is known: the divergence is of two outcomes.
+        """
+        now, before = frame.current.exp(), frame.previous.exp()
+        rises = frame.advantages > 0
+        limit = torch.where(rises, self.config.ratio_clip_max, self.config.ratio_clip_min)
+        if self.config.trust_region == "tv":
+            divergence = (now - before).abs()
+        else:
+            others = ((1 - before + EPS) / (1 - now + EPS)).log()
+            divergence = before * (frame.previous - frame.current) + (1 - before) * others
+        moves_back = torch.where(rises, now <= before, now >= before)
+        return moves_back | (divergence <= limit)
 
     def _importance_weight(self, frame: _Frame) -> tuple[Tensor, Tensor]:
         """exp(lp - lg), truncated as configured; and which tokens were out of bounds. Never carries a gradient."""

@@ -6,7 +6,8 @@ to fp32, updated, and rounded stochastically (`low_precision`). The noise is key
 update, index of the number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On
 CUDA an update is one kernel (`fused/adam_kernels.py`).
 
-State in host memory passes through the device in slices: one is fetched and one written back while a third is computed.
+State in host memory passes through the device in slices: one is fetched and one written back while a third is computed;
+so do weights and gradients that are there (`policy.dtensor_cfg.cpu_offload`).
 Results equal those of this class with state on the device.
 """
 
@@ -33,7 +34,7 @@ from posttrain.policy.optimizer.low_precision import (
     round_to_bf16,
 )
 from posttrain.policy.optimizer.offload import run_through_device
-from posttrain.policy.parallel.fsdp import first_row, local_part
+from posttrain.policy.parallel.fsdp import device_of, first_row, local_part
 from posttrain.policy.runtime import triton_kernels
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
@@ -58,7 +59,7 @@ class StateFormat:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a parameter's numbers. The weight and its gradient are on the device, `state` may be in host memory.
+    """A part of a parameter's numbers. `state` may be in host memory, and so may weight and gradient.
 
     With 8-bit moments weight, gradient, master and moments are [blocks, size]; otherwise everything has one dimension.
     """
@@ -108,8 +109,8 @@ class CompactAdam(Optimizer):
         self.torch_class = AdamW if decoupled else Adam  # whose arithmetic this is
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
         self.gradient_scale = 1.0  # they are multiplied with it on their way
-        on_cuda = any(local_part(parameter).is_cuda for parameter in self.named.values())
-        kernels = triton_kernels("policy.fused.adam_kernels") if on_cuda else None
+        self.device = device_of(next(iter(self.named.values())))
+        kernels = triton_kernels("policy.fused.adam_kernels") if self.device.type == "cuda" else None
         self._compute: Callable[[Slice], None] = update_slice if kernels is None else kernels.update
         self._slice = _WHOLE if kernels is not None and not form.offload else _SLICE
 
@@ -122,12 +123,18 @@ class CompactAdam(Optimizer):
         for name in names:
             state = self._state_of(name)
             state["step"] += 1
-        device = local_part(self.named[names[0]]).device
-        numbers = torch.tensor([self._numbers(name) for name in names], dtype=torch.float32).to(device)
-        keys = torch.tensor([self._keys(name) for name in names], dtype=torch.int64).to(device)
+        numbers = torch.tensor([self._numbers(name) for name in names], dtype=torch.float32).to(self.device)
+        keys = torch.tensor([self._keys(name) for name in names], dtype=torch.int64).to(self.device)
         slices = (part for row, name in enumerate(names) for part in self._slices(name, numbers[row], keys[row]))
+
+        def compute(part: Slice, tensors: Sequence[Tensor | None]) -> None:
+            gradient, weight, *state = tensors
+            assert gradient is not None
+            assert weight is not None
+            self._compute(replace(part, gradient=gradient, weight=weight, state=state))
+
         run_through_device(
-            slices, lambda part: part.state, lambda part, state: self._compute(replace(part, state=state)), device
+            slices, lambda part: (part.gradient, part.weight, *part.state), compute, self.device, num_read=1
         )
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ def run_through_device(
     tensors_of: Callable[[Piece], Tensors],
     compute: Callable[[Piece, Tensors], None],
     device: torch.device,
+    num_read: int = 0,
 ) -> None:
     """Call `compute` with each piece and its tensors on `device`, to be changed in place. Returns when all are back.
+    The first `num_read` of them are only read.
 
     Tensors that are on the device already are passed on as they are. Host memory should be pinned, or nothing overlaps.
     """
@@ -30,7 +32,7 @@ def run_through_device(
         for piece in pieces:
             compute(piece, tensors_of(piece))
         return
-    stream = _Stream(device)
+    stream = _Stream(device, num_read)
     waiting: tuple[Piece, Tensors] | None = None
     for piece in pieces:
         fetched = stream.fetch(tensors_of(piece))  # while the one before is computed
@@ -43,8 +45,8 @@ def run_through_device(
 
 
 class _Stream:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, num_read: int) -> None:
+        self.device, self.num_read = device, num_read
         self.incoming, self.outgoing = _side_streams(device)
         self.current = torch.cuda.current_stream(device)
         self._leaving: deque[torch.cuda.Event] = deque()
@@ -60,7 +62,11 @@ class _Stream:
     def finish(self, piece: Piece, home: Tensors, fetched: Tensors, compute: Callable[[Piece, Tensors], None]) -> None:
         self.current.wait_stream(self.incoming)
         compute(piece, fetched)
-        away = [(h, f) for h, f in zip(home, fetched, strict=True) if h is not None and f is not None and h is not f]
+        pairs = list(zip(home, fetched, strict=True))
+        for target, source in pairs[: self.num_read]:
+            if source is not None and source is not target:
+                source.record_stream(self.current)
+        away = [(h, f) for h, f in pairs[self.num_read :] if h is not None and f is not None and h is not f]
         if not away:
             return
         self.outgoing.wait_stream(self.current)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -28,12 +28,16 @@ def shard(
     mesh: DeviceMesh,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    *,
+    offloads: bool = False,
 ) -> None:
     """Shard each layer on its own, so that only one is whole at a time, and the rest with the root. `experts` are
-    sharded over a mesh of theirs; without one they stay as they are.
+    sharded over a mesh of theirs; without one they stay as they are. `offloads`: shards and their gradients are in host
+    memory.
     """
     # Gradients are added up over ranks as over micro-batches.
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     kept: set[nn.Parameter] = set()
     for module in experts:
         if expert_mesh is None:
@@ -41,8 +45,8 @@ def shard(
         else:
             fully_shard(module, mesh=expert_mesh, mp_policy=in_fp32)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=in_fp32, ignored_params=kept)
-    fully_shard(root, mesh=mesh, mp_policy=in_fp32, ignored_params=kept)
+        fully_shard(layer, mesh=mesh, mp_policy=in_fp32, ignored_params=kept, offload_policy=place)
+    fully_shard(root, mesh=mesh, mp_policy=in_fp32, ignored_params=kept, offload_policy=place)
 
 
 @contextmanager
@@ -89,6 +93,13 @@ def copy_into(parameter: Tensor, value: Tensor) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """Where it is computed with; a shard may be in host memory."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.device_type != "cuda":
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def num_copies(tensor: DTensor) -> int:

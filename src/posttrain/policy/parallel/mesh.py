@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from posttrain.config.policy import DtensorConfig
@@ -59,10 +61,15 @@ class Mesh:
         """Of results by rank those of one rank for each shard of the data: the others computed the same."""
         return list(results[:: self.cp * self.tp])
 
-    def axes(self, device: torch.device) -> Axes:
-        """The process groups of this arrangement. Every rank calls this, in the same order as others of its kind."""
-        if self.size == 1:
+    def axes(self, device: torch.device, *, offloads: bool = False) -> Axes:
+        """The process groups of this arrangement. Every rank calls this, in the same order as others of its kind.
+
+        `offloads`: FSDP keeps parameters in host memory, also those of a single rank.
+        """
+        if self.size == 1 and not offloads:
             return Axes()
+        if not dist.is_initialized():
+            _form_group_of_one(device)
         sizes = {"replicas": self.replicas, "dp": self.num_shards // self.replicas, "tp": self.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -99,6 +106,12 @@ class Axes:
     rows: DeviceMesh | None = None  # context parallel ranks
     expert_parameters: DeviceMesh | None = None  # those that FSDP spreads the experts' parameters over
     experts: DeviceMesh | None = None  # expert parallel ranks, and tensor parallel ones
+
+
+def _form_group_of_one(device: torch.device) -> None:
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 def _silence_gathering() -> None:

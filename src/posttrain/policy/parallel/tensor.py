@@ -28,13 +28,14 @@ from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import Head, project, without_adapter_wrapper
 from posttrain.policy.packed import PackedAttention, Segment
 from posttrain.policy.parallel.fsdp import local_part
-from posttrain.policy.parallel.tensor_group import TensorGroup, mark
+from posttrain.policy.parallel.tensor_group import TensorGroup, group_of, mark
 from posttrain.policy.runtime import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FIELD = "policy.dtensor_cfg.tensor_parallel_size"
+ROWS_FIELD = "policy.dtensor_cfg.sequence_parallel"
 ENGINE_FIELD = "policy.generation.vllm_cfg.tensor_parallel_size"
 # How a module is split, by the style that the family's plan in `transformers` gives it.
 COLUMNS, ROWS, SUMMED, SAME = "columns", "rows", "summed", "same"
@@ -51,16 +52,18 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.group = x.dtype, group
         x = x.to(weight.dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return group.sum_in_place(project(x, weight)).to(weight.dtype)
+            product = project(x, weight)
+            added = group.own_rows_of_sum(product) if group.splits_rows else group.sum_in_place(product)
+            return added.to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].to(weight.dtype)
+        grad = (ctx.group.all_rows(grads[0]) if ctx.group.splits_rows else grads[0]).to(weight.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = (grad @ weight).to(ctx.dtype) if needs_x else None
         grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2) if needs_weight else None
@@ -70,8 +73,17 @@ class _RowProduct(torch.autograd.Function):
 # -- splitting a model -------------------------------------------------------------------------------------------------
 
 
-def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: torch.device, field: str = FIELD) -> None:
+def split_over_ranks(
+    model: nn.Module,
+    head: Head,
+    mesh: DeviceMesh,
+    device: torch.device,
+    field: str = FIELD,
+    *,
+    splits_rows: bool = False,
+) -> None:
     """Leave this rank its part of `model`, on `device`. Before `fully_shard`. `field` of the config asks for it.
+    `splits_rows`: passes with gradients are made with rows that are split (`TensorGroup.split_rows`).
 
     Experts that are spread over other ranks already (`experts.py`) stay as they are.
     """
@@ -79,7 +91,12 @@ def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: tor
     config: PretrainedConfig = without_adapter_wrapper(model).config.get_text_config()
     plan = _plan(config, field, has_spread_experts=any(isinstance(p, DTensor) for p in model.parameters()))
     _check_sizes(config, group.size, field)
+    # Attention and MLP of every layer: modules whose input is that of projections by columns.
+    columns = [name for name, _ in head.decoder.named_modules() if _match(name, plan) == COLUMNS]
+    parents = tuple(dict.fromkeys(name.rpartition(".")[0] for name in columns))
     roles = _roles(head, plan)
+    if splits_rows:
+        roles |= _roles_on_split_rows(head, roles, parents)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
         role = roles.get(module, SAME)
@@ -96,19 +113,23 @@ def split_over_ranks(model: nn.Module, head: Head, mesh: DeviceMesh, device: tor
         for kind, buffer in module._buffers.items():
             module._buffers[kind] = None if buffer is None else buffer.to(device)
         if kinds:  # peft's wrapper of a linear layer has none of its own
-            _show_locals(module, role, group)
+            _show_locals(module, role, group, splits_rows=splits_rows)
             if role == ROWS:
                 module.forward = _RowLinear(module, group)
     head.embedding.forward = _VocabularyRows(head.embedding, group)
 
     def copied_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (group.copied(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": group.copied(kwargs["hidden_states"])}
+            return (group.entering(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": group.entering(kwargs["hidden_states"])}
 
-    # Attention and MLP of every layer: modules whose input is that of projections by columns.
-    columns = [name for name, _ in head.decoder.named_modules() if _match(name, plan) == COLUMNS]
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in columns):
+    def with_all_rows(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        out.last_hidden_state = group.joined_rows(out.last_hidden_state)
+        return out
+
+    if splits_rows:
+        head.decoder.register_forward_hook(with_all_rows)
+    for parent in parents:
         head.decoder.get_submodule(parent).register_forward_pre_hook(copied_input, with_kwargs=True)
     for layer in head.layers:
         mark(layer, group)
@@ -159,6 +180,16 @@ def _roles(head: Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
     return roles
 
 
+def _roles_on_split_rows(head: Head, roles: Mapping[nn.Module, str], parents: tuple[str, ...]) -> dict[nn.Module, str]:
+    """Modules that are whole on each rank and see its tokens only: norms, second adapters after row products."""
+    found: dict[nn.Module, str] = {}
+    for name, module in head.decoder.named_modules():
+        is_inside = any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+        if roles[module] == SAME and (not is_inside or ".lora_B" in name):
+            found[module] = SUMMED
+    return found
+
+
 def _match(name: str, plan: Mapping[str, str]) -> str:
     return next((role for pattern, role in plan.items() if fnmatchcase(name, pattern)), SAME)
 
@@ -175,14 +206,17 @@ def _part(parameter: nn.Parameter, placement: Placement, group: TensorGroup, dev
     return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
-def _show_locals(module: nn.Module, role: str, group: TensorGroup) -> None:
+def _show_locals(module: nn.Module, role: str, group: TensorGroup, *, splits_rows: bool) -> None:
     """While the module runs, its parameters are this rank's tensors. FSDP goes on to swap what is in `_parameters`."""
+    sums_bias = role == ROWS and splits_rows  # it is added to this rank's rows of the product
 
     def show(module: nn.Module, args: object) -> None:
         for kind, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
                 local = parameter.to_local()
-                module.__dict__[kind] = group.copied(local) if role == SUMMED else local
+                module.__dict__[kind] = (
+                    group.copied(local) if role == SUMMED or (sums_bias and kind == "bias") else local
+                )
 
     def hide(module: nn.Module, args: object, out: object) -> None:
         for kind in module._parameters:
@@ -225,13 +259,16 @@ class _VocabularyRows:
 
 
 @contextmanager
-def same_states(head: Head, field: str) -> Iterator[None]:
+def same_states(head: Head, field: str, *, splits_rows: bool = False) -> Iterator[None]:
     """The model is split inside, and must compute the same afterwards: a family may use its modules in a way that its
     plan does not describe.
     """
     expected = _trial(head)
     yield
     _compare(head, expected, field)
+    if splits_rows and (group := group_of(head.layers[0])) is not None:
+        with group.split_rows(_TRIAL_TOKENS):
+            _compare(head, expected, ROWS_FIELD)
 
 
 def _compare(head: Head, expected: Tensor, field: str) -> None:

@@ -3,11 +3,17 @@
 The ranks of a group compute the same hidden states, losses and norms, bit for bit, as long as an all-reduce gives all
 of them the same bits, as those of gloo and NCCL do. So they make the same decisions without communication: they draw
 the same tokens from the same keys, and apply the same updates to replicated parameters.
+
+With `policy.dtensor_cfg.sequence_parallel` (arXiv:2205.05198), passes of training split the residual stream: between
+attention and MLP each rank has a stretch of the row's tokens (`split_rows`). An all-gather takes the place of the copy
+before projections by columns, a reduce-scatter that of the sum after projections by rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +31,7 @@ class TensorGroup:
     """The ranks that share each layer, from the view of this rank."""
 
     mesh: DeviceMesh  # its axis `tp` alone
+    _tokens: list[int] = field(default_factory=list, compare=False)  # of the row that is split now
 
     @property
     def size(self) -> int:
@@ -47,12 +54,53 @@ class TensorGroup:
         dist.all_reduce(total, group=self.group)
         return total
 
+    # -- rows of which each rank has a stretch ----------------------------------------------------------------------
+
+    @contextmanager
+    def split_rows(self, num_tokens: int) -> Iterator[None]:
+        """Inside, each rank has a stretch of the row's tokens wherever no heads and no MLP are shared."""
+        self._tokens.append(num_tokens)
+        try:
+            yield
+        finally:
+            self._tokens.pop()
+
+    @property
+    def splits_rows(self) -> bool:
+        return bool(self._tokens)
+
+    def own_rows(self, whole: Tensor) -> Tensor:
+        """Of [..., tokens, hidden], padded to equal stretches. Without autograd."""
+        return self._padded(whole).chunk(self.size, dim=-2)[self.rank].contiguous()
+
+    def own_rows_of_sum(self, part: Tensor) -> Tensor:
+        """Of the sum over the ranks, in the type of `part`. Without autograd."""
+        stretches = [stretch.contiguous() for stretch in self._padded(part).chunk(self.size, dim=-2)]
+        own = torch.empty_like(stretches[0])
+        dist.reduce_scatter(own, stretches, group=self.group)
+        return own
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Every rank's stretch, one after another. Without autograd."""
+        return torch.cat(list(self.stacked(own)), dim=-2)[..., : self._tokens[-1], :]
+
+    def _padded(self, whole: Tensor) -> Tensor:
+        return torch.nn.functional.pad(whole, (0, 0, 0, -whole.shape[-2] % self.size))
+
+    def entering(self, x: Tensor) -> Tensor:
+        """The input of projections by columns, whose gradients on the ranks are parts of a sum."""
+        return _tensor(_AllRows.apply(x, self, True)) if self.splits_rows else self.copied(x)
+
+    def joined_rows(self, x: Tensor) -> Tensor:
+        """All rows of the last hidden states, whose gradients are the same on all ranks."""
+        return _tensor(_AllRows.apply(x, self, False)) if self.splits_rows else x
+
     def copied(self, x: Tensor) -> Tensor:
         """x, whose gradients on the ranks are parts of a sum."""
         return _tensor(_Copied.apply(x, self))
 
     def added(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; each has the gradient of its own part."""
+        """The sum over the ranks, or this rank's rows of it; each has the gradient of its own part."""
         return _tensor(_Added.apply(x, self))
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -106,11 +154,29 @@ class _Copied(torch.autograd.Function):
 class _Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        if group.splits_rows:
+            return group.own_rows_of_sum(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
         return group.summed(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+        return ctx.group.all_rows(grads[0]) if ctx.group.splits_rows else grads[0], None
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, sums: bool) -> Tensor:
+        ctx.group, ctx.sums = group, sums
+        return group.all_rows(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = grads[0]
+        if not ctx.sums:
+            return ctx.group.own_rows(whole), None, None
+        added = ctx.group.own_rows_of_sum(whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        return added.to(whole.dtype), None, None
 
 
 class _Beside(torch.autograd.Function):

@@ -22,6 +22,7 @@ from posttrain.policy.memory.rank import (
     GIB,
     OPTIMIZER,
     RUNTIME_BYTES,
+    SAMPLING,
     SCORING,
     TRAINING,
     RankMemory,
@@ -125,6 +126,22 @@ def test_state_of_an_8b_model_by_hand() -> None:
         copied = replace(short, checkpoint_copy=copy)
         assert plan_memory(model_of(copied), workload(), H200).host_items == {"copy of a checkpoint": bytes_each * n}
     assert all("optimizer state" not in phase.items for phase in plan.phases)
+
+
+def test_full_fine_tuning_of_an_8b_model_fits_80_gib_with_parameters_in_host_memory() -> None:
+    n = 8_030_261_248
+    config = OptimizerConfig(kwargs={"lr": 1e-3})
+    away = OptimizerSettings.of(config, in_host_memory=True)
+    hosted = replace(PLAIN, has_reference=True, optimizer=away, in_host_memory=True)
+    plan = plan_memory(model_of(hosted), workload(), H200)
+    assert plan.host_items == {"weights": 2 * n, "reference": 2 * n, "gradients": 4 * n, "optimizer state": 12 * n}
+    by_name = {phase.name: phase for phase in plan.phases}
+    assert by_name[SAMPLING].items["whole weights"] == 2 * n
+    assert by_name[TRAINING].items["gathered layers"] < 0.2 * 2 * n
+    assert by_name[OPTIMIZER].peak_bytes < 2 * GIB
+    assert max(by_name[name].needed_bytes for name in (TRAINING, OPTIMIZER)) < 80 * GIB
+    resident = plan_memory(model_of(replace(PLAIN, has_reference=True)), workload(), H200)
+    assert max(phase.needed_bytes for phase in resident.phases) > 140 * GIB
 
 
 # -- activations

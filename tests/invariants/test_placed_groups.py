@@ -1,0 +1,114 @@
+"""Models on places of their own: the numbers of a run in one process, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import LORA, assert_same_curves, copy_until, dpo, grpo, results_of, run, save_reward_model, weights_of
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+
+from posttrain.orchestration.ray_actor import RayWorker  # noqa: E402
+
+STEPS = 4
+LOCAL = ["cluster.launcher=local"]
+ENGINE = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"
+REFERENCE = ["cluster.gpus_per_node=2", "policy.reference.colocated={enabled: false, resources: {gpus_per_node: 1}}"]
+
+AHEAD = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=1"]
+
+pytestmark = pytest.mark.ray
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    assert results_of(folder) == results_of(expected)
+    assert weights_of(folder / f"step_{STEPS}") == weights_of(expected / f"step_{STEPS}")
+
+
+@pytest.fixture(scope="module")
+def reward(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(model, tmp_path_factory.mktemp("reward") / "model")
+
+
+def rewarded(reward: Path) -> list[str]:
+    """Instead of the reward of `grpo`."""
+    block = f"{{type: reward_model, model_name: {reward}, device: cpu, precision: float32}}"
+    return ["data.default.env_name=rm", f"env.rm={block}"]
+
+
+@pytest.fixture
+def killed_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Kills the worker that an operation is called on for the n-th time."""
+
+    def prepare(operation: str, count: int) -> None:
+        calls: list[str] = []
+
+        def submit(self: RayWorker, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+            pending = own_submit(self, called, *args, **kwargs)
+            calls.append(called.__name__)
+            if called.__name__ == operation and calls.count(operation) == count:
+                ray.kill(self.actor)
+            return pending
+
+        own_submit = RayWorker.submit
+        monkeypatch.setattr(RayWorker, "submit", submit)
+
+    return prepare
+
+
+def test_four_worker_groups_make_the_curves_of_one_process_and_the_same_bits_if_any_of_them_dies(
+    killed_in: Callable[[str, int], None],
+    reward: Path,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *rewarded(reward)]
+
+    four = [ENGINE, *REFERENCE, "cluster.gpus_per_node=4", "env.rm.resources={gpus_per_node: 1}", *AHEAD]
+    assert run([*arguments("local"), *LOCAL]) == 0
+    assert run([*arguments("four"), *four[:-2]]) == 0
+    assert_same_curves(tmp_path / "four", tmp_path / "local")
+    assert run([*arguments("ahead"), *four]) == 0
+    killed_in("score", 6)
+    killed_in("reference_logprobs", 5)
+    copy_until(2, tmp_path / "ahead", tmp_path / "killed")
+    capfd.readouterr()
+    assert run([*arguments("killed"), *four]) == 0
+    error = capfd.readouterr().err
+    for died in ("reward_rm 0 died during score", "reference 0 died during reference_logprobs"):
+        assert died in error
+    assert_same_run(tmp_path / "killed", tmp_path / "ahead")
+
+
+def test_a_reference_on_a_place_of_its_own_makes_the_curves_of_a_colocated_one_also_if_it_dies(
+    killed_in: Callable[[str, int], None], model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*grpo(model, data, tmp_path / "local", steps=STEPS), *LOCAL]) == 0
+    killed_in("reference_logprobs", 3)
+    assert run([*grpo(model, data, tmp_path / "placed", steps=STEPS), *REFERENCE]) == 0
+    assert "reference 0 died during reference_logprobs: another one is started" in capfd.readouterr().err
+    assert_same_curves(tmp_path / "placed", tmp_path / "local")
+    logs = {name: (tmp_path / "placed" / "logs" / f"{name}.log").read_text() for name in ("rank_0", "reference_0")}
+    assert [log.count("reference_logprobs …") > 0 for log in logs.values()] == [False, True]
+
+
+@pytest.mark.parametrize("kind", ["adapters", "dpo", "two"])
+def test_adapters_pairs_and_two_replicas_make_the_curves_of_one_process(
+    kind: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        if kind == "dpo":
+            return dpo(model, data, tmp_path / name, steps=STEPS)
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *(LORA if kind == "adapters" else [])]
+
+    places = [REFERENCE[0].replace("2", "3"), REFERENCE[1].replace("1", "2")] if kind == "two" else REFERENCE
+    assert run([*arguments("local"), *LOCAL]) == 0
+    assert run([*arguments("placed"), *places]) == 0
+    assert_same_curves(tmp_path / "placed", tmp_path / "local")
