@@ -158,3 +158,125 @@ spec:
         name: {{ include "posttrain-ray.name" $root }}-logs
     {{- end }}
 {{- end -}}
+
+
+{{- /* -- values with the keys of KubeRay's chart ------------------------------------------------------------------- */}}
+
+{{- define "posttrain-ray.has-kuberay-values" -}}
+{{- if or .Values.head .Values.worker .Values.additionalWorkerGroups }}true{{ end -}}
+{{- end -}}
+
+{{- define "posttrain-ray.kuberay-name" -}}
+{{- $name := .Values.nameOverride | default "kuberay" -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- .Values.fullnameOverride | default $full | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "posttrain-ray.kuberay-pod" -}}
+{{- $group := .group -}}
+{{- $image := .root.Values.image -}}
+{{- $config := printf "%s-fluentbit-config" (include "posttrain-ray.kuberay-name" .root) -}}
+{{- $inner := dig "template" "metadata" dict $group -}}
+{{- $annotations := merge (dict) ($group.annotations | default dict) ($inner.annotations | default dict) -}}
+{{- if $group.command }}{{ $annotations = merge (dict "ray.io/overwrite-container-cmd" "true") $annotations }}{{ end -}}
+{{- range $group.volumes }}
+{{- $wanted := dig "configMap" "name" "" . }}
+{{- if and (hasSuffix "-fluentbit-config" $wanted) (ne $wanted $config) }}
+{{- fail (printf "volumes name the ConfigMap %s, and this release makes %s: install it as the release of the values, or set fullnameOverride" $wanted $config) }}
+{{- end }}
+{{- end }}
+{{- $tolerations := list }}
+{{- range $group.tolerations }}
+{{- if ne (.key | default "") "cloud.google.com/impending-node-termination" }}{{ $tolerations = append $tolerations . }}{{ end }}
+{{- end }}
+metadata:
+  {{- with merge (dict) ($group.labels | default dict) ($inner.labels | default dict) }}
+  labels:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- with $group.serviceAccountName }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  {{- with $group.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $group.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $group.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $group.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ .container }}
+      {{- if kindIs "map" $image }}
+      image: "{{ $image.repository }}:{{ $image.tag | default "latest" }}"
+      {{- else }}
+      image: {{ $image | quote }}
+      {{- end }}
+      {{- if kindIs "map" $image }}
+      imagePullPolicy: {{ $image.pullPolicy | default "IfNotPresent" }}
+      {{- end }}
+      {{- with $group.command }}
+      command:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.args }}
+      args:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- $common := dig "containerEnv" list (.root.Values.common | default dict) }}
+      {{- with concat (kindIs "slice" $common | ternary $common list) ($group.containerEnv | default list) }}
+      env:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.ports }}
+      ports:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.resources }}
+      resources:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.lifecycle }}
+      lifecycle:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.securityContext }}
+      securityContext:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.volumeMounts }}
+      volumeMounts:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    {{- with $group.sidecarContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $group.volumes }}
+  volumes:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}

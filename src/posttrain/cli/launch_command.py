@@ -1,5 +1,6 @@
-"""`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write
-files. The other actions are about runs that exist: they are found by label, here and in the cluster of the kubeconfig.
+"""`posttrain launch`: a run on Kubernetes, on Slurm, or on this machine as a cluster; `render`, `check`, `setup` and
+`values` write files. The other actions are about runs that exist: they are found by label, here and in the cluster of
+the kubeconfig.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from posttrain.apps.launch.runs import (
     pods_by_rank,
     state_of,
 )
+from posttrain.apps.launch.slurm import SCRIPT, job_files, job_folder, job_script, submit_job, write_job
 from posttrain.apps.launch.submit import cluster_of, clusters_to_search, follow, load_profile, objects_of, offer
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.apps.options import Option
@@ -56,6 +58,7 @@ examples:
   posttrain launch logs grpo-math --attempt 2 --rank 1                       found by label: no config is needed
   posttrain launch interrupt grpo-math --rank 1 --notice 120                 what the loss of a Spot machine does
   posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
+  posttrain launch --on slurm.yaml grpo --config my.yaml                     a batch script, submitted with sbatch
   posttrain plan --on eks.yaml grpo --config my.yaml                         hours and dollars
 
 PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on when this command ends. Exit codes: 0
@@ -131,8 +134,8 @@ def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[Launch
         raise InputError(f"{args.words[0]!r} is {expected}")
     profile = load_profile(args.on)
     loaded = load_words(args.words, args.config, KINDS)
-    is_ray_job = submits and profile.scheduler.kind == "raycluster"
-    request = request_run(loaded, profile, args.name, "" if is_ray_job else CONFIG_FOLDER)
+    is_job = profile.scheduler.kind == "slurm" or (submits and profile.scheduler.kind == "raycluster")
+    request = request_run(loaded, profile, args.name, "" if is_job else CONFIG_FOLDER)
     for warning in [*loaded.warnings, *request.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
     return request, loaded
@@ -140,6 +143,8 @@ def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[Launch
 
 def _launch(args: argparse.Namespace) -> int:
     request, loaded = _request(args, submits=True)
+    if request.profile.cluster.kind == "slurm":
+        return _launch_on_slurm(args, request, loaded)
     objects = objects_of(request)
     if request.profile.scheduler.kind != "raycluster":  # a job is no manifest
         _check_own(args, objects, f"run {request.name}", "nothing was created")
@@ -148,19 +153,45 @@ def _launch(args: argparse.Namespace) -> int:
         raise InputError("\n".join([*problems, "nothing was created"]))
     for line in offer(request, loaded.config, cluster.title):
         print(line)
-    if not args.yes:
-        if not sys.stdin.isatty():
-            raise InputError("there is no terminal to ask at: give --yes to submit. Nothing was created")
-        if input("go? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was created")
-            return 0
+    if not _is_confirmed(args):
+        return 0
     cluster.create(objects)
     print(f"{objects[-1]['kind']} {request.name} is created; it goes on without this command")
     return 0 if args.detach else follow(cluster, request.name)
 
 
+def _is_confirmed(args: argparse.Namespace) -> bool:
+    if args.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise InputError("there is no terminal to ask at: give --yes to submit. Nothing was created")
+    if input("go? [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was created")
+    return False
+
+
+def _launch_on_slurm(args: argparse.Namespace, request: LaunchRequest, loaded: LoadedConfig[Any]) -> int:
+    for line in offer(request, loaded.config, "Slurm"):
+        print(line)
+    if not _is_confirmed(args):
+        return 0
+    job = submit_job(request)
+    print(f"job {job} of Slurm is submitted: squeue --job={job}, scancel {job}")
+    print(f"script, config and output are in {job_folder(request)}: tail -F {job_folder(request)}/output-{job}.txt")
+    return 0
+
+
 def _render(args: argparse.Namespace) -> int:
     request, _ = _request(args)
+    if request.profile.cluster.kind == "slurm":
+        if args.to is None:
+            print(job_script(request), end="")
+            return 0
+        for path in write_job(args.to, job_files(request)):
+            print(path)
+        print(f"copy the folder to {job_folder(request)}, then: sbatch {job_folder(request)}/{SCRIPT}", file=sys.stderr)
+        return 0
     texts = {"control-secret.txt": control_secret_command(request)}
     _write(args, render_run(request), f"run {request.name}", texts)
     return 0
@@ -168,6 +199,8 @@ def _render(args: argparse.Namespace) -> int:
 
 def _setup(args: argparse.Namespace) -> int:
     profile = load_profile(args.on)
+    if profile.cluster.kind == "slurm":
+        raise InputError("cluster.kind = 'slurm' needs no setup: partitions and file systems exist")
     _write(args, render_setup(profile), "setup", {"node-pool.txt": gke_node_pool(profile)})
     return 0
 
@@ -337,10 +370,10 @@ def _interrupt(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     """Asks for what a run on one machine of the profile would need."""
     profile = load_profile(args.on)
+    cluster = cluster_of(profile)
     gpus = find_instance(profile.nodes, profile.cluster.kind).gpus
     settings = [f"checkpointing.checkpoint_dir={profile.storage.mount}/doctor", f"cluster.gpus_per_node={gpus or 1}"]
     objects = objects_of(request_run(load_config("grpo", None, settings), profile, "doctor"))
-    cluster = cluster_of(profile)
     checks = cluster.examine(objects)
     if args.image and not any(check.problem for check in checks):
         checks.append(cluster.try_image(objects))

@@ -14,6 +14,7 @@
 | `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
 | `submit.py` | which cluster a profile names; what a run is and costs before it is submitted; following it |
 | `kubernetes_cluster.py`, `cluster_checks.py` | Kubernetes, the only file with its client; what a run needs of it |
+| `slurm.py` | a run as a job of Slurm: its batch script, and `sbatch` |
 | `ray_jobs.py` | runs as jobs of a long-lived Ray cluster, over Ray's Jobs API |
 | `local/` | this machine as a cluster |
 | `run_checkpoints.py` | checkpoints of a run, with metrics |

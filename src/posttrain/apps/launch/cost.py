@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import date
+from typing import TYPE_CHECKING
 
 from posttrain.apps.launch.instances import find_instance
 from posttrain.config import RunConfig
@@ -25,8 +26,14 @@ from posttrain.config.cluster_profile import ClusterProfile, PriceSection
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 
+if TYPE_CHECKING:
+    from posttrain.apps.plan.plan import RunEstimate
+
 SHOWN_MTBF_HOURS = (12.0, 24.0, 72.0)  # of one machine, where none is given: no rates of H100 and newer were found
 OLD_AFTER_DAYS = 90
+# Measured with a checkpoint of 30.2 GiB (8B, bf16 weights, 8-bit moments) on one H200, docs/log.md 2026-11-15.
+BACKGROUND_SAVE_S = 0.32  # that training stands still while the copy is queued
+WAITING_SAVE_BYTES_PER_S = 30.2 * 2**30 / 46.0  # where training waits for the files
 _AWS = ("us-east-2", "2026-08-22", "skypilot-catalog v7")
 _GCP = ("us-central1", "2026-08-21", "skypilot-catalog v8, GPU row and host row")
 
@@ -131,9 +138,14 @@ class LaunchCost:
         return self.machines + self.start + self.storage + self.other
 
 
-def interruptions_of(profile: ClusterProfile, num_nodes: int, node_mtbf_hours: float) -> Interruptions:
-    cost = profile.cost
-    return Interruptions(node_mtbf_hours * 3600, num_nodes, cost.save_s, cost.notice_share, cost.restart_s)
+def planned_save_s(found: RunEstimate) -> float:
+    """Seconds that training stands still for one save. In the background that is the start of the copy; of several
+    ranks the first one gathers the weights meanwhile, and the others wait."""
+    rank, ranks = found.rank, found.settings.ranks
+    weights = found.settings.element * rank.num_trained * (2 if found.settings.has_critic else 1)
+    if found.settings.checkpoint_copy != "none":
+        return BACKGROUND_SAVE_S + (weights / found.gpu.host_bytes_per_s if ranks > 1 else 0.0)
+    return (weights + rank.state_bytes() / ranks) / WAITING_SAVE_BYTES_PER_S
 
 
 def launch_cost(
@@ -231,6 +243,8 @@ def report_cost(
     step_s: float,
     step_source: str,
     save_period: int,
+    save_s: float,
+    save_source: str,
     today: date,
 ) -> CostReport:
     instance = find_instance(profile.nodes, profile.cluster.kind)
@@ -247,19 +261,22 @@ def report_cost(
         )
         return CostRow(capacity, mtbf, overhead, low, high)
 
+    def interruptions(mtbf: float) -> Interruptions:
+        cost = profile.cost
+        return Interruptions(mtbf * 3600, num_nodes, save_s, cost.notice_share, cost.restart_s)
+
     best = None
     if (spot := price.range_of("spot")) is not None:
         for mtbf in mtbf_hours:
-            rows.append(row("spot", mtbf, interruptions_of(profile, num_nodes, mtbf).overhead(interval_s), spot))
-        usual = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2])
-        best = usual.steps_between_saves(step_s)
+            rows.append(row("spot", mtbf, interruptions(mtbf).overhead(interval_s), spot))
+        best = interruptions(mtbf_hours[len(mtbf_hours) // 2]).steps_between_saves(step_s)
         best = best and min(best, num_steps)
         if given is None:
             warnings.append(
                 "how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours"
             )
     if (on_demand := price.range_of("on_demand")) is not None:
-        rows.append(row("on_demand", None, profile.cost.save_s / interval_s, on_demand))
+        rows.append(row("on_demand", None, save_s / interval_s, on_demand))
     if (days := (today - date.fromisoformat(price.as_of)).days) > OLD_AFTER_DAYS:
         warnings.append(
             f"the price is {days} days old ({price.source}, {price.as_of}); give today's in the profile: cost.price"
@@ -270,8 +287,9 @@ def report_cost(
         )
     cost = profile.cost
     assumed = [
-        f"counted with a save of {cost.save_s:g} s, {cost.restart_s:g} s to the next step after an interruption, and "
-        f"{cost.notice_share:.0%} of them announced (cost.save_s, restart_s, notice_share)"
+        f"counted with {save_s:.3g} s that training stands still for a save ({save_source}), {cost.restart_s:g} s to "
+        f"the next step after an interruption, and {cost.notice_share:.0%} of them announced (cost.save_s, restart_s, "
+        "notice_share)"
     ]
     return CostReport(
         rows, price, num_nodes, num_steps, step_s, step_source, save_period, best, cost.runs_per_year, assumed, warnings
@@ -297,15 +315,25 @@ def gpu_of(profile: ClusterProfile) -> str:
 
 
 def cost_on_cluster(
-    profile: ClusterProfile, config: RunConfig, step_s: float | None = None, step_source: str = "measured"
+    profile: ClusterProfile,
+    config: RunConfig,
+    step_s: float | None = None,
+    step_source: str = "measured",
+    save_s: float | None = None,
+    save_source: str = "measured",
 ) -> CostReport:
-    """By the planned time of a step, unless one is given. InputError where it cannot be planned."""
+    """By the planned times of a step and a save, unless they are given. InputError where they cannot be planned."""
     from posttrain.apps.plan.plan import estimate_run, find_gpu, planned_step_s
 
     steps = num_steps_of(config)
     if step_s is None:
         found = estimate_run(config, find_gpu(gpu_of(profile)))
         step_s, step_source = planned_step_s(found, config), "planned"
+        save_s, save_source = planned_save_s(found), "planned"
+    if profile.cost.save_s is not None:
+        save_s, save_source = profile.cost.save_s, "cost.save_s"
+    if save_s is None:
+        save_s, save_source = BACKGROUND_SAVE_S, "in the background"
     return report_cost(
         profile,
         num_nodes=config.cluster.num_nodes,
@@ -313,6 +341,8 @@ def cost_on_cluster(
         step_s=step_s,
         step_source=step_source,
         save_period=config.checkpointing.save_period,
+        save_s=save_s,
+        save_source=save_source,
         today=date.today(),
     )
 

@@ -63,9 +63,9 @@ class LaunchRequest:
         """Seconds between SIGTERM and SIGKILL: the provider's notice period, or enough for a step and a save."""
         if self.profile.nodes.grace_s is not None:
             return self.profile.nodes.grace_s
-        if self.profile.nodes.capacity == "on_demand":
+        if self.profile.nodes.capacity == "on_demand" and self.profile.cluster.kind != "slurm":
             return 600
-        return {"gke": 15, "eks": 110}.get(self.profile.cluster.kind, 30)
+        return {"gke": 15, "eks": 110, "slurm": 110}.get(self.profile.cluster.kind, 30)
 
 
 def request_run(
@@ -89,7 +89,7 @@ def request_run(
             f"cluster.launcher = 'local' is one process, and the run has {config.cluster.num_workers} (num_nodes x "
             "gpus_per_node); set cluster.launcher=auto"
         )
-    if profile.image.seccomp != "Unconfined" and profile.cluster.kind != "local":
+    if profile.image.seccomp != "Unconfined" and profile.cluster.kind not in ("local", "slurm"):
         _check_sandbox(config.model_dump(by_alias=True).get("env"), "env")
     text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
@@ -155,6 +155,8 @@ def _config_and_files(
             "${oc.env:NAME} in the config"
         )
     for variable in _REFERENCE.findall(text):
+        if variable in os.environ and profile.cluster.kind == "slurm":
+            continue  # sbatch passes the environment on
         if variable not in profile.secrets and variable not in profile.env:
             raise InputError(
                 f"the config reads the environment variable {variable}, and the pods would not have it: add it to "

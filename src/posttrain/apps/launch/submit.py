@@ -35,6 +35,11 @@ def load_profile(name: str) -> ClusterProfile:
 
 
 def cluster_of(profile: ClusterProfile) -> Cluster:
+    if profile.cluster.kind == "slurm":
+        raise InputError(
+            "cluster.kind = 'slurm': this action is of Kubernetes; Slurm has squeue --name NAME, scancel JOB, "
+            "sacct --name NAME, and the output is in the folder of the job (docs/slurm.md)"
+        )
     if profile.scheduler.kind == "raycluster":
         return RayJobs(profile.scheduler.ray_address)
     if profile.cluster.kind == "local":
@@ -82,14 +87,15 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
     """What is about to be submitted, and what it costs."""
     profile = request.profile
     machine = request.instance.name or "machines of the profile"
-    count = f"{request.num_nodes} pod{'s' if request.num_nodes > 1 else ''}"
+    unit = "machine" if profile.cluster.kind == "slurm" else "pod"
+    count = f"{request.num_nodes} {unit}{'s' if request.num_nodes > 1 else ''}"
     if profile.cluster.kind == "local":
         shared = f"{profile.storage.mount} is {claim_folder(profile.storage.claim)}"
         return [f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {shared}"]
     gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
     capacity = profile.nodes.capacity.replace("_", "-")
     form = f"a {profile.scheduler.kind} in namespace {profile.cluster.namespace}"
-    if profile.scheduler.kind == "raycluster":
+    if profile.scheduler.kind in ("raycluster", "slurm"):
         form = "a job"
     lines = [f"{request.name}: {count}{gpus} on {machine} ({capacity}), as {form} of {where}"]
     return lines + _price_lines(request, config)

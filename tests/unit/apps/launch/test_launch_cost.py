@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 from launch_profiles import EKS, make_profile, write_profile
 
-from posttrain.apps.launch.cost import PRICES, CostReport, Interruptions, LaunchCost, price_of, report_cost
+from posttrain.apps.launch.cost import (
+    PRICES,
+    CostReport,
+    Interruptions,
+    LaunchCost,
+    planned_save_s,
+    price_of,
+    report_cost,
+)
+from posttrain.apps.plan.plan import estimate_run, find_gpu
 from posttrain.cli.main import main
+from posttrain.config import load_config
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 
@@ -25,7 +35,8 @@ def gang(save_s: float, notice_share: float) -> Interruptions:
 
 @pytest.mark.parametrize(
     ("save_s", "share", "interval", "steps", "overhead"),
-    [(21.5, 0, 1113, 9, 5.1), (21.5, 0.9, 3519, 29, 2.5), (1, 0, 240, 2, 2.1), (1, 0.9, 759, 6, 1.5)],
+    [(21.5, 0, 1113, 9, 5.1), (21.5, 0.9, 3519, 29, 2.5), (1, 0, 240, 2, 2.1), (1, 0.9, 759, 6, 1.5)]
+    + [(0.3, 0, 131, 1, 1.7), (0.3, 0.9, 416, 3, 1.4)],
 )
 def test_best_interval_between_saves(save_s: float, share: float, interval: int, steps: int, overhead: float) -> None:
     found = gang(save_s, share)
@@ -105,7 +116,37 @@ def test_total_time_agrees_with_a_simulation_where_machines_are_lost_often() -> 
 
 def report(profile: ClusterProfile, **changed: Any) -> CostReport:
     given = {"num_nodes": 3, "num_steps": 100, "step_s": STEP_S, "step_source": "measured", "save_period": 10}
-    return report_cost(profile, **({**given, "today": date(2026, 9, 1)} | changed))
+    given |= {"save_s": 21.5, "save_source": "measured", "today": date(2026, 9, 1)}
+    return report_cost(profile, **(given | changed))
+
+
+EIGHT_BIT = ["policy.optimizer.state_dtype=int8", "policy.optimizer.master_weights=none"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected_s"),
+    [
+        ([*EIGHT_BIT, "checkpointing.async_save=false"], 46.0),
+        ([*EIGHT_BIT], 0.32),
+        (["cluster.gpus_per_node=8"], 0.32 + 16.06e9 / 50e9),  # the first rank gathers the weights
+    ],
+)
+def test_a_save_costs_what_was_measured_to_block_training(settings: list[str], expected_s: float) -> None:
+    config = load_config("grpo", None, ["policy.model_name=llama-8b", *settings]).config
+    assert planned_save_s(estimate_run(config, find_gpu("h200"))) == pytest.approx(expected_s, rel=0.05)
+
+
+def test_the_time_of_a_save_is_that_of_the_profile_of_the_run_or_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["grpo", "policy.model_name=llama-1.5b", "grpo.max_num_steps=50"]
+    for given, said in (
+        ({}, "(planned)"),
+        ({"save_s": 7.5}, "7.5 s that training stands still for a save (cost.save_s)"),
+    ):
+        profile = write_profile(tmp_path, {**EKS, "cost": given})
+        assert main(["plan", "--on", str(profile), *run]) == 0
+        assert said in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_report_has_spot_beside_on_demand_and_names_its_price(tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ def test_profiles_in_configs_can_be_used(name: str) -> None:
     assert check_manifests(objects).errors == []
 
 
+def test_the_profile_of_slurm_in_configs_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = ROOT / "configs" / "clusters" / "slurm.yaml"
+    run = ["grpo", "cluster.num_nodes=2", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/math"]
+    assert main(["launch", "render", "--on", str(profile), *run]) == 0
+    printed = capsys.readouterr().out
+    shown = re.findall(r"^(?:#SBATCH|srun) .*$", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(shown) == 7
+    for line in shown:
+        assert line in printed.splitlines()
+
+
 def test_every_rule_and_every_machine_is_documented() -> None:
     missing = [rule for rule in RULES if f"`{rule}`" not in LAUNCH]
     assert missing == []

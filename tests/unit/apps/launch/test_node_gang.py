@@ -106,6 +106,30 @@ def test_a_run_without_progress_ends_with_65(gang: Gang) -> None:
     assert "made no new checkpoint" in gang.logs()
 
 
+ATTEMPT = {"number": 1, "token": "t", "heartbeat": 0.0, "ended": "2026-11-18T00:00:00Z", "exit_code": 0}
+HOLDER = {"host": "here", "pid": 1, "machine": "here", "created": 0.0, "command": "posttrain grpo", "since": ""}
+
+
+def test_an_interruption_while_a_finished_driver_closes_down_restarts_nothing(gang: Gang) -> None:
+    record = json.dumps({**ATTEMPT, "holder": HOLDER})
+    write = f"os.makedirs(folder + '/run/attempts')\nopen(folder + '/run/attempts/0001.json', 'w').write({record!r})\n"
+    gang.script(f"{write}open(folder + '/over', 'w').write('1')\n{FOREVER}")
+    gang.start(0, 1)
+    gang.wait_for("over")
+    gang.pods[1].send_signal(signal.SIGTERM)
+    assert gang.codes() == {0: 0, 1: 0}, gang.logs()
+
+
+def test_an_earlier_attempt_that_was_done_does_not_end_this_one(gang: Gang) -> None:
+    (gang.folder / "run/attempts").mkdir(parents=True)
+    (gang.folder / "run/attempts/0001.json").write_text(json.dumps({**ATTEMPT, "holder": HOLDER}))
+    gang.script(FOREVER)
+    gang.start(0, 1)
+    gang.wait_for("driver")
+    gang.pods[0].send_signal(signal.SIGTERM)
+    assert gang.codes() == {0: 85, 1: 85}, gang.logs()
+
+
 def test_under_kuberay_the_driver_joins_the_head_and_an_interrupted_worker_stops_it(gang: Gang) -> None:
     gang.script(FOREVER)
     ray = {"POSTTRAIN_SCHEDULER": "rayjob", "KUBERAY_GEN_RAY_START_CMD": "ray start --block", "FQ_RAY_IP": "127.0.0.1"}

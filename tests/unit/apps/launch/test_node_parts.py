@@ -80,7 +80,7 @@ def test_the_rank_is_read_from_the_schedulers_variables(
     ("name", "value", "message"),
     [
         ("POSTTRAIN_RUN", "", "POSTTRAIN_RUN is missing"),
-        ("POSTTRAIN_SCHEDULER", "slurm", "POSTTRAIN_SCHEDULER='slurm': job, jobset"),
+        ("POSTTRAIN_SCHEDULER", "pbs", "POSTTRAIN_SCHEDULER='pbs': job, jobset"),
         ("POSTTRAIN_NUM_NODES", "two", "POSTTRAIN_NUM_NODES='two': a whole number of at least 1"),
         ("JOB_COMPLETION_INDEX", "3", "rank 3, and POSTTRAIN_NUM_NODES is 3"),
         ("POSTTRAIN_CONFIG", "/missing.yaml", "POSTTRAIN_CONFIG=/missing.yaml cannot be read"),

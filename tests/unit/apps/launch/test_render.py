@@ -405,16 +405,59 @@ def test_every_value_of_the_chart_changes_the_render(tmp_path: Path) -> None:
         assert without_secret(helm_template(tmp_path, merged)) != base, name
 
 
-@needs_helm
-def test_values_of_another_chart_are_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "values.yaml"
-    path.write_text("image: {repository: nvcr.io/nvidia/nemo-rl, tag: v0.4.0}\nadditionalWorkerGroups: {}\n")
+GUIDE_VALUES = Path(__file__).parent / "guide_values.yaml"
+
+
+def refusal(*words: str, release: str = "ray-cluster") -> str:
     assert HELM is not None
-    command = [HELM, "template", "release", str(CHART), "--values", str(path)]
+    command = [HELM, "template", release, str(CHART), "--values", str(GUIDE_VALUES), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode != 0
-    assert "additionalWorkerGroups" in done.stderr
-    assert "image" in done.stderr
+    return done.stderr
+
+
+@needs_helm
+def test_values_of_the_guide_render_every_field_that_they_give(tmp_path: Path, schemas: CustomSchemas | None) -> None:
+    """The keys are those of KubeRay's chart."""
+    values = yaml.safe_load(GUIDE_VALUES.read_text(encoding="utf-8"))
+    rendered = helm_template(tmp_path, values, "ray-cluster")
+    config, cluster = rendered
+    assert config["data"] == values["configMap"]["fluentbit"]["data"]
+    assert cluster["metadata"]["name"] == "ray-cluster-kuberay", "as `kubectl ray get clusters` shows it in the guide"
+    spec = cluster["spec"]
+    head, group = spec["headGroupSpec"], spec["workerGroupSpecs"][0]
+    assert (head["serviceType"], head["rayStartParams"]) == ("ClusterIP", {"dashboard-host": "0.0.0.0"})
+    assert (group["groupName"], group["replicas"], group["maxReplicas"]) == ("worker-grp-0", 2, 2)
+    given = (values["head"], values["additionalWorkerGroups"]["worker-grp-0"])
+    for wanted, found, name in zip(given, (head, group), ("ray-head", "ray-worker"), strict=True):
+        annotations = wanted.get("annotations") or wanted["template"]["metadata"]["annotations"]
+        own = {"ray.io/overwrite-container-cmd": "true"}
+        assert found["template"]["metadata"]["annotations"] == {**annotations, **own}
+        pod = found["template"]["spec"]
+        container = {
+            "name": name,
+            "image": "nvcr.io/nvidia/nemo-rl:v0.4.0",
+            "imagePullPolicy": "Always",
+            "env": wanted["containerEnv"],
+            **{key: wanted[key] for key in ("command", "resources", "volumeMounts")},
+            **({"securityContext": wanted["securityContext"]} if "securityContext" in wanted else {}),
+        }
+        assert pod["containers"] == [container, *wanted["sidecarContainers"]]
+        assert pod["volumes"] == wanted["volumes"]
+        assert pod.get("nodeSelector") == wanted.get("nodeSelector")
+        kept = [each for each in wanted.get("tolerations", []) if "impending-node-termination" not in each["key"]]
+        assert pod.get("tolerations", []) == kept
+    assert [str(error) for error in check_manifests(manifests(rendered), schemas).errors] == []
+
+
+@needs_helm
+def test_values_that_would_have_no_effect_are_refused_by_name() -> None:
+    assert "values" in refusal("--set", "values.additionalWorkerGroups.worker-grp-0.replicas=2"), (
+        "of the guide's script"
+    )
+    assert "replica" in refusal("--set", "additionalWorkerGroups.worker-grp-0.replica=2")
+    assert "the ConfigMap ray-cluster-kuberay-fluentbit-config" in refusal(release="other")
+    assert "repo" in refusal("--set", "image.repo=nvcr.io/nvidia/nemo-rl")
 
 
 def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
@@ -433,7 +476,7 @@ OWN_NODES = {"gpus": 8, "cpu": 100, "memory_gib": 500}
     ("change", "message"),
     [
         ({"nodes": {"instance_typ": "p5en.48xlarge"}}, "did you mean"),
-        ({"cluster": {"kind": "aks"}}, "'eks', 'gke', 'kubernetes' or 'local'"),
+        ({"cluster": {"kind": "aks"}}, "'eks', 'gke', 'kubernetes', 'slurm' or 'local'"),
         ({"secrets": {"HF_TOKEN": "hf_abcdef"}}, "must be a map of settings"),
         ({"secrets": {"HF-TOKEN": {"secret": "a", "key": "b"}}}, "cannot name an environment variable"),
         ({"env": {"WANDB_API_KEY": "abc"}}, "looks like a secret"),

@@ -11,9 +11,14 @@ import yaml
 from posttrain.apps.launch.node.session import MIN_SECRET_CHARACTERS
 from posttrain.errors import InputError, reason_of
 
-SCHEDULERS = ("job", "jobset", "volcano", "rayjob", "raycluster")
+SCHEDULERS = ("job", "jobset", "volcano", "rayjob", "raycluster", "slurm")
 NOTICES = ("aws", "gce", "none")
-_INDEX = {"job": "JOB_COMPLETION_INDEX", "jobset": "JOB_COMPLETION_INDEX", "volcano": "VC_TASK_INDEX"}
+_INDEX = {
+    "job": "JOB_COMPLETION_INDEX",
+    "jobset": "JOB_COMPLETION_INDEX",
+    "volcano": "VC_TASK_INDEX",
+    "slurm": "SLURM_PROCID",
+}
 RAY_COMMAND = "KUBERAY_GEN_RAY_START_CMD"
 
 

@@ -12,7 +12,15 @@ from functools import partial
 
 from posttrain.apps.launch.node.contract import NodeSettings
 from posttrain.apps.launch.node.control import Link
-from posttrain.apps.launch.node.head import DRIVER, driver_command, exit_code, why_no_progress, write_stop
+from posttrain.apps.launch.node.head import (
+    DRIVER,
+    driver_command,
+    exit_code,
+    num_attempts,
+    recorded_code,
+    why_no_progress,
+    write_stop,
+)
 from posttrain.apps.launch.node.member import Member
 from posttrain.apps.launch.node.notices import Notice
 from posttrain.apps.launch.node.session import Message, as_seconds
@@ -27,6 +35,7 @@ class DriverMember(Member):
         super().__init__(settings, environment)
         self.joins_as = DRIVER
         self._is_stopping = False
+        self._attempts_before = num_attempts(settings.checkpoint_dir)
         self._stop_file = self._ray_log.with_name("stop.json")
 
     def say(self, text: str) -> None:
@@ -62,3 +71,8 @@ class DriverMember(Member):
 
     def on_end(self, name: str, code: int) -> None:
         self.end(exit_code(code, is_stopping=self._is_stopping), f"the driver ended with {code}")
+
+    def end(self, code: int, why: str) -> None:
+        if code == ExitCode.SAVED:
+            code = recorded_code(self.settings.checkpoint_dir, self._attempts_before, code)
+        super().end(code, why)

@@ -6,6 +6,7 @@
 | an interruption of any machine | the driver is asked to save and stop, with the time that is left; all end with 85 |
 | a member is gone | its ranks cannot be saved, so nothing is waited for: all end with 85 |
 | a warning (rebalance, maintenance) | the driver saves after the present step, and goes on |
+| an interruption while a driver that has recorded its end closes down | all end with the recorded code |
 
 Under KubeRay drivers come and go (`driver.py`), and pods stay: there only what ends a machine ends a member.
 """
@@ -59,6 +60,7 @@ class HeadMember(Member):
         self._stop_file = self._ray_log.with_name("stop.json")
         self._is_stopping = False
         self._ending: int | None = None
+        self._attempts_before = num_attempts(settings.checkpoint_dir)
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -240,6 +242,8 @@ class HeadMember(Member):
         """Notify all members, and end once they have disconnected or after a short timeout."""
         if self._ending is not None:
             return
+        if code == ExitCode.SAVED and not self.settings.is_kuberay:
+            code = recorded_code(self.settings.checkpoint_dir, self._attempts_before, code)
         self._ending = code
         self.say(f"{why}; exit code {code}")
         self.children.signal(DRIVER, signal.SIGKILL)
@@ -263,6 +267,17 @@ def exit_code(code: int, *, is_stopping: bool) -> int:
         if is_stopping and known not in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NO_PROGRESS)
         else known
     )
+
+
+def num_attempts(folder: Path) -> int:
+    return max((attempt.number for attempt in read_attempts(folder)), default=0)
+
+
+def recorded_code(folder: Path, attempts_before: int, code: int) -> int:
+    """The exit code that a newer attempt than these recorded at its end, else `code`. A driver takes seconds to close
+    down after that, and what happens to it then does not undo a run that is over."""
+    codes = [attempt.exit_code for attempt in read_attempts(folder) if attempt.number > attempts_before]
+    return code if not codes or codes[-1] is None else exit_code(codes[-1], is_stopping=True)
 
 
 def driver_command(settings: NodeSettings) -> list[str]:

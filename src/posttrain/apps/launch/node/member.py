@@ -134,9 +134,11 @@ class Member:
 
     def run(self) -> int:
         """Until the gang is over. Returns the exit code of the pod."""
-        previous = {number: signal.signal(number, self._receive_signal) for number in (*_HEARD, signal.SIGCHLD)}
+        # They are not put back: a signal while this process ends must not replace its exit code.
+        for number in (*_HEARD, signal.SIGCHLD):
+            signal.signal(number, self._receive_signal)
         # Ignored signals are inherited: a warning must not kill a driver that has not installed its handler yet.
-        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             self._work(self._begin)
             while self.code is None:
@@ -144,8 +146,6 @@ class Member:
             return self.code
         finally:
             self.children.kill_all()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _work(self, event: Callable[[], None]) -> None:
         try:
