@@ -26,6 +26,7 @@ from posttrain.files.locks import now_text
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
+from posttrain.reporting.image_files import write_images
 from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
 from posttrain.reporting.machines import AskRanks, GpuMonitor, WorkerRows
 from posttrain.reporting.presentation import RecorderSettings
@@ -366,6 +367,7 @@ class RunRecorder:
             ("validation_step", "validation", validation_groups),
         ):
             if groups:
+                write_images(self.folder, (image for group in groups for image in group.task.images))
                 write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
         if tokens and self._pieces is not None:

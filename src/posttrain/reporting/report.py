@@ -9,6 +9,7 @@ from pathlib import Path
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.reporting.chart_specs import bands_at_start, chart, charts_of
 from posttrain.reporting.charts import label
+from posttrain.reporting.image_files import embedded
 from posttrain.reporting.pages import ASSETS, render_page, when
 from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
@@ -18,6 +19,7 @@ from posttrain.reporting.wording import duration
 
 MAX_BARS = 120
 MAX_REASONS = 20
+MAX_PICTURES = 4  # of one prompt
 Tile = tuple[str, str, str, str]  # name, value, detail; good, bad, warn or nothing
 
 
@@ -100,7 +102,12 @@ def _tiles(run: RunData) -> Iterator[Tile]:
     yield "Time", duration(wall_s), f"{duration(run.logged_seconds)} in steps and validation", ""
     worst = run.findings[0] if run.findings else None
     kind = "" if worst is None else {"error": "bad", "warning": "warn", "note": ""}[worst.severity]
-    yield "Doctor", verdict(run.findings), "" if worst is None else f"{worst.rule} at step {worst.step}", kind
+    yield (
+        "Doctor",
+        verdict(run.findings, run.last_step),
+        "" if worst is None else f"{worst.rule} at step {worst.step}",
+        kind,
+    )
     rates, mfu = _known(run, "performance/tokens_per_sec_per_gpu"), _known(run, "performance/train_mfu")
     if rates:
         used = f" · MFU {100 * sum(mfu) / len(mfu):.1f}% in training" if mfu else ""
@@ -206,11 +213,16 @@ def _step_samples(path: Path, groups: Sequence[Row], words: str, num_shown: int)
         "words": words,
         "step": rollout_step(path),
         "num_groups": len(groups),
-        "shown": [groups[index] for index in mixed_first[:num_shown]],
+        "shown": [_with_pictures(groups[index], path.parents[1]) for index in mixed_first[:num_shown]],
         "mean": sum(known) / len(known) if known else None,
         "low": min(known, default=0.0),
         "high": max(known, default=1.0),
     }
+
+
+def _with_pictures(group: Row, folder: Path) -> Row:
+    images = [one for one in group.get("images") or [] if isinstance(one, dict)][:MAX_PICTURES]
+    return {**group, "pictures": [{**one, "url": embedded(folder, one)} for one in images]}
 
 
 def _rewards(group: Row) -> list[float]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.reporting.doctor import Finding, Severity
+from posttrain.reporting.doctor.findings import EARLY_STEPS, health
 from posttrain.reporting.presentation import Headline
 from posttrain.reporting.rows import is_accuracy
 from posttrain.reporting.run_files import Row
@@ -54,20 +55,22 @@ def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
 FINDING_STYLES: dict[Severity, Style] = {"note": "muted", "warning": "warning", "error": "bad"}
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """The findings of a run in a few words."""
+def verdict(findings: Sequence[Finding], num_steps: int) -> str:
+    """The health of a run, with the number of its findings."""
     counts = Counter(finding.severity for finding in findings)
     shown = [_counted(counts[severity], severity) for severity in ("error", "warning", "note") if counts[severity]]
-    return ", ".join(shown) if shown else "nothing found"
+    word = health(findings, num_steps)
+    return ", ".join(shown if counts["error"] or counts["warning"] else [word, *shown])
 
 
 def _counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def finding_lines(findings: Sequence[Finding]) -> list[Line]:
+def finding_lines(findings: Sequence[Finding], num_steps: int) -> list[Line]:
     """The summary at the end of a run: every finding with all its fixes."""
-    lines = [Line(f"  • doctor: {verdict(findings)}", FINDING_STYLES[findings[0].severity] if findings else "good")]
+    style = FINDING_STYLES[findings[0].severity] if findings else "muted" if num_steps < EARLY_STEPS else "good"
+    lines = [Line(f"  • doctor: {verdict(findings, num_steps)}", style)]
     for finding in findings:
         until = f" to {finding.last_step}" if finding.last_step not in (None, finding.step) else ""
         text = f"    - {finding.rule} ({finding.severity}), step {finding.step}{until}: {finding.text}"
@@ -100,6 +103,6 @@ def final_lines(
     unscored = sum(row.get("train/unscored") or 0 for row in rows)
     if unscored:
         lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))
-    lines += finding_lines(findings)
+    lines += finding_lines(findings, max(steps, default=0))
     lines.append(Line(f"  • report: {report}", "good"))
     return lines

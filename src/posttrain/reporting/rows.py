@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from posttrain.files import durable
 from posttrain.files.redaction import redact, redact_values
+from posttrain.reporting.image_files import image_rows
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
@@ -140,12 +142,20 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
+_REPEATED = re.compile(r"(<[^<>\s]{1,60}>)\1{7,}")  # places of an image's tokens
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]} × {len(found[0]) // len(found[1])}"
+
+
 def group_row(group: Group) -> Row:
     task = group.task
     return {
         "draw": task.draw,
         "id": task.id,
-        "prompt": task.prompt,
+        "prompt": _REPEATED.sub(_counted, task.prompt) if task.images else task.prompt,
+        **({"images": image_rows(task.images)} if task.images else {}),
         "reference": _plain(task.reference),
         "completions": [_completion_row(rollout) for rollout in group.rollouts],
     }

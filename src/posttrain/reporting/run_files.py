@@ -6,6 +6,7 @@
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     rollouts/step_N.tokens.npz            tokens of some groups of step N, see `token_files.py`
+    images/                               images of prompts in rollouts, see `image_files.py`
     agent_calls/                          journals of agents in the open step, see `rollouts/call_journal.py`
     workers.jsonl                         phases and ranks, see `machines.py`
     config.yaml                           the config that the run began with
@@ -38,6 +39,7 @@ UNSCORED_FILE = "unscored.jsonl"
 FINDINGS_FILE = "findings.jsonl"
 WORKERS_FILE = "workers.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
+IMAGES_FOLDER = "images"
 AGENT_CALLS_FOLDER = "agent_calls"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
@@ -55,6 +57,7 @@ FILES_OF_A_RUN = (
     CONFIG_FILE,
     LOG_FOLDER,
     ROLLOUTS_FOLDER,
+    IMAGES_FOLDER,
     AGENT_CALLS_FOLDER,
     UNSCORED_FILE,
     FINDINGS_FILE,
@@ -200,9 +203,11 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
         # Of use only with the weights of the checkpoint: in the step after it, and in a validation that it owes.
         _, header = next(parse_lines(path), (b"", None))
         step = resumed_step if path.stem == "validation" else resumed_step + 1
+        if resumed_step and header is None and path.stat().st_size:
+            notes.append(f"{path} cannot be read: the agents of the open step begin anew")
         if not resumed_step or header is None or header["step"] != step:
             path.unlink()
-    for place in (folder, folder / ROLLOUTS_FOLDER):
+    for place in (folder, folder / ROLLOUTS_FOLDER, folder / IMAGES_FOLDER):
         for torn in place.glob(f"*{durable.PARTIAL}"):
             torn.unlink()
     if not (folder / METRICS_FILE).exists() and resumed_step:

@@ -32,6 +32,7 @@ class StepDisplay:
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps ended
         self._headed = 0  # the step whose header was shown last
         self._stage_shown = ""
+        self._is_validating = False
         self._last_answer: float | None = None  # when a terminal got one
         self._headlines: deque[float | None] = deque(maxlen=TREND_STEPS)
         self._unscored_shown = False
@@ -42,13 +43,18 @@ class StepDisplay:
         (self._console.show if self._run.verbose else self._console.log)(lines)
 
     def header(self, step: int) -> None:
+        self._is_validating = False
         if self._headed != step:
             self._headed = step
             title = f"{'=' * 25} Step {step}/{self._run.max_steps} {'=' * 25}"
             self.long_form([Line(""), Line(title, "header")])
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins. A stage that comes several times in a row, such as updates, is shown once."""
+        """One line when a stage begins. A stage that comes several times in a row, such as updates, is shown once;
+        those of a validation, which have the names of the step's, are not."""
+        if self._is_validating:
+            return
+        self._is_validating = text.startswith(wording.VALIDATION_STAGE)
         shown = f"▶ {text}{'' if text.endswith(('.', '!', '…')) else '...'}"
         if shown != self._stage_shown:
             self._stage_shown = shown
@@ -62,7 +68,7 @@ class StepDisplay:
     def step(self, row: Row, report: StepReport, validation: StepReport | None, rollouts: Path) -> None:
         """The results of a step. `rollouts` is the file of its groups, if it has any."""
         self._marks.append(self._clock())
-        self._stage_shown = ""
+        self._stage_shown, self._is_validating = "", False
         self._step_s = (row["step"], row[f"timing/train/{TOTAL_STEP}"] or 0.0)
         eta_s = self._eta_s(row)
         self.header(row["step"])
@@ -103,6 +109,7 @@ class StepDisplay:
         self._console.show_short_form(lines)
 
     def validation(self, row: Row, validation: StepReport) -> None:
+        self._is_validating = False
         self._console.show(wording.validation_block(row, validation.num_samples))
         self._console.show(wording.sample_lines(validation.groups, self._run.num_val_samples_to_print))
 

@@ -57,6 +57,7 @@ STAGES = {
     "logprobs": "Computing logprobs",
     "training": "Training policy",
 }
+VALIDATION_STAGE = "Starting validation"
 GENERATION_PREP = "prepare_for_generation"
 REFIT = f"{GENERATION_PREP}/transfer_and_update_weights"
 # Timings on the line that sums up a step.
@@ -251,8 +252,14 @@ def answer_lines(groups: Sequence[Group], max_characters: int = 90) -> list[Line
         return []
     rollout = group.rollouts[0]
     reward = number(rollout.score.reward) if rollout.score.scored else "unscored"
-    prompt, answer = (" ".join(text.split())[-max_characters:] for text in (group.task.prompt, rollout.completion.text))
-    return [Line(f"      {prompt}", "muted"), Line(f"      {reward} │ {answer}", "muted")]
+    asked = group.task.messages[-1].get("content") if group.task.messages else None  # without the chat template
+    question, answer = (
+        " ".join(text.split())
+        for text in (asked if isinstance(asked, str) else group.task.prompt, rollout.completion.text)
+    )
+    question = question if len(question) <= max_characters else f"{question[:max_characters]}…"
+    answer = answer if len(answer) <= max_characters else f"…{answer[-max_characters:]}"
+    return [Line(f"      {question}", "muted"), Line(f"      {reward} │ {answer}", "muted")]
 
 
 def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None, trend: str = "") -> Line:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from made_groups import group as make_group
 
 from posttrain.reporting.doctor.findings import kept_findings
@@ -53,11 +54,15 @@ def test_the_summary_at_the_end_has_every_finding_and_run_json_their_number(benc
     assert json.loads((bench.folder / "run.json").read_text())["findings"]["error"] == 1
 
 
-def test_a_healthy_run_ends_with_nothing_found(bench: Any, report: Any) -> None:
+@pytest.mark.parametrize(("steps", "verdict"), [(1, "too early to tell (1 step)"), (5, "healthy")])
+def test_a_run_without_findings_ends_with_a_verdict_when_there_are_enough_steps(
+    bench: Any, report: Any, steps: int, verdict: str
+) -> None:
     recorder = bench.recorder()
-    recorder.record_step(1, report(), None)
+    for step in range(1, steps + 1):
+        recorder.record_step(step, report(), None)
     recorder.finish("finished")
-    assert "doctor: nothing found" in bench.output
+    assert f"doctor: {verdict}\n" in bench.output
     assert not (bench.folder / "findings.jsonl").exists()
 
 

@@ -23,17 +23,20 @@ from fastapi.responses import Response, StreamingResponse
 from posttrain.apps.serve.listener import listen, url_of
 from posttrain.apps.watch.access import COOKIE, Access, Guard
 from posttrain.apps.watch.catalogue import Catalogue
-from posttrain.apps.watch.places import Unreadable
+from posttrain.apps.watch.places import Unreadable, read_whole
 from posttrain.apps.watch.rollout_filters import Filters, Range
 from posttrain.apps.watch.rollout_store import Cursor, Kind, token_table
 from posttrain.apps.watch.run_view import RunView, config_differences
 from posttrain.apps.watch.shipping import pipeline_page, pipeline_row, registry_page
 from posttrain.errors import InputError
 from posttrain.files.json_files import parse_json
+from posttrain.reporting.image_files import media_type
+from posttrain.reporting.run_files import IMAGES_FOLDER
 
 T = TypeVar("T")
 
 MAX_POINTS = 1000
+MAX_IMAGE_BYTES = 1 << 20
 MAX_KEYS = 64
 MAX_LOGIN_BYTES = 16 * 1024
 UNREADABLE_STATUS = 422
@@ -225,6 +228,16 @@ def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]
         raise HTTPException(404, "no such group")
     lines = run.rollouts.lines(kind, step)
     return UiResponse({"group": found, "num_groups": len(lines) if lines else 0})
+
+
+@router.get("/runs/{run_id}/images/{name}")
+def image(run: Run, name: Annotated[str, PathPart(max_length=80)]) -> Response:
+    """An image of a prompt. Its type follows from its content, and other content is not sent."""
+    content = read_whole(run.place, f"{IMAGES_FOLDER}/{name}", MAX_IMAGE_BYTES) if media_type(name, b"BM") else b""
+    kind = media_type(name, content)
+    if kind is None:
+        raise HTTPException(404, "no such image")
+    return Response(content, media_type=kind, headers={"Cache-Control": "private, max-age=86400"})
 
 
 @router.get("/runs/{run_id}/tokens/{step}/{draw}/{sample}")

@@ -20,10 +20,10 @@ from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.files.run_folder_lock import ATTEMPTS_FOLDER, STALE_S
 from posttrain.reporting.chart_specs import MAX_CURVES, bands_at_start, charts_of
 from posttrain.reporting.doctor import Finding
-from posttrain.reporting.doctor.findings import SEVERITIES, kept_findings
+from posttrain.reporting.doctor.findings import SEVERITIES, health, kept_findings, worst
 from posttrain.reporting.examination import DEFAULT_KIND, examine
 from posttrain.reporting.presentation import Band, ChartSpec, Headline, headline_from_json
-from posttrain.reporting.rows import TOTAL_STEP
+from posttrain.reporting.rows import TOTAL_STEP, is_accuracy
 from posttrain.reporting.run_files import (
     CONFIG_FILE,
     FINDINGS_FILE,
@@ -210,6 +210,7 @@ class RunView:
             },
             "started_at": info.get("started_at"),
             "updated_at": self._updated_at(info),
+            "health": health(findings, step if isinstance(step := row.get("step"), int) else 0),
             "findings": {level: sum(one.severity == level for one in findings) for level in SEVERITIES},
         }
 
@@ -241,7 +242,10 @@ class RunView:
             "eta_s": self._eta_s(),
             "validation": next((found for key, lower in VALIDATIONS if (found := self._best(key, lower))), None),
             "best": self._best(headline.metric, headline.lower_is_better),
-            "health": list(self._health(charts, bands)),
+            "vitals": list(self._vitals(charts, bands)),
+            "num_recent": NUM_RECENT,
+            "num_answers": int(np.nansum(table.series("train/num_samples")[1])),
+            "validation_name": "reward" if self._validates_rewards() else None,
             "charts": [
                 {
                     "title": chart.title,
@@ -300,8 +304,16 @@ class RunView:
         values = self.metrics.series(chart.keys[0])[1]
         return bands_at_start(chart, [value if np.isfinite(value) else None for value in values[:50].tolist()])
 
-    def _health(self, charts: list[ChartSpec], bands: dict[str, list[Band]]) -> Iterator[JsonObject]:
-        """One figure per chart with thresholds: the recent value, and which of them it has passed."""
+    def _validates_rewards(self) -> bool:
+        """Whether `validation/accuracy` is a mean of rewards other than 0 and 1."""
+        names = ("reward", "reward_min", "reward_max", "reward_std")
+        measured = {f"validation/{name}": self.metrics.series(f"validation/{name}")[1].tolist() for name in names}
+        rows = [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=False)]
+        return not all(map(is_accuracy, rows))
+
+    def _vitals(self, charts: list[ChartSpec], bands: dict[str, list[Band]]) -> Iterator[JsonObject]:
+        """One figure per chart with thresholds: the recent value, and what the doctor says of it. A value that has
+        passed a threshold is unusual until it has lasted long enough for a finding."""
         for chart in charts:
             if not chart.bands:
                 continue
@@ -309,7 +321,8 @@ class RunView:
             value = self.metrics.last(key, NUM_RECENT)
             if value is None:
                 continue
-            level = next((band.level for band in reversed(bands[chart.title]) if band.holds(value)), "good")
+            found = worst(one for one in self.findings if one.metric in chart.keys) or "unusual"
+            level = found if any(band.holds(value) for band in bands[chart.title]) else "good"
             yield {"title": chart.title, "key": key, "value": value, "level": level}
 
     def examined(self) -> list[Finding]:

@@ -10,6 +10,7 @@ import yaml
 
 from posttrain.config.runs import KINDS, PAIR_KINDS, SUPERVISED_KINDS
 from posttrain.files.json_files import JsonMapping
+from posttrain.reporting.doctor.agent_rules import AGENT_CHECKS
 from posttrain.reporting.doctor.common_rules import COMMON_CHECKS
 from posttrain.reporting.doctor.findings import Finding, Shown, rank, worst_first
 from posttrain.reporting.doctor.history import History
@@ -18,7 +19,7 @@ from posttrain.reporting.doctor.preference_rules import PREFERENCE_CHECKS
 from posttrain.reporting.doctor.rule import Check, Rule
 from posttrain.reporting.doctor.sampling_rules import SAMPLING_CHECKS
 
-CHECKS: tuple[Check, ...] = (*POLICY_CHECKS, *SAMPLING_CHECKS, *PREFERENCE_CHECKS, *COMMON_CHECKS)
+CHECKS: tuple[Check, ...] = (*POLICY_CHECKS, *SAMPLING_CHECKS, *AGENT_CHECKS, *PREFERENCE_CHECKS, *COMMON_CHECKS)
 KINDS_OF = {"all": KINDS, "pairs": PAIR_KINDS, "supervised": SUPERVISED_KINDS, "grpo": ("grpo",), "dpo": ("dpo",)}
 
 

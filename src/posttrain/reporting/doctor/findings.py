@@ -11,6 +11,7 @@ from posttrain.files.json_files import JsonMapping, JsonObject
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")  # from the mildest
 Shown = Literal["any", "best", "longest", "cut", "unscored", "equal"]  # which answers of the step show the problem
+EARLY_STEPS = 5  # most rules look at this many
 MAX_ANSWERS = 3
 MAX_TEXT = 400  # characters of an answer that are kept as evidence
 
@@ -62,6 +63,16 @@ def rank(severity: Severity) -> int:
 def worst(findings: Iterable[Finding]) -> Severity | None:
     """The highest severity; None without findings."""
     return max((finding.severity for finding in findings), key=rank, default=None)
+
+
+def health(findings: Iterable[Finding], num_steps: int) -> str:
+    """The verdict on a run: error, warning, healthy, or that it is too early to tell. The same wherever it is shown."""
+    found = worst(findings)
+    if found in ("error", "warning"):
+        return found
+    if num_steps < EARLY_STEPS:
+        return f"too early to tell ({num_steps} step{'' if num_steps == 1 else 's'})"
+    return "healthy"
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:

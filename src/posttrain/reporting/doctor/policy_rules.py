@@ -324,7 +324,7 @@ def _validation_falls(run: History) -> bool:
 def unscored(run: History) -> Sighting | None:
     count = min(LONG_PERSISTENCE, len(run.values("train/unscored")))
     failed, sampled = run.tail("train/unscored", count), run.tail("train/num_samples", count)
-    if not failed or not sum(sampled):
+    if not failed or not sum(sampled) or run.now("train/agent_calls") is not None:  # of agents: agents_die
         return None
     share = sum(failed) / sum(sampled)
     if share <= 0.05 or (run.num_steps < PERSISTENCE and share < 1):

@@ -58,16 +58,18 @@ def test_runs_are_listed_with_their_state(client: TestClient) -> None:
     assert set(runs) == {"good", "nested/sick"}
     assert (runs["good"]["status"], runs["good"]["step"], runs["good"]["findings"]["error"]) == ("finished", 40, 0)
     assert runs["nested/sick"]["findings"]["error"] == 1
+    assert {name: run["health"] for name, run in runs.items()} == {"good": "healthy", "nested/sick": "error"}
     assert runs["good"]["headline"]["value"] == pytest.approx(0.6, abs=0.2)
 
 
 def test_run_page_names_what_is_out_of_range(client: TestClient) -> None:
     page = get(client, f"runs/{ids(client)['nested/sick']}")
-    levels = {vital["title"]: vital["level"] for vital in page["health"]}
+    levels = {vital["title"]: vital["level"] for vital in page["vitals"]}
     assert levels["KL to the reference"] == "error"
     assert levels["Groups with signal"] == "good"
     assert page["marks"] == {"resumes": [20], "saves": [20, 40, 60]}
     assert page["all_findings"][0]["rule"] == "kl-runaway"
+    assert page["num_answers"] == 32 * page["step"]
     bands = next(chart["bands"] for chart in page["charts"] if chart["title"] == "KL to the reference")
     assert [(band["level"], band["above"]) for band in bands] == [("warning", 0.1), ("error", 0.5)]
 

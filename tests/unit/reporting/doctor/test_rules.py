@@ -657,3 +657,49 @@ def test_a_single_step_with_few_cut_off_answers_does_not_blame_the_policy() -> N
 def test_cut_off_answers_are_a_warning_once_they_persist() -> None:
     assert "truncated" not in examine("grpo", steps=19, train_truncation_rate=lambda step: 0.25)
     assert examine("grpo", steps=20, train_truncation_rate=lambda step: 0.25)["truncated"].severity == "warning"
+
+
+# -------------------------------------------------------------------------------------------- tools and agents
+
+
+def test_tools_that_are_never_called() -> None:
+    found = only(examine("grpo", train_tool_calls=lambda step: 0.0))
+    assert (found.rule, found.severity, found.step) == ("tools-unused", "warning", 5)
+    assert examine("grpo", train_tool_calls=lambda step: 0.1 if step % 5 == 0 else 0.0) == {}
+    assert examine("grpo", train_tool_calls=lambda step: 0.0, train_agent_calls=lambda step: 3.0) == {}
+    offered = examine(
+        "grpo",
+        train_tool_calls=lambda step: 0.0,
+        train_agent_calls=lambda step: 3.0,
+        train_calls_with_tools=lambda step: 2.0,
+    )
+    assert only(offered).rule == "tools-unused"
+
+
+@pytest.mark.parametrize(("failed", "severity"), [(0.5, "warning"), (0.9, "error")])
+def test_tool_calls_that_fail(failed: float, severity: str) -> None:
+    found = only(examine("grpo", train_tool_calls=lambda step: 1.0, train_failed_tool_calls=lambda step: failed))
+    assert (found.rule, found.severity) == ("tool-errors", severity)
+    assert "refused by the tool" in found.text
+    found = only(examine("grpo", train_tool_calls=lambda step: 0.5, train_malformed_tool_calls=lambda step: 0.5))
+    assert found.fixes[0] == 'policy.generation.stop_strings=["</tool_call>"]'
+    assert examine("grpo", train_tool_calls=lambda step: 1.0, train_failed_tool_calls=lambda step: 0.2) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("turns", "grpo.max_rollout_turns=16"), ("tokens", "policy.max_total_sequence_length=200")],
+)
+def test_episodes_that_a_limit_cuts(name: str, fix: str) -> None:
+    limits = {"grpo.max_rollout_turns": 8, "policy.max_total_sequence_length": 100}
+    curves = {f"train_out_of_{name}": lambda step: 0.4}
+    found = only(examine("grpo", settings=limits, **curves))
+    assert (found.rule, found.severity, found.fixes[0]) == ("episodes-cut", "warning", fix)
+    assert only(examine("grpo", settings=limits, **{f"train_out_of_{name}": lambda step: 0.8})).severity == "error"
+    assert examine("grpo", settings=limits, **{f"train_out_of_{name}": lambda step: 0.1}) == {}
+
+
+def test_agents_that_die() -> None:
+    found = only(examine("grpo", train_agent_calls=lambda step: 2.0, train_unscored=lambda step: 10.0))
+    assert (found.rule, found.severity) == ("agents-die", "warning")
+    assert examine("grpo", train_agent_calls=lambda step: 2.0, train_unscored=lambda step: 1.0) == {}

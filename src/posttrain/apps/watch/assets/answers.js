@@ -1,5 +1,5 @@
 // A group: its prompt, what was expected, and every answer with its reward.
-import { get } from "./api.js";
+import { address, get } from "./api.js";
 import { button, h } from "./dom.js";
 import { short } from "./format.js";
 import { pin } from "./pins.js";
@@ -60,10 +60,19 @@ export const answerCard = (answer, { at, scale, wanted = "", isMatch = true, has
     answer.error ? h("p", { class: "why" }, answer.error) : null, body);
 };
 
+// A run keeps a limited number of images: of others there is the size only.
+const picture = (image, index, run) => {
+  const words = `image ${index + 1} of the prompt, ${image.width} × ${image.height} pixels`;
+  const element = h("img", { src: address(`runs/${run}/images/${encodeURIComponent(image.file)}`), alt: words, title: words, loading: "lazy" });
+  element.addEventListener("error", () => element.replaceWith(h("span", { class: "note" }, `${words}, not kept`)));
+  return element;
+};
+
 export const groupView = (group, { at, scale, wanted, matching, hasTokens }) => {
   const reference = group.reference;
   return [
-    h("details", { class: "card prompt", open: true }, h("summary", null, "Prompt"), h("pre", null, marked(group.prompt, wanted))),
+    h("details", { class: "card prompt", open: true }, h("summary", null, "Prompt"), h("pre", null, marked(group.prompt, wanted)),
+      group.images?.length ? h("div", { class: "pictures" }, group.images.map((image, index) => picture(image, index, at.run))) : null),
     reference === null || reference === undefined ? null
       : h("p", { class: "expected" }, h("b", null, "Expected "), h("code", null, typeof reference === "string" ? reference : JSON.stringify(reference))),
     h("div", { class: "answers" }, group.completions.map((answer, sample) => answerCard(answer, {

@@ -10,14 +10,15 @@ export const stateOf = (run) => {
   return h("span", { class: `state ${kind}`, title: run.reason || null }, h("b", null, run.status));
 };
 
-export const badges = (findings) => {
+export const badges = ({ findings, health }) => {
   const shown = ["error", "warning", "note"].filter((level) => findings[level]);
-  if (!shown.length) return h("span", { class: "badge good" }, "healthy");
-  return shown.map((level) => h("span", { class: `badge ${level}` }, `${findings[level]} ${level}${findings[level] === 1 ? "" : "s"}`));
+  const found = shown.map((level) => h("span", { class: `badge ${level}` }, `${findings[level]} ${level}${findings[level] === 1 ? "" : "s"}`));
+  if (findings.error || findings.warning) return found;
+  return [h("span", { class: `badge ${health === "healthy" ? "good" : "note"}` }, health), ...found];
 };
 
 export const runHeader = (run, tab) => h("div", { class: "run-head" },
-  h("div", { class: "title" }, h("h1", null, run.title), stateOf(run)),
+  h("div", { class: "title" }, h("h1", null, run.title), stateOf(run), badges(run)),
   h("p", { class: "facts" }, [run.name, run.kind.toUpperCase(), run.started_at ? `started ${when(run.started_at)}` : "", run.reason]
     .filter((one) => one && one !== run.title).join(" · ")),
   h("nav", { class: "tabs", "aria-label": "Pages of this run" }, TABS.map(([path, text]) =>

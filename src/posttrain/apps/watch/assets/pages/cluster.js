@@ -1,4 +1,4 @@
-// The processes of a run: ranks with their phase and memory, and every start of the run.
+// The processes of a run: workers of each group with their machine, what they do and their memory, and every start of the run.
 import { get, watch } from "../api.js";
 import { h, number, section, table } from "../dom.js";
 import { ago, bytes, duration, when } from "../format.js";
@@ -17,10 +17,12 @@ export const open = async ([id]) => {
       h("div", { class: "tiles" },
         fact("Heartbeat", age === null ? "ended" : ago(age), age !== null && age > found.stale_s ? "bad" : ""),
         fact("Phase", running && phase ? withoutNumbers(phase.phase) : "–", "", running && phase ? `step ${phase.step}, for ${duration(Math.max(0, now - phase.time))}` : ""),
-        fact("Ranks", found.ranks.length || "–", "", found.ranks_at ? `seen ${ago(now - found.ranks_at)}` : "")),
-      found.ranks.length ? section("Ranks", table(["rank", "host", "process", "device", "in use", "reserved", "of", ""],
-        found.ranks.map((rank) => [number(rank.rank), rank.host, number(rank.pid), rank.device, number(bytes(rank.allocated_bytes)), number(bytes(rank.reserved_bytes)),
-          number(bytes(rank.total_bytes)), h("td", null, meter(rank.reserved_bytes / rank.total_bytes))]), { class: "card steady" }))
+        fact("Workers", found.ranks.length || "–", "", found.ranks_at ? `seen ${ago(now - found.ranks_at)}` : "")),
+      found.ranks.length ? section("Workers", table(["group", "", "host", "process", "device", "now", "busy", "in use", "reserved", "of", ""],
+        found.ranks.map((rank) => [rank.group ?? "policy", number(rank.rank), rank.node ? `${rank.host} (${rank.node})` : rank.host ?? "no answer", number(rank.pid ?? "–"), rank.device ?? "–",
+          rank.operation === undefined ? "–" : rank.operation || "waiting", number(rank.busy_share === undefined ? "–" : `${Math.round(100 * rank.busy_share)} %`),
+          number(bytes(rank.allocated_bytes)), number(bytes(rank.reserved_bytes)), number(bytes(rank.total_bytes)),
+          h("td", null, rank.total_bytes ? meter(rank.reserved_bytes / rank.total_bytes) : "")]), { class: "card steady" }))
         : h("p", { class: "empty" }, "This run has no workers.jsonl: it was made by an earlier version, or has not finished a step."),
       section("Phases", timeline(found.phases, now, running)),
       section("Starts of this run", table(["", "host", "process", "began", "ended", "exit code", "checkpoints"], [...found.attempts].reverse().map((one) => [

@@ -36,7 +36,7 @@ export const open = async (_, query) => {
     figures.replaceChildren(table(["", "run", "state", "steps", "result", "best", "validation", "doctor", ""], pages.map((run, index) => [
       h("td", null, h("i", { class: `swatch s${index}` })), h("td", null, link(`#/run/${run.id}`, run.name)), h("td", null, stateOf(run)), number(count(run.step)),
       number(run.best ? short(run.best.last) : "–"), number(run.best ? short(run.best.value) : "–"), number(run.validation ? short(run.validation.last) : "–"),
-      h("td", null, badges(run.findings)),
+      h("td", null, badges(run)),
       h("td", null, h("button", { type: "button", class: "tiny", "aria-label": `Leave out ${run.name}`, onclick: () => go(chosen.filter((id) => id !== run.id)) }, "×")),
     ]), { class: "card steady" }));
     const titles = new Map();

@@ -9,7 +9,7 @@ export const open = async ([id]) => {
     const [run, found] = await Promise.all([get(`runs/${id}`), get(`runs/${id}/doctor`, { again: again || null })]);
     head.replaceChildren(runHeader(run, "Doctor"));
     list.replaceChildren(...(found.findings.length ? found.findings.map((one) => findingCard(one, id))
-      : [h("p", { class: "empty" }, run.step ? "Nothing was found." : "There is no step to look at yet.")]),
+      : [h("p", { class: "empty" }, run.step ? `No finding: ${run.health}.` : "There is no step to look at yet.")]),
     found.unscored.length ? section("Answers that could not be scored", table(["step", "of", "reason", "answers"],
       found.unscored.map((one) => [one.step, one.stage, one.reason, one.count]))) : "");
     return run;
@@ -23,6 +23,6 @@ export const open = async ([id]) => {
   return {
     title: `Doctor · ${run.title}`, stop: watch(id, () => draw()),
     element: h("div", null, head, h("div", { class: "bar" }, h("h2", null, "Findings"), examine, said), list,
-      note("A run examines itself after every step. The rules, their thresholds and sources are in docs/doctor.md.")),
+      note("A run examines itself after every step. `posttrain doctor --rules` prints the rules, what they mean and what to do.")),
   };
 };

@@ -15,7 +15,7 @@ export const open = async ([id], query) => {
     onstep: (step) => { if (run.rollouts.train.count) location.hash = `#/run/${id}/rollouts?step=${step}`; },
     onrange: (first, last) => setQuery({ first, last }),
   });
-  const head = h("div"), strip = h("div", { class: "strip", role: "list" }), tiles = h("div", { class: "tiles" }), found = h("div"), after = h("div");
+  const head = h("div"), strip = h("div", { class: "strip", role: "list" }), tiles = h("div", { class: "tiles" }), recent = h("p", { class: "note recent" }), found = h("div"), after = h("div");
   const grid = h("div", { class: "charts" }), others = h("div", { class: "charts" });
   const shown = new Map();
 
@@ -50,23 +50,24 @@ export const open = async ([id], query) => {
 
   const drawFacts = () => {
     head.replaceChildren(runHeader(run, "Overview"));
-    strip.replaceChildren(...run.health.map((one) => h("button", { type: "button", class: `vital ${one.level}`, role: "listitem",
+    strip.replaceChildren(...run.vitals.map((one) => h("button", { type: "button", class: `vital ${one.level}`, role: "listitem",
       onclick: () => document.getElementById(`chart-${one.title.replaceAll(/\W+/g, "-")}`)?.scrollIntoView({ block: "center", behavior: "smooth" }) },
-    h("span", { class: "name" }, one.title), h("b", null, short(one.value)), h("span", { class: "word" }, one.level === "good" ? "in range" : one.level))));
-    const { best, validation, headline } = run;
+    h("span", { class: "name" }, one.title), h("b", null, short(one.value)), h("span", { class: "word" }, { good: "in range", unusual: "unusual, no finding" }[one.level] ?? one.level))));
+    recent.textContent = run.vitals.length && run.step > 1 ? `Above: medians of the last ${Math.min(run.num_recent, run.step)} steps.` : "";
+    const { best, validation, headline } = run, sampled = run.rollouts.train.count;
     const share = run.max_steps ? Math.min(1, run.step / run.max_steps) : 0;
     const sick = run.findings.error > 0;
     const better = validation && validation.last !== validation.first.value && (validation.last < validation.first.value) === validation.metric.endsWith("loss");
     tiles.replaceChildren(
       best ? tile(headline.name, short(best.last), `first ${short(best.first.value)} · best ${short(best.value)} at step ${best.step}`) : "",
-      validation ? tile(`Validation ${validation.metric.replace("validation/", "")}`,
+      validation ? tile(`Validation ${run.validation_name ?? validation.metric.replace("validation/", "")}`,
         validation.first.step === run.step ? short(validation.last, 3) : `${short(validation.first.value, 3)} → ${short(validation.last, 3)}`,
         `since ${validation.first.step ? `step ${validation.first.step}` : "before training"} · best ${short(validation.value)} at step ${validation.step}`, better && !sick ? "good" : "") : "",
       tile("Steps", h("span", null, count(run.step), run.max_steps ? h("small", null, ` / ${count(run.max_steps)}`) : null),
         run.max_steps ? h("span", { class: "progress" }, h("i", { style: { width: `${100 * share}%` } })) : ""),
       timeTile(run),
-      tile("Rollouts", count(run.rollouts.train.count), run.rollouts.train.count
-        ? link(`#/run/${id}/rollouts`, "read every group") : "this kind of run samples none"));
+      sampled ? tile("Answers", count(run.num_answers), link(`#/run/${id}/rollouts`, `read those of ${count(sampled)} step${sampled === 1 ? "" : "s"}`))
+        : run.kind === "grpo" ? tile("Answers", "none yet") : tile("Answers", "–", "this kind of run samples none"));
     const worst = run.all_findings.slice(0, SHOWN_FINDINGS);
     found.replaceChildren(...worst.map((one) => findingCard(one, id)),
       run.all_findings.length > SHOWN_FINDINGS ? h("p", null, link(`#/run/${id}/doctor`, `all ${run.all_findings.length} findings`)) : "");
@@ -109,7 +110,7 @@ export const open = async ([id], query) => {
       whole.hidden = !params.get("first");
       redraw();
     },
-    element: h("div", null, head, strip, tiles, found,
+    element: h("div", null, head, strip, recent, tiles, found,
       h("section", null, h("div", { class: "bar" }, h("h2", null, "Curves"), chooseRange, whole, h("label", { class: "toggle" }, smooth, " smooth"),
         h("span", { class: "hint" }, "Click a step to read its rollouts; drag to zoom.")), grid),
       after, more),

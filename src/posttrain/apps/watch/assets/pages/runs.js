@@ -43,7 +43,7 @@ export const open = async () => {
       h("td", { class: "steps" }, h("span", null, `${count(run.step)}${run.max_steps ? ` / ${count(run.max_steps)}` : ""}`),
         h("span", { class: "progress" }, h("i", { style: { width: `${100 * share}%` } }))),
       h("td", { class: "figure" }, spark, h("span", null, h("b", null, short(run.headline.value ?? null)), h("small", null, run.headline.name))),
-      h("td", { class: "health" }, badges(run.findings)),
+      h("td", { class: "health" }, badges(run)),
       h("td", { class: "n" }, run.updated_at ? ago(found.now - run.updated_at) : "–"));
   };
 
