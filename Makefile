@@ -4,12 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 VLLM_VENV ?= .vllm-venv
+LM_EVAL_VENV ?= .lm-eval-venv
+INSPECT_VENV ?= .inspect-venv
+AGENTS_VENV ?= .agents-venv
 
-.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure lock bench faults clean
+.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env test-environments foreign-envs invariants check lint types pages screenshots docs smoke measure lock bench faults clean
 
 help:
-	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
+	@echo "make demo    set up, then watch a small model learn arithmetic (3 to 6 minutes on 2 cores, and 1 for the installation)"
 	@echo "make test    set up, then run the tests that hold every promise once (8 minutes on 2 cores)"
 	@echo "make test-full  all tests: every family, kernel, Ray layout, browser (an hour on 2 cores)"
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
@@ -18,50 +22,65 @@ help:
 	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
-	@echo "make lock    write the versions and hashes of the image's packages (requirements/image.txt)"
+	@echo "make lock    write the versions of the packages that are installed (requirements/*.txt)"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
 	@echo "make durations  measure all tests anew; their tier follows from tests/durations.json"
+	@echo "make test-environments  make environments with OpenEnv and verifiers and run the tests that need them"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
 
-# torch first, and pinned: otherwise another package may pull a build with several GB of CUDA libraries.
-$(STAMP): pyproject.toml requirements/torch.txt
+# The versions that were tested, with the torch of requirements/torch.txt. What `setup` installs includes what the demo needs.
+$(STAMP): pyproject.toml requirements/torch.txt requirements/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements/torch.txt -e '.[dev]'
-	touch $(STAMP)
+	$(BIN)/python tools/install.py requirements/dev.txt
+	touch $(STAMP) $(DEMO_STAMP)
 
-# The packages of the image, with their hashes. Versions stay as they are; with UPGRADE=--upgrade they become the newest that fit.
+$(DEMO_STAMP): pyproject.toml requirements/torch.txt requirements/demo.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python tools/install.py requirements/demo.txt
+	touch $(DEMO_STAMP)
+
+# The packages of demo, tests and image. Versions stay as they are; with UPGRADE=--upgrade they become the newest that fit.
+COMPILE = $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --no-emit-package torch \
+  --override requirements/image-overrides.txt --custom-compile-command "make lock" --quiet $(UPGRADE)
 lock:
+	$(COMPILE) --extra ui --extra gate --extra gguf --output-file requirements/demo.txt
+	$(COMPILE) --extra dev --output-file requirements/dev.txt
 	$(BIN)/uv pip compile pyproject.toml requirements/image.in --extra ray --extra s3 --universal --python-version 3.11 \
 	  --override requirements/image-overrides.txt --no-emit-package torch --no-emit-package networkx \
 	  --no-emit-package setuptools --generate-hashes --no-annotate --custom-compile-command "make lock" \
 	  --quiet --output-file requirements/image.txt $(UPGRADE)
 
-demo: setup
+demo: $(DEMO_STAMP)
 	$(BIN)/posttrain demo
 
 # Two workers with one thread each are faster on small models than one with two. In the order of the folders slow files are first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 WITH_VLLM = $(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python)
+WITH_FOREIGN = $(if $(wildcard .openenv-venv/.installed),POSTTRAIN_OPENENV_PYTHON=$(abspath .openenv-venv)/bin/python) \
+	$(if $(wildcard .verifiers-venv/.installed),POSTTRAIN_VERIFIERS_PYTHON=$(abspath .verifiers-venv)/bin/python)
+
+# The tests with real packages run where their environments are (docs/evaluate.md).
+WITH_OTHERS = $(foreach one,LM_EVAL INSPECT AGENTS,$(if $(wildcard $($(one)_VENV)/bin/python),POSTTRAIN_$(one)_PYTHON=$(abspath $($(one)_VENV))/bin/python))
 
 # Every promise at least once, chosen by measured times (tests/tiers.py): at most 8 minutes on two quiet cores.
 test: setup
 	$(PYTEST) --tier fast
 
-# Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM if `make vllm-env` has made its environment.
+# Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM, OpenEnv and verifiers if `make vllm-env` and
+# `make foreign-envs` have made their environments.
 test-full: setup
-	$(WITH_VLLM) $(PYTEST)
+	$(WITH_VLLM) $(WITH_FOREIGN) $(WITH_OTHERS) $(PYTEST)
 
 # What `make test` leaves out, until UNTIL (seconds since 1970): tests of recently changed files first, the others from a place
 # that moves every day.
 UNTIL ?= 9999999999
 test-rest: setup
-	$(WITH_VLLM) $(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
+	$(WITH_VLLM) $(WITH_FOREIGN) $(WITH_OTHERS) $(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
 
 # Measure every test anew, on a quiet machine: the tier of a test follows from its time.
 durations: setup
@@ -122,6 +141,16 @@ vllm-env: setup
 
 test-vllm: vllm-env
 	POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_vllm_run.py
+
+# OpenEnv and verifiers have environments of their own: they exclude each other, and some of our packages.
+foreign-envs: setup
+	for kind in openenv verifiers; do \
+		test -f .$$kind-venv/.installed || $(BIN)/python tools/foreign_env.py $$kind .$$kind-venv || exit 1; done
+
+test-environments: foreign-envs
+	POSTTRAIN_OPENENV_PYTHON=$(abspath .openenv-venv)/bin/python \
+	POSTTRAIN_VERIFIERS_PYTHON=$(abspath .verifiers-venv)/bin/python OMP_NUM_THREADS=1 \
+	$(BIN)/pytest tests/unit/environments tests/integration/test_environment_runs.py
 
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0
