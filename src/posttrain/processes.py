@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+THAT_WRITE_NOTHING = "calculation"  # begins the names of threads that a stopped program does not wait for
+
 _LENGTH = struct.Struct("<Q")
 _PIECE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from posttrain.config import LoadedConfig, RunConfig
 
 Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
+Prepare = Callable[["LoadedConfig[RunConfig]"], Callable[[], None] | None]
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ def start_run(
     restart: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-    prepare: Callable[[LoadedConfig[RunConfig]], None] = lambda loaded: None,
+    prepare: Prepare = lambda loaded: None,
     extensions: RunExtensions = RunExtensions(),
 ) -> tuple[int, LoadedConfig[RunConfig]]:
     """Train until the end, or until there is a reason to stop. Returns the exit code and the config in force.
 
     `load` loads the config with additional overrides. `prepare` is called once the folder is chosen and this process
-    may write to it, before anything else is read.
+    may write to it, before anything else is read. What it returns is called if the run does not begin.
     """
     num_restarts = 0
     while True:
@@ -66,26 +69,66 @@ def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFol
     from posttrain.checkpointing.run_folder import prepare_run_folder
     from posttrain.models.accepted_names import from_checkpoints
 
-    return prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)
+    return prepare_run_folder(from_checkpoints(fitted(load)), accept_changes=accept_changes, restart=restart)
+
+
+def fitted(load: Load) -> Load:
+    """`load`, with settings that the user has not set chosen by the machine and by the data.
+
+    The columns of a file are guessed, and a run on CPUs computes in float32: bfloat16 is slower there.
+    """
+
+    def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
+        from posttrain.config.tree import DEFAULT
+        from posttrain.data.columns import guessed_columns, named_columns
+
+        found = load(extra)
+        config, words, notes = found.config, [], []
+        if found.origins.get("policy.precision") == DEFAULT and not config.policy.fp8 and _trains_on_cpus(config):
+            words.append("policy.precision=float32")
+        for name in ("train", "validation"):
+            entry = getattr(config.data, name)
+            if entry is None or isinstance(entry, list):
+                continue
+            if columns := guessed_columns(found.kind, entry.filled_from(config.data.default)):
+                notes.append(named_columns(f"data.{name}", columns))
+                words += [f"data.{name}.{key}={json.dumps(column)}" for key, column in columns.items()]
+        again = load([*extra, *words]) if words else found
+        return replace(again, warnings=[*again.warnings, *notes])
+
+    return loaded
+
+
+def _trains_on_cpus(config: RunConfig) -> bool:
+    from posttrain.reporting.machines import open_nvml
+
+    cluster = config.cluster
+    if config.policy.device != "auto":
+        return config.policy.device == "cpu"
+    if cluster.num_workers > 1 or cluster.launcher == "ray":  # a Ray cluster may have GPUs where this machine has none
+        has_cluster = os.environ.get("RAY_ADDRESS", "local") != "local" or Path("/tmp/ray/ray_current_cluster").exists()
+        if cluster.num_nodes > 1 or has_cluster:
+            return False
+    return open_nvml() is None and not Path("/dev/kfd").exists()  # NVIDIA's and AMD's
 
 
 def _train(
     kind: str,
     prepared: PreparedFolder,
-    prepare: Callable[[LoadedConfig[RunConfig]], None],
+    prepare: Prepare,
     extensions: RunExtensions,
     *,
     quiet: bool,
     verbose: bool,
 ) -> int:
-    loaded = prepared.loaded
+    loaded, withdraw = prepared.loaded, None
     try:
         with prepared.access.ending_on_error():
-            prepare(loaded)
+            withdraw = prepare(loaded)
+            _refuse_missing(loaded.config)
             for note in prepared.notes if not quiet else ():
                 print(note)
             loaded.print_warnings()
-            _refuse_missing(loaded.config)
             if not quiet and sys.stdout.isatty():  # some seconds pass before the header
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
@@ -100,6 +143,12 @@ def _train(
                 verbose=verbose,
                 plan=extensions.plan,
             ).execute()
+    except InputError:
+        if withdraw is not None and not prepared.access.has_begun:
+            withdraw()
+            for attempt in (prepared.access.record, prepared.access.checkpoints):
+                attempt.remove_created()
+        raise
     except OutOfGpuMemoryError as error:
         from posttrain.checkpointing.run_folder import run_folder
 
@@ -110,7 +159,9 @@ def _train(
 
 
 def _refuse_missing(config: RunConfig) -> None:
-    """A model or a file of data that is not there, before torch and transformers are imported: it takes seconds."""
+    """A model or a file of data that is not there, or a first row without a prompt, before torch and transformers are
+    imported: it takes seconds."""
+    from posttrain.data.columns import check_first_row
     from posttrain.data.errors import DataError
     from posttrain.data.named_datasets import check_dataset_names, named_path
     from posttrain.data.sources import not_found
@@ -120,10 +171,12 @@ def _refuse_missing(config: RunConfig) -> None:
         raise InputError(f"policy.model_name: {reason}")
     check_dataset_names(config)
     for entry in (*config.data.train_sets(), *config.data.validation_sets()):
-        path = named_path(entry.filled_from(config.data.default)) or ""
+        entry = entry.filled_from(config.data.default)
+        path = named_path(entry) or ""
         is_pattern = bool({"*", "?", "["} & set(path)) or "://" in path
         if path and not is_pattern and not Path(path).expanduser().exists():
             raise DataError(not_found(path))
+        check_first_row(config.kind, entry)
 
 
 def refuse_missing_model(text: str) -> None:
@@ -136,6 +189,7 @@ def refuse_missing_model(text: str) -> None:
 
 def quieten_libraries() -> None:
     """Their progress bars and advice would break up ours. Set before they are imported."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft's use of transformers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

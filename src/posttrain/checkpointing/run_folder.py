@@ -20,7 +20,8 @@ from posttrain.checkpointing.store import STATUS
 from posttrain.config import LoadedConfig, RunConfig
 from posttrain.config.base import ConfigError
 from posttrain.config.changes import ConfigChange, changes_since
-from posttrain.config.tree import DEFAULT
+from posttrain.config.tree import DEFAULT, without_marks
+from posttrain.config.yaml_files import parse_document
 from posttrain.errors import RESTART, RESUME_WITH_CHANGES, FolderHeld, InputError, exit_code_of, reason_of
 from posttrain.files.redaction import redact
 from posttrain.files.run_folder_lock import Attempt, holder_of
@@ -48,6 +49,12 @@ class FolderState:
     @property
     def holds_run(self) -> bool:
         return self.step > 0 or self.config is not None
+
+    @property
+    def scheduler(self) -> object:
+        """`policy.scheduler` of the run; None if there is none."""
+        text = self.config.read_text("utf-8") if self.config is not None else "{}"
+        return without_marks(parse_document(text, str(self.config)).values).get("policy", {}).get("scheduler")
 
     def changes(self, loaded: LoadedConfig) -> tuple[ConfigChange, ...]:
         if self.config is None:

@@ -391,6 +391,6 @@ class CopyRule:
         if not self.by_cost or cost_s <= share * trained_s:
             return None
         return (
-            f"it would take {cost_s:.2g} s after {trained_s:.2g} s of training, more than {100 * share:g} %. "
+            f"it would take {cost_s:.0f} s after {trained_s:.0f} s of training, more than {100 * share:g} %. "
             "`posttrain convert` makes one; checkpointing.save_consolidated=true makes one at every save, false none"
         )

@@ -59,6 +59,11 @@ class StopAtOnce:
         _put_back(self._previous)
         self._previous = {}
 
+    def ignore_from_now_on(self) -> None:
+        """For a program whose exit code is known: a signal while Python ends would replace it."""
+        self._previous = dict.fromkeys(self._previous, signal.SIG_IGN)
+        _put_back(self._previous)
+
     @classmethod
     def install_again(cls) -> None:
         """Reinstall the handler after a library such as Ray has replaced it."""

@@ -1,10 +1,12 @@
-"""`posttrain agents check`: one rollout of an agent and its repetition, without training."""
+"""`posttrain agents`: one rollout of an agent and its repetition, without training; the tasks of an environment."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import OverridesParser, add_command
@@ -13,7 +15,7 @@ from posttrain.config.command_line import short_names
 from posttrain.errors import ExitCode, InputError
 from posttrain.models.accepted_names import from_checkpoints
 from posttrain.reporting.console import Console
-from posttrain.run import quieten_libraries
+from posttrain.run import fitted, quieten_libraries
 
 if TYPE_CHECKING:
     from posttrain.types import Rollout
@@ -29,20 +31,37 @@ again: with an agent that then asks something else, a run cannot be repeated bit
 exit codes: 0 done · 2 the second rollout differs · 64 bad config · 65 the rollout could not be scored
 """
 
+TASKS = """\
+example:
+  posttrain agents tasks --config grpo.yaml --env wordle --out tasks.jsonl --count 200
+
+The rows are for data.train: {dataset_name: ResponseDataset, data_path: tasks.jsonl, output_key: ""}.
+"""
+
 
 def add_arguments(parser: OverridesParser) -> None:
+    commands = parser.commands()
     check = add_command(
-        parser.commands(), "check", "run one rollout of an agent and its repetition, without training", epilog=EPILOG
+        commands, "check", "run one rollout of an agent and its repetition, without training", epilog=EPILOG
     )
     check.short_names = short_names(KIND)
     check.config_file("YAML file of the GRPO run")
     check.option("--task N", "which row of the training data (default: 0)", type=int, default=0)
     check.words()
     check.set_defaults(run=_check, interrupted="stopped")
+    tasks = add_command(commands, "tasks", "write the tasks of an environment as rows of data", epilog=TASKS)
+    tasks.short_names = short_names(KIND)
+    tasks.config_file("YAML file of the GRPO run")
+    tasks.option("--env NAME", "which environment under env:", required=True)
+    tasks.option("--out FILE", "jsonl file to write", required=True)
+    tasks.option("--split NAME", "split of the environment's tasks (default: train)", default="train")
+    tasks.option("--count N", "most tasks; of an environment without tasks, seeds (default: all, or 100)", type=int)
+    tasks.words()
+    tasks.set_defaults(run=_tasks, interrupted="stopped")
 
 
 def _check(args: argparse.Namespace) -> int:
-    loaded = from_checkpoints(lambda extra: load_config(KIND, args.config, [*args.words, *extra]))([])
+    loaded = from_checkpoints(fitted(lambda extra: load_config(KIND, args.config, [*args.words, *extra])))([])
     config = loaded.config
     assert isinstance(config, GrpoRunConfig)
     quieten_libraries()
@@ -78,6 +97,37 @@ def _check(args: argparse.Namespace) -> int:
     same = first.completion == second.completion and first.score == second.score
     print("the second rollout is the same" if same else "the second rollout differs:\n" + "\n".join(_lines(second)))
     return 0 if same else EXIT_NOT_REPEATED
+
+
+def _tasks(args: argparse.Namespace) -> int:
+    config = load_config(KIND, args.config, args.words).config
+    assert isinstance(config, GrpoRunConfig)
+    if args.env not in config.env:
+        raise InputError(f"--env {args.env}: under env: there is {', '.join(config.env) or 'nothing'}")
+    from posttrain.environments.agents.verifiers import Verifiers
+    from posttrain.environments.item import BadSetup, Unscored
+    from posttrain.environments.turns.openenv import OpenEnv
+    from posttrain.files import durable
+
+    block = config.env[args.env]
+    if block.turns != "openenv" and block.agent != "verifiers":
+        known = "`turns: openenv` or `agent: verifiers`"
+        raise InputError(f"--env {args.env}: only environments with {known} have tasks of their own")
+    try:
+        environment: OpenEnv | Verifiers
+        if block.turns == "openenv":
+            environment = OpenEnv(**{**block.turns_kwargs, "python": block.python})
+        else:
+            environment = Verifiers(**{**block.agent_kwargs, "python": block.python})
+        try:
+            rows = environment.tasks(args.split, args.count)
+        finally:
+            environment.side.end()
+    except (TypeError, ValueError, BadSetup, Unscored) as error:
+        raise InputError(f"env.{args.env} cannot list its tasks: {error}") from error
+    durable.write_for_user(Path(args.out), "".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} tasks: {args.out}")
+    return 0
 
 
 def _lines(rollout: Rollout) -> list[str]:

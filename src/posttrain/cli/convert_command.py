@@ -94,7 +94,7 @@ def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
     what = "adapter" if done.is_adapter else f"model, {done.num_files} weight file{'s' * (done.num_files != 1)}"
     print(f"Wrote {done.folder}: {what}, {decimal(done.num_bytes)}")
     if (check := done.verification) is not None:
-        print(f"Verified: {check.how} again, its logits equal the source's within {check.max_difference:.2g}")
+        print(f"Verified: {check.how} again, {check}")
     else:
         print("Not verified")
     if done.is_adapter:

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from posttrain.cli import data_pack, data_screen
+from posttrain.cli.data_images import inspect_images
 from posttrain.cli.data_views import check_picture, show_advice, show_losses, show_pairs, show_statistics, write_picture
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command, add_option
 from posttrain.cli.tables import console
@@ -45,6 +46,7 @@ EXAMPLES = {
   posttrain data inspect traces.jsonl.gz
   posttrain data inspect 's3://lake/*.parquet' --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --picture rewards.svg
   posttrain data inspect traces/ --where model=gpt-4o --since 2026-03-01 --duplicates near --json
+  posttrain data inspect questions.parquet --html images.html
 """,
     "advise": """\
   posttrain data advise traces.jsonl.gz
@@ -69,7 +71,12 @@ _METAVARS = {"since": "DATE", "until": "DATE", "near_similarity": "S", "max_pair
 
 def add_arguments(parser: OverridesParser) -> None:
     actions = parser.commands()
-    inspect = _add_command(actions, "inspect", "show what is in a set of labelled traces", _inspect)
+    inspect = _add_command(
+        actions, "inspect", "show what is in a set of labelled traces, or of rows with images", _inspect
+    )
+    inspect.option("--html FILE", "of rows with images: a page with thumbnails", type=Path)
+    inspect.option("--image-key NAME", "column with images (default: images or image)")
+    inspect.option("--image-dir FOLDER", "folder of images that rows name (default: that of the data file)")
     inspect.option("--tokenizer NAME", "measure lengths in its tokens: a folder or a hub name")
     inspect.option("--picture FILE", "draw the rewards into FILE.svg or FILE.png, too", type=Path)
     advise = _add_command(actions, "advise", "recommend GRPO or DPO for a set of labelled traces", _advise)
@@ -190,6 +197,8 @@ def _inspect(args: argparse.Namespace) -> int:
     """Broken files are reported, and what can be read of them is used."""
     if args.picture:
         check_picture(args.picture)
+    if inspect_images(args):
+        return 0
     found = _statistics(args, _tokenizer(args.tokenizer) if args.tokenizer else None)
     name = " ".join(args.paths)
     if args.picture:

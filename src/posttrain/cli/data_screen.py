@@ -17,7 +17,7 @@ from posttrain.config.command_line import short_names
 from posttrain.files.json_files import JsonObject
 from posttrain.models.accepted_names import from_checkpoints
 from posttrain.reporting.console import Console
-from posttrain.run import quieten_libraries
+from posttrain.run import fitted, quieten_libraries
 
 if TYPE_CHECKING:
     from posttrain.apps.evaluate.screening import Screening
@@ -71,7 +71,7 @@ def add_parser(actions: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    loaded = from_checkpoints(lambda extra: load_config(KIND, args.config, [*args.words, *extra]))([])
+    loaded = from_checkpoints(fitted(lambda extra: load_config(KIND, args.config, [*args.words, *extra])))([])
     config = loaded.config
     assert isinstance(config, GrpoRunConfig)
     loaded.print_warnings()

@@ -34,39 +34,30 @@ from posttrain.errors import (
     path_error,
     printable,
 )
+from posttrain.processes import THAT_WRITE_NOTHING
 from posttrain.recipes import KINDS
 
 if TYPE_CHECKING:
     from posttrain.models.accepted_names import RegisteredVersion
 
-DESCRIPTION = """\
-Tune language models from preferences and rewards.
+SUMMARY = "Tune language models from preferences and rewards."
+SHORT_HELP = f"""\
+{SUMMARY}
 
-  posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
-  posttrain init grpo                              a config, data and a reward to start from; init all: all examples
-  posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
-  posttrain dpo  --config configs/dpo.yaml         preference pairs
-  posttrain sft  --config configs/sft.yaml         answers to imitate
-  posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
-  posttrain eval results/grpo data.dataset_name=gsm8k
-                                                   measure a checkpoint; eval compare A B sets two side by side
-  posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
-  posttrain doctor results/grpo                    what is wrong with a run, and the setting that fixes it
-  posttrain watch results                          curves, rollouts and findings of runs in the browser, live
-  posttrain log sync results/grpo --to wandb       send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab
-  posttrain config show grpo --config FILE         every setting, and where it came from
-  posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
-  posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
-  posttrain data screen --config FILE --out OUT    the prompts that are neither too hard nor too easy for the model
-  posttrain rewards test --type math FILE          check a reward on samples with known scores
-  posttrain convert results/grpo --to FOLDER       the newest checkpoint of a run as a Hugging Face model
-  posttrain gate --config configs/gate.yaml …      may a candidate ship? promote, reject, or more samples needed
-  posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
-  posttrain pipeline run configs/pipelines/demo.yaml
-                                                   all of it, from traces to a canary, and again when the data changes
-  posttrain launch --on eks.yaml --config FILE     the same run on Kubernetes; --on local executes its manifests here
-  posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
-"""
+  posttrain demo              watch a small model learn, in a few minutes, on a CPU
+  posttrain init grpo         a config, data and a reward to start from, and what to type next
+  posttrain watch             the runs in the browser
+  posttrain --help            all commands; posttrain COMMAND --help: one of them
+
+posttrain: error: no command given"""
+# `node` is started by the manifests of `posttrain launch`.
+GROUPS = {
+    "train": ("demo", "init", "models", "grpo", "ppo", "distill", "dpo", "rm", "sft", "data", "rewards", "agents",
+              "config", "plan", "launch"),
+    "look": ("watch", "status", "doctor", "log", "chat", "faults"),
+    "decide": ("eval", "gate"),
+    "ship": ("convert", "registry", "serve", "pipeline"),
+}  # fmt: skip
 
 EPILOG = """\
 exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout could be
@@ -113,7 +104,8 @@ COMMANDS = {
     ),
     "ppo": ("main.add_ppo", "reinforcement learning with a critic: PPO, the loop of grpo with a value for every token"),
     "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
-    "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, under 5 minutes, no network)"),
+    "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, some minutes, no network)"),
+    "faults": ("start_commands.add_faults", "kill a run at random moments, resume it, and compare it bit for bit"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
     "agents": ("agents_command.add_arguments", "run an agent once and again without training, and show what it did"),
     "config": ("config_command.add_arguments", "show or check the config of a run"),
@@ -130,7 +122,7 @@ COMMANDS = {
     ),
     "launch": (
         "launch_command.add_arguments",
-        "a run on Kubernetes, or on this machine as a cluster: submit, follow, stop; manifests and their checks",
+        "a run on Kubernetes, Slurm, or on this machine as a cluster: submit, follow, stop; manifests and their checks",
     ),
     "log": ("run_commands.add_log", "send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab"),
     "models": ("start_commands.add_models", "fetch a small model to try things with"),
@@ -152,9 +144,14 @@ COMMANDS = {
 
 
 def build_parser() -> OverridesParser:
-    parser = OverridesParser(prog="posttrain", description=DESCRIPTION, epilog=EPILOG)
+    listed = [
+        "\n".join([f"{group}:", *(f"  {name:<10}{COMMANDS[name][1]}" for name in names)])
+        for group, names in GROUPS.items()
+    ]
+    text = "\n\n".join([SUMMARY, *listed])
+    parser = OverridesParser(prog="posttrain", usage="posttrain COMMAND …", description=text, epilog=EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
-    commands = parser.commands()
+    commands = parser.commands(prog="posttrain", help=argparse.SUPPRESS)  # they are in the description
     for name, (function, summary) in COMMANDS.items():
         add_command(commands, name, summary, fill=partial(_fill, function))
     return parser
@@ -267,11 +264,13 @@ def run_as_script(*command: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """`arguments` None: this is a program, and ends with its command."""
-    with StopAtOnce():
+    with StopAtOnce() as stopping:
         try:
             code = _main(sys.argv[1:] if arguments is None else arguments)
         except Terminated as stopped:  # before there was a command
             code = stopped.exit_code
+        if arguments is None:
+            stopping.ignore_from_now_on()
         if arguments is None and code in (ExitCode.SAVED, ExitCode.INTERRUPTED, *STOPPED_UNSAVED):
             _leave(code)
     return code
@@ -281,6 +280,7 @@ def _leave(code: int) -> None:
     """End a stopped program without the seconds in which Python takes modules apart; not while a thread writes."""
     for thread in threading.enumerate():
         may_write = not thread.daemon or thread.name == CHECKPOINT_THREAD
+        may_write &= not thread.name.startswith(THAT_WRITE_NOTHING)
         if may_write and thread is not threading.main_thread():
             return
     with suppress(Exception):
@@ -295,8 +295,7 @@ def _main(given: list[str]) -> int:
     parser = build_parser()
     with surviving_console() as (out, _):
         if not given:
-            parser.print_help(sys.stderr)
-            print("\nposttrain: error: no command given", file=sys.stderr)
+            print(SHORT_HELP, file=sys.stderr)
             return ExitCode.BAD_INPUT
         if given[0] == "help":
             given = [*given[1:], "--help"]

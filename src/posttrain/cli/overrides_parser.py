@@ -53,9 +53,10 @@ class OverridesParser(argparse.ArgumentParser):
     def config_file(self, help: str = "YAML file; what it does not set keeps its default", **settings: Any) -> None:
         self.option("--config FILE", help, type=Path, **settings)
 
-    def commands(self) -> Subparsers:
+    def commands(self, **options: Any) -> Subparsers:
         """Where `add_command` adds the second words: `config show`."""
-        return self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
+        options = options or {"title": "commands"}
+        return self.add_subparsers(metavar="COMMAND", required=True, parser_class=OverridesParser, **options)
 
     def error(self, message: str) -> NoReturn:
         """Like argparse's, with the exit code of bad input, and with the command that was probably meant."""

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from posttrain.apps.launch.cost import CostReport, cost_on_cluster, gpu_of
+from posttrain.apps.launch.cost import CostReport, cost_on_cluster, gpu_of, planned_save_s
 from posttrain.apps.options import Option
+from posttrain.apps.plan.groups import PlannedGroup, planned_groups, proposed_placement
 from posttrain.apps.plan.measured import Measured, compare, read_measured
 from posttrain.apps.plan.plan import (
     RunCost,
@@ -95,24 +96,37 @@ def run(args: argparse.Namespace) -> int:
     proposal = propose(found)
     rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
     splits = splits_of(found, config, rewards_s or 0.0)
+    groups = planned_groups(found, config)
     planned_s = planned_step_s(found, config, rewards_s or 0.0)
     cost = cost_of(config, planned_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     on_cluster = None
     if profile is not None:
         step_s = measured.get("timing/train/total_step_time") if measured is not None else None
         source = "measured" if step_s else "planned"
-        on_cluster = cost_on_cluster(profile, config, step_s or planned_s, source)
+        save_s = measured.get("timing/train/checkpointing") if measured is not None else None
+        save = (save_s, "measured") if save_s else (planned_save_s(found), "planned")
+        on_cluster = cost_on_cluster(profile, config, step_s or planned_s, source, *save)
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
+        if groups:
+            result["placement"] = [group.as_json() for group in groups]
         if splits is not None:
             result["split"] = splits.as_json()
         if on_cluster is not None:
             result["on_cluster"] = on_cluster.as_json()
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        show_plan(found, config, measured, proposal, splits, [] if cost is None else cost.lines(), on_cluster)
+        show_plan(found, config, measured, proposal, splits, [] if cost is None else cost.lines(), on_cluster, groups)
     if problem := explain(found):
-        raise InputError(f"this does not fit:\n{problem}")
+        words = proposed_placement(found, config)
+        own = f"\nwith the reference on GPUs of its own it fits: {' '.join(words)}" if words else ""
+        raise InputError(f"this does not fit:\n{problem}{own}")
+    for group in groups:
+        if not group.fits:
+            raise InputError(
+                f"this does not fit: {group.name} needs {_gib(group.needed_bytes)} GiB on each of its GPUs, which have "
+                f"{gpu.memory_bytes / GIB:.1f}; use a larger GPU or a smaller batch of its passes"
+            )
     return 0
 
 
@@ -159,6 +173,7 @@ def show_plan(
     splits: Splits | None,
     cost_lines: Sequence[str],
     on_cluster: CostReport | None = None,
+    groups: Sequence[PlannedGroup] = (),
 ) -> None:
     out = console()
     out.print(_headline(found), style="bold")
@@ -169,6 +184,9 @@ def show_plan(
     out.print()
     for line in _cache_lines(found):
         out.print(line)
+    if groups:
+        out.print("\nplacement: GPUs of each machine", style=QUIET)
+        out.print(_placement(groups, config.cluster.num_nodes))
     if measured is not None:
         out.print(f"\npredicted and measured (median of {measured.num_steps} steps)", style=QUIET)
         out.print(_comparison(found, measured))
@@ -218,6 +236,16 @@ def _memory(found: RunEstimate) -> Table:
     styles = ["green" if found.fits(phase) else "bold red" for phase in phases]
     needed = [f"{phase.needed_bytes / GIB:.1f}{'' if found.fits(phase) else ' !'}" for phase in phases]
     rows.add_row(f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *map(Text, needed, styles))
+    return rows
+
+
+def _placement(groups: Sequence[PlannedGroup], num_nodes: int) -> Table:
+    machines = range(1, num_nodes + 1)
+    rows = table("", *[f"machine {machine}" for machine in machines], "GiB needed on each GPU")
+    for group in groups:
+        needed = "not known here" if group.needed_bytes is None else _gib(group.needed_bytes)
+        counts = [str(group.gpus.get(machine, "")) for machine in machines]
+        rows.add_row(group.name, *counts, needed, style=None if group.fits else "red")
     return rows
 
 

@@ -149,14 +149,14 @@ class Report:
         return any(finding.severity == "error" for finding in self.findings)
 
     def to_json(self) -> JsonObject:
-        from posttrain.reporting.doctor import worst
+        from posttrain.reporting.doctor.findings import health
 
         return {
             "run": str(self.folder),
             "system": self.system,
             "kind": self.kind,
             "steps": self.num_steps,
-            "verdict": worst(self.findings) or "healthy",
+            "verdict": health(self.findings, self.num_steps),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -165,7 +165,7 @@ class Report:
 
         of = "" if self.system == "posttrain" else f" of {self.system}"
         steps = f"{self.num_steps:,} step{'' if self.num_steps == 1 else 's'}"
-        lines = [f"{self.folder}: {self.kind.upper()}{of}, {steps}: {verdict(self.findings)}"]
+        lines = [f"{self.folder}: {self.kind.upper()}{of}, {steps}: {verdict(self.findings, self.num_steps)}"]
         for finding in self.findings:
             lines += ["", *_finding_lines(finding)]
         return "\n".join(lines)

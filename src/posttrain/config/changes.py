@@ -17,6 +17,7 @@ from pathlib import Path as FilePath
 from posttrain.config.base import ConfigError
 from posttrain.config.foreign.nemo_rl import apply_renames
 from posttrain.config.loader import LoadedConfig, built_in_defaults
+from posttrain.config.policy import is_automatic
 from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys
 from posttrain.config.tree import DEFAULT, Path, Values, dotted, leaves, without_marks
@@ -50,10 +51,14 @@ FREE_TO_CHANGE = (
     "policy.logprob_chunk_size",
     "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.cpu_offload",
+    "policy.dtensor_cfg.sequence_parallel",
     "policy.dtensor_cfg.*_parallel_size",
     "policy.dtensor_cfg.dp_replicate_size",
     "policy.generation.native_cfg.num_speculative_tokens",
     "policy.generation.colocated.resources.*",
+    "policy.reference.*",
+    "env.*.resources.*",
     "policy.generation.native_cfg.page_size",
     "policy.generation.native_cfg.max_batch_size",
     "policy.generation.native_cfg.max_prefill_tokens",
@@ -66,6 +71,7 @@ FREE_TO_CHANGE = (
     "policy.generation.vllm_cfg.max_prob_error",
     "dpo.reference_cache_gib",
 )
+_SCHEDULER = ("policy", "scheduler")
 NOT_SET = "not set"
 MAX_SHOWN = 120  # characters of a value in a message
 
@@ -97,6 +103,8 @@ def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml
         path: value for path, value in leaves(plain) if not any(path[: len(unknown)] == unknown for unknown in removed)
     }
     new = dict(leaves(without_marks(parse_document(loaded.to_yaml(), label).values)))
+    if new.get(_SCHEDULER) == "auto" and is_automatic(old.get(_SCHEDULER)):
+        del new[_SCHEDULER], old[_SCHEDULER]  # it is kept, whatever the number of steps is now
     changes = {dotted(path): change for path, change in _differences(old, new, loaded)}
     return tuple(change for change in changes.values() if not _follows(change, changes, loaded))
 

@@ -81,7 +81,7 @@ def is_http_address(text: str) -> bool:
 
 
 class ClusterSection(Section):
-    kind: Literal["eks", "gke", "kubernetes", "local"] = setting(
+    kind: Literal["eks", "gke", "kubernetes", "slurm", "local"] = setting(
         ..., "Who runs the cluster; decides fabric, Spot and storage; local is this machine."
     )
     context: Line | None = setting(None, "Context of the kubeconfig; null is the current one.")
@@ -131,7 +131,7 @@ class NodesSection(Section):
 
 
 class SchedulerSection(Section):
-    kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster"] = setting(
+    kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster", "slurm"] = setting(
         "jobset", "What starts the pods, and starts them again together after an interruption."
     )
     kueue_queue: Subdomain | None = setting(None, "LocalQueue of Kueue that admits the run; null is none.")
@@ -253,6 +253,18 @@ class PodsSection(Section):
         return self
 
 
+class SlurmSection(Section):
+    partition: Word | None = setting(None, "Partition; null is the cluster's default.")
+    account: Word | None = setting(None, "Account that the job is charged to; null is yours.")
+    qos: Word | None = setting(None, "Quality of service; null is the default.")
+    time: Word | None = setting(None, "Time limit of one attempt, such as 24:00:00; null is the partition's.")
+    setup: list[Line] = setting(
+        list, "Shell lines before the run, such as `source /shared/venv/bin/activate`: posttrain must be on the PATH."
+    )
+    sbatch_options: list[Word] = setting(list, "More options of the job, such as --mem=0 or --constraint=h200.")
+    srun_options: list[Word] = setting(list, "More options of the step, such as --container-image=….")
+
+
 class SecretReference(Section):
     secret: Subdomain = setting(..., "Name of the Secret.")
     key: SecretKey = setting(..., "Key in it.")
@@ -288,7 +300,9 @@ class CostSection(Section):
     )
     notice_share: Fraction = setting(0.0, "Share of interruptions that a notice lets the run save before.")
     restart_s: NonNegativeFloat = setting(360.0, "Seconds from an interruption to the next step.")
-    save_s: PositiveFloat = setting(21.5, "Seconds that training stands still for one save.")
+    save_s: PositiveFloat | None = setting(
+        None, "Seconds that training stands still for one save; null is planned, or measured by --run."
+    )
 
 
 class ClusterProfile(Section):
@@ -298,6 +312,7 @@ class ClusterProfile(Section):
     scheduler: SchedulerSection = setting(SchedulerSection, "What starts the pods.")
     storage: StorageSection = setting(..., "The shared file system.")
     pods: PodsSection = setting(PodsSection, "What the pods have beside that.")
+    slurm: SlurmSection = setting(SlurmSection, "What a job of Slurm is submitted with.")
     secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
     env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
     log_image: ImageName | None = setting(
@@ -308,9 +323,16 @@ class ClusterProfile(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_local(cls, values: object) -> object:
-        """This machine needs no description: what the profile leaves out is filled in."""
+        """This machine and Slurm need less of a description: what the profile leaves out is filled in."""
         if not isinstance(values, dict) or not isinstance(values.get("cluster"), dict):
             return values
+        if values["cluster"].get("kind") == "slurm":  # no image, claim or scheduler to choose
+            fixed: dict[str, dict[str, object]] = {
+                "image": {"name": "none:1"},
+                "scheduler": {"kind": "slurm"},
+                "storage": {"claim": "none"},
+            }
+            return {**values, **{name: {**fixed[name], **(values.get(name) or {})} for name in fixed}}
         if values["cluster"].get("kind") != "local":
             return values
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -350,6 +372,14 @@ class ClusterProfile(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterProfile:
+        if (self.cluster.kind == "slurm") != (self.scheduler.kind == "slurm"):
+            raise ValueError("scheduler.kind slurm is that of cluster.kind slurm, which has no other; leave it out")
+        if self.cluster.kind != "slurm" and self.slurm != SlurmSection():
+            raise ValueError("slurm: is for cluster.kind slurm; leave it out")
+        if self.cluster.kind == "slurm" and (self.secrets or self.pods != PodsSection()):
+            raise ValueError(
+                "secrets and pods are of Kubernetes: a job of Slurm has the environment of the shell that submits it"
+            )
         if self.log_image is not None and self.scheduler.kind != "raycluster":
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
         if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":

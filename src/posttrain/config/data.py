@@ -19,6 +19,7 @@ from posttrain.config.base import (
     setting,
 )
 from posttrain.config.rewards import (
+    NAMED_REWARDS,
     REWARD_TYPES,
     MathVerifier,
     RewardBlock,
@@ -27,6 +28,7 @@ from posttrain.config.rewards import (
     parse_reward,
     refuse_unknown_keys,
     reward_keys,
+    rewards_of_functions,
 )
 
 # Tags of the two shapes that `data.train` may have; error messages leave them out.
@@ -36,7 +38,11 @@ REWARD = "reward"  # the key under `env` of what is given as `reward=file.py:fun
 BUILT_IN_TURNS = {
     "calculator": "posttrain.environments.turns.calculator:Calculator",
     "search": "posttrain.environments.turns.search:Search",
+    "mcp": "posttrain.environments.turns.mcp:McpTools",
+    "openenv": "posttrain.environments.turns.openenv:OpenEnv",
 }
+REMOTE_TURNS = frozenset({"mcp", "openenv"})
+WITH_OWN_PYTHON = frozenset({"openenv", "verifiers"})  # `turns` and `agent` whose packages exclude ours
 TRACE_GROUPS = "TraceGroups"  # the dataset of labelled traces whose answers GRPO learns from
 
 _PARTS_ONLY = frozenset({"weight"})  # a single reward has nothing to be weighed against
@@ -111,6 +117,9 @@ class DatasetConfig(Section):
     pair_rules: PairRulesConfig | None = setting(None, "How labelled traces become pairs.")
     prompt_file: str | None = setting(None, "Text file with one {} where the prompt goes; null uses it as it is.")
     system_prompt_file: str | None = setting(None, "Text file with the system message; null sends none.")
+    image_key: str | None = setting(None, 'Column with images; null is `images` or `image`, "" is none.')
+    image_dir: str | None = setting(None, "Folder that holds the images that rows name; null is that of the data file.")
+    allow_image_urls: bool | None = setting(None, "Fetches images that rows name by http(s) URLs; null refuses them.")
     env_name: str | None = setting(None, "Key under `env` that judges the answers.")
     download_dir: str | None = setting(None, "Folder for downloaded data.")
     repeat: PositiveInt | None = setting(None, "How many times each row is used in one pass.")
@@ -183,6 +192,9 @@ class EnvironmentConfig(OpenSection):
     rewards: dict[str, RewardBlock] | None = setting(
         None, "Several rewards by name, each with `type`, `weight` and the keys of its type."
     )
+    reward_functions: list[FreeMap] | None = setting(
+        None, "NeMo RL's rewards of images instead: format, exact_alnum, math_expr, bbox_giou with `weight`."
+    )
     function: str | None = setting(
         None, "Python reward function: `file.py:name` or `package.module.name`; null is the built-in judge."
     )
@@ -196,11 +208,17 @@ class EnvironmentConfig(OpenSection):
     verifier_type: VerifierType | None = setting(None, "What kind of answer is expected; null is math.")
     stop_strings: list[str] | None = setting(None, "Texts that end an answer in this environment.")
     turns: str | None = setting(
-        None, "Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single turn."
+        None,
+        "What takes turns with the model: calculator, search, mcp, openenv, `file.py:Class`; null is a single turn.",
     )
     turns_kwargs: FreeMap = setting(dict, "Arguments of that class.")
+    python: str | None = setting(
+        None,
+        "Python that has OpenEnv or verifiers, or that runs code of `type: code`; null is the one that runs posttrain.",
+    )
     agent: str | list[str] | None = setting(
-        None, "Agent that asks the model by OpenAI's chat API: `file.py:function`, or the words of a command."
+        None,
+        "Agent that asks the model by OpenAI's chat API: `file.py:function`, the words of a command, or verifiers.",
     )
     agent_kwargs: FreeMap = setting(dict, "Further arguments of that function.")
     turn_timeout_s: PositiveFloat | None = setting(
@@ -227,6 +245,10 @@ class EnvironmentConfig(OpenSection):
             )
         if self.turns_kwargs and self.turns is None:
             yield f"env.{name}.turns_kwargs are arguments of a class that is not named: set env.{name}.turns"
+        runs_code = any(reward.type == "code" for reward in self.reward_configs(name).values())
+        if self.python is not None and not runs_code and not {self.turns, str(self.agent)} & WITH_OWN_PYTHON:
+            known = "`turns: openenv`, `agent: verifiers` and `type: code`"
+            yield f"env.{name}.python = {self.python!r} is for {known}: remove it"
         if self.agent is None:
             for key in ("agent_kwargs", "turn_timeout_s"):
                 if getattr(self, key):
@@ -234,7 +256,7 @@ class EnvironmentConfig(OpenSection):
             return
         if self.turns is not None:
             yield f"env.{name} has both `turns` and `agent`: an agent takes its own turns, so remove one of them"
-        if isinstance(self.agent, str) and not {":", "."} & set(self.agent):
+        if isinstance(self.agent, str) and self.agent != "verifiers" and not {":", "."} & set(self.agent):
             yield (
                 f"env.{name}.agent = {self.agent!r} names no function: write 'file.py:solve' or "
                 f"'package.module:solve'; a command is a list of words: [{self.agent}]"
@@ -249,6 +271,14 @@ class EnvironmentConfig(OpenSection):
         `name` is that of the environment: `math` needs no type. Settings of the environment hold for its rewards.
         """
         extras = dict(self.model_extra or {})
+        functions = self.reward_functions
+        if functions is None and name in NAMED_REWARDS and not (extras or self.rewards or self.type or self.function):
+            functions = NAMED_REWARDS[name]
+        if functions is not None:
+            if self.rewards is not None or self.type is not None or self.function is not None:
+                raise ValueError("`reward_functions` and other rewards are both given: keep one of them")
+            found = rewards_of_functions(functions)
+            return {part: parse_reward(block) for part, block in found.items()}
         if self.rewards is not None:
             if self.type is not None or self.function is not None or extras:
                 given = next(iter(extras), "type" if self.type is not None else "function")
@@ -263,6 +293,8 @@ class EnvironmentConfig(OpenSection):
         if kind is None:
             return {}
         own = {"function": self.function} if self.function is not None else {}
+        if kind == "code" and self.python is not None:
+            own["python"] = self.python
         return {"": parse_reward(self._with_math_keys({"type": kind, **own, **extras}), without=_PARTS_ONLY)}
 
     def _kind(self, name: str, extras: FreeMap) -> str | None:

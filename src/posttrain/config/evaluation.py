@@ -21,6 +21,7 @@ from posttrain.config.base import (
 )
 from posttrain.config.data import EnvironmentConfig
 from posttrain.config.policy import NativeConfig, Temperature, TokenizerConfig, TopK, TopP, VllmConfig
+from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.config.run_config import ClusterConfig
 
 
@@ -104,6 +105,9 @@ class EvalDataConfig(Section):
     max_input_seq_length: PositiveInt | None = setting(None, "Longest prompt in tokens; a longer one is an error.")
     prompt_file: str | None = setting(None, "Text file with one {} for the problem; null is the benchmark's own.")
     system_prompt_file: str | None = setting(None, "Text file with the system message; null sends none.")
+    image_key: str | None = setting(None, 'Column with images; null is the usual ones, "" is none.')
+    image_dir: str | None = setting(None, "Folder that holds the images that rows name; null is that of the data file.")
+    allow_image_urls: bool | None = setting(None, "Fetches images that rows name by http(s) URLs; null refuses them.")
     env_name: str | None = setting(None, "Key under `env` that judges; null is the one besides `math`, or else `math`.")
     download_dir: str | None = setting(None, "Folder for downloaded data.")
 
@@ -158,6 +162,10 @@ class EvalRunConfig(Section):
         wanted, generation = self.eval, self.generation
         for name, environment in self.env.items():
             yield from environment.turns_problems(name)
+            for part, reward in environment.reward_configs(name).items():
+                if isinstance(reward, RewardModelRewardConfig) and reward.resources is not None:
+                    field = f"env.{name}.rewards.{part}" if part else f"env.{name}"
+                    yield f"{field}.resources: an evaluation scores in its own process; remove it"
         if wanted.k_value > wanted.num_tests_per_prompt:
             yield (
                 f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = "

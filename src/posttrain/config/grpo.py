@@ -24,6 +24,7 @@ from posttrain.config.run_config import ScheduleConfig
 _IF_ENABLED = UsedIf("enabled")
 _IF_DYNAMIC = UsedIf("use_dynamic_sampling")
 _IF_GAE = UsedIf("name", ("gae",))
+_IF_SOFT = UsedIf("trust_region", ("soft",))
 _IF_COMPARED = UsedIf("name", ("grpo", "gdpo"))
 
 
@@ -384,6 +385,18 @@ class LossFnConfig(Section):
         False, "Takes the ratio as 1 and skips the extra forward pass; needs one optimizer step per RL step."
     )
     use_kl_in_reward: bool = setting(False, "Subtracts the KL from the reward instead of adding it to the loss.")
+    trust_region: Literal["clip", "soft", "geometric_mean", "tv", "kl"] = setting(
+        "clip",
+        "What bounds an update: the clipped ratio; its sigmoid (SAPO); the geometric mean of clipped ratios, with log-"
+        "ratios between -ratio_clip_min and ratio_clip_max (GMPO); or (DPPO) no gradient from tokens that go on moving "
+        "away beyond ratio_clip_min and ratio_clip_max of the difference of probabilities (tv) or of its binary KL.",
+    )
+    soft_temperature_pos: Annotated[PositiveFloat, _IF_SOFT] = setting(
+        1.0, "soft: steepness of the sigmoid where the advantage is positive."
+    )
+    soft_temperature_neg: Annotated[PositiveFloat, _IF_SOFT] = setting(
+        1.05, "soft: the same where it is not; a higher one lets gradients vanish sooner."
+    )
     use_cispo: bool = setting(False, "CISPO: the clipped ratio is a constant weight on the log-probability.")
     disable_ppo_ratio: bool = setting(False, "REINFORCE: the loss is -advantage * logprob, with no ratio.")
     positive_example_nll_weight: NonNegativeFloat = setting(
@@ -396,6 +409,7 @@ class LossFnConfig(Section):
 
     def problems(self, is_set: IsSetByUser) -> Iterator[str]:
         yield from self._ratio_problems()
+        yield from self._trust_region_problems()
         yield from self._truncation_problems()
         if self.kl_importance_weight is not None and self.use_on_policy_kl_approximation:
             yield "loss_fn.kl_importance_weight and use_on_policy_kl_approximation exclude each other: unset one"
@@ -419,6 +433,18 @@ class LossFnConfig(Section):
                 yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other, as CISPO has its own ratio: unset one"
         if self.normalizer == "sequences":
             yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
+
+    def _trust_region_problems(self) -> Iterator[str]:
+        field = f"loss_fn.trust_region = {self.trust_region}"
+        if self.trust_region == "clip":
+            return
+        for name in ("use_cispo", "disable_ppo_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
+            if getattr(self, name) not in (False, None):
+                yield f"{field} and loss_fn.{name} exclude each other, each bounds the update in its way: unset one"
+        if self.ratio_ceiling is not None and self.trust_region in ("soft", "geometric_mean"):
+            yield f"{field} and loss_fn.ratio_ceiling exclude each other: its ratio is bounded already; unset one"
+        if self.trust_region == "geometric_mean" and self.normalizer != "sequences":
+            yield f"{field} needs loss_fn.token_level_loss = false: an answer has one ratio"
 
     def _truncation_problems(self) -> Iterator[str]:
         kind = self.truncated_importance_sampling_type

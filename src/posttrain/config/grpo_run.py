@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from posttrain.config.base import IsSetByUser, setting
-from posttrain.config.data import REWARD, TRACE_GROUPS
+from posttrain.config.data import REWARD, TRACE_GROUPS, EnvironmentConfig
 from posttrain.config.grpo import GrpoConfig, LossFnConfig, TeacherConfig, ValueConfig, ValueLossConfig
+from posttrain.config.placement import GroupRequest, group_of_reward
 from posttrain.config.policy import ARGUMENTS_OF_VLLM_IN_USE, GrpoPolicyConfig, NativeConfig, PolicyConfig
+from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
 KL_PERIOD = 10  # steps
@@ -36,6 +38,30 @@ class GrpoRunConfig(RunConfig):
         kwargs = {**policy.optimizer.kwargs, **value.optimizer.kwargs}
         optimizer = policy.optimizer.model_copy(update={"kwargs": kwargs})
         return policy.model_copy(update={"model_name": value.model_name or policy.model_name, "optimizer": optimizer})
+
+    @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """The environments that a dataset names; others need no processes. Unknown names are reported elsewhere."""
+        named = {entry.env_name for entry in [*self.data.train_sets(), *self.data.validation_sets()]}
+        return {name: settings for name, settings in self.env.items() if name in named} or dict(self.env)
+
+    @property
+    def placed_rewards(self) -> dict[str, RewardModelRewardConfig]:
+        """Reward models on GPUs of their own, by their fields."""
+        return {
+            f"env.{name}.rewards.{part}" if part else f"env.{name}": reward
+            for name, block in self.environments.items()
+            for part, reward in block.reward_configs(name).items()
+            if isinstance(reward, RewardModelRewardConfig) and reward.resources is not None
+        }
+
+    @property
+    def group_requests(self) -> list[GroupRequest]:
+        found = super().group_requests
+        for field, reward in self.placed_rewards.items():
+            assert reward.resources is not None
+            found.append(GroupRequest(group_of_reward(field), field, reward.resources))
+        return found
 
     @property
     def trains_on_rewards(self) -> bool:
@@ -76,10 +102,10 @@ class GrpoRunConfig(RunConfig):
     def needs_reference(self) -> bool:
         """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting
         policy stands in for it."""
-        return self._scores_with_reference or self.kl_period > 0
+        return self.scores_with_reference or self.kl_period > 0
 
     @property
-    def _scores_with_reference(self) -> bool:
+    def scores_with_reference(self) -> bool:
         """In every step."""
         return (self.trains_on_rewards and self.loss_fn.reference_policy_kl_penalty != 0) or self.uses_recorded_answers
 
@@ -102,7 +128,7 @@ class GrpoRunConfig(RunConfig):
             num_answers_per_row=grpo.num_generations_per_prompt,
             num_sampled_per_row=grpo.num_fresh_per_prompt if recorded else grpo.num_generations_per_prompt,
             num_updates=num_updates,
-            num_scorings=int(self._scores_with_reference)
+            num_scorings=int(self.scores_with_reference)
             + int(num_updates > 1 or checks_policy)
             + int(self.critic is not None),
             may_sample_again=grpo.use_dynamic_sampling,
@@ -254,6 +280,19 @@ class GrpoRunConfig(RunConfig):
                 "loss_fn.force_on_policy_ratio and grpo.dynamic_sampling_surplus = keep exclude each other: groups "
                 "that are kept for the next step were not sampled by its policy; set dynamic_sampling_surplus=discard"
             )
+
+    def _placement_problems(self) -> Iterator[str]:
+        yield from super()._placement_problems()
+        first: dict[str, str] = {}
+        groups: dict[str, str] = {}
+        for field, reward in self.placed_rewards.items():
+            if (other := groups.setdefault(group_of_reward(field), field)) != field:
+                yield f"{field}.resources: its worker group would have the name of that of {other}; rename one of them"
+            if (other := first.setdefault(reward.model_name, field)) != field:
+                yield (
+                    f"{field}.resources: {other} has {reward.model_name!r} on GPUs of its own already; name that "
+                    "environment in both datasets (env_name), or remove one of the `resources`"
+                )
 
     def _round_problems(self) -> Iterator[str]:
         grpo, section = self.grpo, self.grpo.async_grpo

@@ -22,6 +22,8 @@ from posttrain.config.base import (
     Section,
     setting,
 )
+from posttrain.config.placement import ResourcesConfig
+from posttrain.files.json_files import JsonObject
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -109,20 +111,20 @@ class TrainingVllmConfig(VllmConfig):
     )
 
 
-class ResourcesConfig(Section):
-    gpus_per_node: PositiveInt | None = setting(
-        None, "GPUs that only sample, of cluster.gpus_per_node; on several machines null is all."
-    )
-    num_nodes: PositiveInt | None = setting(
-        None, "Machines that only sample, of cluster.num_nodes; null where there is one machine."
-    )
-
-
 class ColocatedConfig(Section):
     enabled: bool = setting(
         True, "Samples on the GPUs that train, from the same weights; false: on those that resources names."
     )
     resources: ResourcesConfig = setting(ResourcesConfig, "GPUs that only sample, where enabled is false.")
+
+
+class ColocatedModelConfig(Section):
+    enabled: bool = setting(True, "Computes on the GPUs that train; false: on those that resources names.")
+    resources: ResourcesConfig = setting(ResourcesConfig, "GPUs of its own, where enabled is false.")
+
+
+class ReferenceConfig(Section):
+    colocated: ColocatedModelConfig = setting(ColocatedModelConfig, "Whether it shares the GPUs that train.")
 
 
 class GenerationConfig(Section):
@@ -178,6 +180,10 @@ class DtensorConfig(Section):
         "Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
     tensor_parallel_size: PositiveInt = setting(1, "Ranks of one machine that share each layer, also in sampling.")
+    sequence_parallel: bool = setting(
+        False,
+        "Ranks that share layers have parts of each row in between, in training: norms and residuals of its tokens.",
+    )
     context_parallel_size: PositiveInt = setting(
         1, "Ranks that share each row of tokens in training; each then needs less memory for activations."
     )
@@ -187,9 +193,15 @@ class DtensorConfig(Section):
     dp_replicate_size: PositiveInt | None = setting(
         None, "Groups of ranks with a whole model each, between which only gradients travel; null is one."
     )
+    cpu_offload: bool = setting(
+        False,
+        "Keeps parameters, gradients and optimizer states in CPU memory: a layer's parameters come to the GPU while it "
+        "computes, all of them while the native engine samples.",
+    )
     lora_cfg: LoraConfig = setting(LoraConfig, "Low-rank adapters.")
 
 
+ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")  # whose state can be in other places and formats
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "8bit": "int8"}
 
 
@@ -214,7 +226,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _compact_state_is_adams(self) -> OptimizerConfig:
         changed = self.state_dtype != "float32" or self.master_weights != "float32" or self.offload_states
-        if changed and self.name not in ("torch.optim.AdamW", "torch.optim.Adam"):
+        if changed and self.name not in ADAMS:
             raise ValueError(
                 f"state_dtype, master_weights, offload_states are for torch.optim.AdamW and Adam, not {self.name}"
             )
@@ -249,8 +261,36 @@ class RouterReplayConfig(Section):
     )
 
 
+class VisionConfig(Section):
+    train_tower: bool = setting(
+        False,
+        "Trains the vision tower and its projector too, in full or, with LoRA, by adapters; otherwise they stay as "
+        "they are, and each image passes through them once.",
+    )
+
+
 class RewardModelConfig(OpenSection):
     enabled: bool = setting(False, "Gives the model a scoring layer; true in `posttrain rm` and nowhere else.")
+
+
+def automatic_schedule(num_steps: int) -> list[JsonObject]:
+    """What `policy.scheduler: auto` is in a run of this many steps: its warm-up never takes most of the run."""
+    warm_up = min(50, num_steps // 10)
+    # Always the same classes, so that a run of a few steps can be resumed with more.
+    first = {"start_factor": 0.1 if warm_up else 1.0, "end_factor": 1.0, "total_iters": warm_up or 1}
+    return [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": first},
+        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10_000_000_000}},
+        {"milestones": [warm_up or 1]},
+    ]
+
+
+def is_automatic(scheduler: object) -> bool:
+    """Whether it is the automatic schedule of a run of some length, or the default of earlier versions."""
+    try:
+        return scheduler in [automatic_schedule(10 * scheduler[0]["kwargs"]["total_iters"]), automatic_schedule(1)]  # type: ignore[index]
+    except (TypeError, LookupError):
+        return False
 
 
 class PolicyConfig(Section):
@@ -264,7 +304,9 @@ class PolicyConfig(Section):
         False, "The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted one."
     )
     precision: Literal["float32", "bfloat16", "float16"] = setting(
-        "bfloat16", "Number format of weights and activations; for that of the optimizer see optimizer.state_dtype."
+        "bfloat16",
+        "Number format of weights and activations; float32 by default where a run has CPUs only; for that of the "
+        "optimizer see optimizer.state_dtype.",
     )
     fp8: bool = setting(
         False,
@@ -286,21 +328,25 @@ class PolicyConfig(Section):
         "pass, and refuses the model if they differ; auto does so for families without tests of their own.",
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig, "The optimizer.")
-    scheduler: list[FreeMap] | FreeMap | None = setting(
-        None, "Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant."
+    scheduler: Literal["auto"] | list[FreeMap] | FreeMap | None = setting(
+        None,
+        "Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant; auto is "
+        "a linear warm-up over a tenth of the run's steps, at most 50, then constant.",
     )
     dtensor_cfg: DtensorConfig = setting(DtensorConfig, "Training with PyTorch, and LoRA.")
     dynamic_batching: DynamicBatchingConfig = setting(DynamicBatchingConfig, "Micro-batches by tokens.")
     sequence_packing: SequencePackingConfig = setting(SequencePackingConfig, "Several sequences in one row.")
     router_replay: RouterReplayConfig = setting(RouterReplayConfig, "The sampler's choice of experts in training.")
+    vision: VisionConfig = setting(VisionConfig, "Images, for models with a vision tower.")
     reward_model_cfg: RewardModelConfig = setting(RewardModelConfig, "The model as reward model.")
+    reference: ReferenceConfig = setting(ReferenceConfig, "The frozen starting policy.")
     generation: GenerationConfig | None = setting(None, "Sampling; null where nothing is sampled.")
 
     @field_validator("scheduler")
     @classmethod
     def _schedule_is_well_formed(cls, scheduler: Any) -> Any:
-        if scheduler is None:
-            return None
+        if scheduler is None or scheduler == "auto":
+            return scheduler
         if isinstance(scheduler, dict):
             _check_schedule_part(scheduler, "it")
             return scheduler
@@ -333,6 +379,16 @@ class PolicyConfig(Section):
                 f"policy.router_replay.enabled = true with policy.dtensor_cfg.context_parallel_size = {cp}: ranks that "
                 "share rows do not replay; set one of them to its default"
             )
+        if self.vision.train_tower and self.reward_model_cfg.enabled:
+            yield "policy.vision.train_tower = true: reward models see no images"
+        ep = self.dtensor_cfg.expert_parallel_size or 1
+        if self.dtensor_cfg.sequence_parallel and ep > 1:
+            yield (
+                f"policy.dtensor_cfg.sequence_parallel = true with expert_parallel_size = {ep}: routers see whole "
+                "rows; set one of them to its default"
+            )
+        if self.dtensor_cfg.cpu_offload:
+            yield from self._offload_problems()
         tp = self.dtensor_cfg.tensor_parallel_size
         for name in ("state_dtype", "master_weights"):
             if tp > 1 and (value := getattr(self.optimizer, name)) != "float32":
@@ -340,6 +396,25 @@ class PolicyConfig(Section):
                     f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that "
                     "state is kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
                 )
+
+    def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
+        if self.dtensor_cfg.sequence_parallel and self.dtensor_cfg.tensor_parallel_size == 1:
+            yield (
+                "policy.dtensor_cfg.sequence_parallel: splits rows between ranks that share layers, and "
+                "tensor_parallel_size is 1: no effect"
+            )
+
+    def _offload_problems(self) -> Iterator[str]:
+        field, generation = "policy.dtensor_cfg.cpu_offload = true", self.generation
+        if (ep := self.dtensor_cfg.expert_parallel_size or 1) > 1:
+            yield f"{field} with policy.dtensor_cfg.expert_parallel_size = {ep}: experts stay on GPUs; unset one"
+        if self.fp8:
+            yield f"{field} with policy.fp8 = true, which needs weights on the GPU: set one of them to false"
+        if generation is not None and generation.uses_vllm and generation.colocated.enabled:
+            yield (
+                f"{field} with policy.generation.backend = vllm on the same GPUs, which hands over weights there: use "
+                "native, or GPUs that only sample (policy.generation.colocated.enabled=false)"
+            )
 
 
 def _check_schedule_part(part: FreeMap, what: str) -> None:

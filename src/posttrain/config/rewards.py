@@ -28,6 +28,7 @@ from posttrain.config.base import (
     members,
     setting,
 )
+from posttrain.config.placement import ResourcesConfig
 
 WHAT_TYPE_MEANS = "What kind of reward this is."
 
@@ -42,6 +43,7 @@ class RewardConfig(Section):
     default_num_workers: ClassVar[int] = 8
     keeps_cores_busy: ClassVar[bool] = False  # then more workers than cores only cost
     mostly_waits: ClassVar[bool] = False  # then there may be more workers than cores
+    keeps_conversations: ClassVar[bool] = False  # in its workers, so that all turns of one belong into the same
 
     type: str = setting(..., WHAT_TYPE_MEANS)
     weight: float = setting(1.0, "Factor in the sum of the environment's rewards; 0 only records, negative punishes.")
@@ -221,6 +223,9 @@ class MathRewardConfig(RewardConfig):
     precision: NonNegativeInt = setting(6, "Decimals to which numbers are compared.")
     strict: bool = setting(True, "Tells sets from intervals and keeps the names of variables apart.")
     allow_set_relation_comp: bool = setting(False, "Accepts a set for an inequality that describes it, and vice versa.")
+    extract: Pattern | None = setting(
+        None, "Regular expression whose last match is the answer: its first group if it has one; null reads all."
+    )
     as_math_verify: bool = setting(
         False, "Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off."
     )
@@ -258,6 +263,25 @@ class ExactRewardConfig(_RuleReward):
     ignore_articles: bool = setting(False, "Compares without the words a, an and the.")
     collapse_whitespace: bool = setting(True, "Takes any run of white space for one space, and none at the ends.")
     normalise_unicode: bool = setting(True, "Takes characters that look alike (full width, ligatures) as equal.")
+
+
+class BoxRewardConfig(_RuleReward):
+    """How well the box [x1, y1, x2, y2] that the answer states last covers the reference: intersection over union."""
+
+    type: Literal["box"] = setting(..., WHAT_TYPE_MEANS)
+    extract: Pattern | None = setting(
+        None, "Regular expression in whose last match the box is looked for: in its first group if it has one."
+    )
+    threshold: float | None = setting(None, "1 from this IoU on, otherwise 0; null gives the IoU itself.", gt=0, le=1)
+    giou_below: NonNegativeFloat = setting(
+        0.0, "Below this IoU the generalised IoU is given, -1 to 1, which tells near boxes from far ones; 0 never."
+    )
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> BoxRewardConfig:
+        if self.threshold is not None and self.giou_below:
+            raise ValueError("threshold gives 0 or 1: it takes no giou_below")
+        return self
 
 
 class RegexRewardConfig(_RuleReward):
@@ -386,6 +410,16 @@ class RewardModelRewardConfig(RewardConfig):
     max_batch_tokens: PositiveInt = setting(16384, "Tokens in one forward pass; changes memory and speed, not scores.")
     score_mean: float = setting(0.0, "Subtracted from the score, e.g. rewards_mean of its training.")
     score_std: PositiveFloat = setting(1.0, "Divides the score then, e.g. rewards_std of its training.")
+    resources: ResourcesConfig | None = setting(
+        None, "GPUs of its own, as a worker group beside the training; null: in the process that drives the run."
+    )
+
+    @field_validator("resources", mode="before")
+    @classmethod
+    def _known_resources(cls, value: object) -> object:
+        if isinstance(value, dict) and (unknown := sorted(set(value) - ResourcesConfig.model_fields.keys())):
+            raise ValueError(f"has {unknown[0]!r}; known here: {', '.join(ResourcesConfig.model_fields)}")
+        return value
 
 
 class TurnsConfig(RewardConfig):
@@ -396,6 +430,15 @@ class TurnsConfig(RewardConfig):
     type: Literal["turns"] = setting("turns", "Tells the workers what they are.")
     turns: str = setting(..., "A built-in name, `file.py:Class`, `package.module:Class` or `package.module.Class`.")
     kwargs: FreeMap = setting(dict, "Arguments of the class.")
+
+
+class RemoteTurnsConfig(TurnsConfig):
+    """A class that talks to a process or a server of its own, which keeps the state."""
+
+    default_timeout_s: ClassVar[float] = 60.0
+    default_num_workers: ClassVar[int] = 8
+    mostly_waits: ClassVar[bool] = True
+    keeps_conversations: ClassVar[bool] = True
 
 
 class AgentConfig(RewardConfig):
@@ -416,6 +459,7 @@ REWARD_TYPES: dict[str, type[RewardConfig]] = {
     "math_cosine": CosineMathRewardConfig,
     "multiple_choice": MultipleChoiceRewardConfig,
     "exact": ExactRewardConfig,
+    "box": BoxRewardConfig,
     "regex": RegexRewardConfig,
     "json_schema": JsonSchemaRewardConfig,
     "length": LengthRewardConfig,
@@ -426,6 +470,49 @@ REWARD_TYPES: dict[str, type[RewardConfig]] = {
     "code": CodeRewardConfig,
     "judge": JudgeRewardConfig,
 }
+
+
+# Rewards of datasets with images, in NeMo RL's names: an environment with the name of one needs no further keys.
+NAMED_REWARDS: dict[str, list[FreeMap]] = {
+    "clevr-cogent": [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}],
+    "geometry3k": [{"name": "format", "weight": 0.1}, {"name": "math_expr", "weight": 0.9}],
+    "refcoco": [
+        {"name": "format", "weight": 0.1},
+        {"name": "bbox_giou", "weight": 0.9, "kwargs": {"giou_penalty_thres": 0.5}},
+    ],
+}
+
+
+def rewards_of_functions(functions: Sequence[FreeMap]) -> dict[str, FreeMap]:
+    """The `rewards` that NeMo RL's `reward_functions` name. Weights are scaled to a sum of 1, as there."""
+    total = sum(float(one.get("weight", 0)) for one in functions)
+    if total <= 0:
+        raise ValueError("`reward_functions` needs entries {name, weight} with a positive sum of weights")
+    rewards: dict[str, FreeMap] = {}
+    for one in functions:
+        kwargs = dict(one.get("kwargs") or {})
+        tag, think = (re.escape(str(kwargs.pop(key, key[:-4]))) for key in ("answer_tag", "think_tag"))
+        tag = re.escape(str(kwargs.pop("tag"))) if "tag" in kwargs else tag
+        weight, tagged = float(one["weight"]) / total, f"(?s)<{tag}>(.*?)</{tag}>"
+        match one.get("name"):
+            case "format":
+                for part, share in ((think, 0.25), (tag, 0.75)):
+                    pattern = f"(?s)<{part}>.*</{part}>"
+                    rewards[f"format_{part}"] = {"type": "regex", "pattern": pattern, "weight": share * weight}
+            case "exact_alnum":
+                options: FreeMap = {"extract": tagged, "ignore_case": True, "ignore_punctuation": True}
+                rewards["exact"] = {"type": "exact", "weight": weight, **options}
+            case "math_expr":
+                rewards["math"] = {"type": "math", "extract": tagged, "weight": weight}
+            case "bbox_giou":
+                below = kwargs.pop("giou_penalty_thres", 10.0)
+                rewards["box"] = {"type": "box", "extract": tagged, "giou_below": below, "weight": weight}
+            case name:
+                known = "format, exact_alnum, math_expr and bbox_giou"
+                raise ValueError(f"`reward_functions` has {name!r}; {known} are known, others are `rewards`")
+        if kwargs:
+            raise ValueError(f"`reward_functions`: {one['name']} has no argument {next(iter(kwargs))!r}")
+    return rewards
 
 
 def reward_keys(section: type[RewardConfig]) -> dict[str, FieldInfo]:

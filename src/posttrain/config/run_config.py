@@ -5,6 +5,7 @@ The kinds are in `grpo_run.py`, `dpo.py`, `evaluation.py` and `runs.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -20,7 +21,8 @@ from posttrain.config.base import (
     setting,
 )
 from posttrain.config.data import DataConfig, EnvironmentConfig
-from posttrain.config.policy import PolicyConfig
+from posttrain.config.placement import ENGINE, REFERENCE, GroupRequest, Placement, place, placement_problems
+from posttrain.config.policy import ColocatedModelConfig, PolicyConfig
 
 Metric = Annotated[
     str, matching(r"(val|train):\S+", "must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
@@ -121,8 +123,8 @@ class LoggerConfig(Section):
 
 
 class ClusterConfig(Section):
-    num_nodes: PositiveInt = setting(1, "Machines.")
-    gpus_per_node: PositiveInt = setting(1, "GPUs, or CPU workers where there are none, on each machine.")
+    num_nodes: PositiveInt = setting(1, "Machines.", le=10_000)
+    gpus_per_node: PositiveInt = setting(1, "GPUs, or CPU workers where there are none, on each machine.", le=1_000)
     launcher: Literal["auto", "local", "ray"] = setting(
         "auto", "Who runs the workers: auto is one local process for one worker, else Ray."
     )
@@ -195,6 +197,36 @@ class RunConfig(Section):
     cluster: ClusterConfig = setting(ClusterConfig, "Machines.")
 
     @property
+    def group_requests(self) -> list[GroupRequest]:
+        """Worker groups on GPUs of their own, in the order in which they follow the policy on the machines."""
+        found, generation, reference = [], self.policy.generation, self.policy.reference.colocated
+        if generation is not None and not generation.colocated.enabled:
+            found.append(
+                GroupRequest(
+                    ENGINE,
+                    "policy.generation.colocated",
+                    generation.colocated.resources,
+                    switch="policy.generation.colocated.enabled = false",
+                    size=self.gpus_per_engine,
+                    size_field="policy.generation.vllm_cfg.tensor_parallel_size",
+                    per_actor=self.gpus_per_engine if self.vllm_spans_gpus else 1,
+                )
+            )
+        if not reference.enabled:
+            found.append(self._beside(REFERENCE, "policy.reference.colocated", reference))
+        return found
+
+    def _beside(self, name: str, field: str, section: ColocatedModelConfig) -> GroupRequest:
+        """A model whose layers are shared as the policy's are."""
+        size, size_field = self.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size"
+        switch = f"{field}.enabled = false"
+        return GroupRequest(name, field, section.resources, switch=switch, size=size, size_field=size_field)
+
+    @property
+    def placement(self) -> Placement:
+        return place(self.group_requests, self.cluster.num_nodes, self.cluster.gpus_per_node)
+
+    @property
     def num_engines(self) -> int:
         """On GPUs that only sample. 0: those that train sample too."""
         return self.num_engine_gpus // self.gpus_per_engine
@@ -214,19 +246,14 @@ class RunConfig(Section):
 
     @property
     def num_engine_gpus(self) -> int:
-        """GPUs that only sample: the last of all that the cluster has."""
-        generation, cluster = self.policy.generation, self.cluster
-        if generation is None or generation.colocated.enabled:
-            return 0
-        resources = generation.colocated.resources
-        if cluster.num_nodes == 1:
-            return resources.gpus_per_node or 0
-        return (resources.num_nodes or 0) * cluster.gpus_per_node
+        """GPUs that only sample."""
+        group = self.placement.group(ENGINE)
+        return 0 if group is None else len(group.machines)
 
     @property
     def num_ranks(self) -> int:
         """GPUs that train."""
-        return self.cluster.num_workers - self.num_engine_gpus
+        return len(self.placement.ranks)
 
     @property
     def schedule(self) -> ScheduleConfig:
@@ -264,7 +291,7 @@ class RunConfig(Section):
         for where, sets in self.data.sets_by_key().items():
             if any(not entry.dataset_name and not entry.data_path for entry in sets):
                 yield f"{where}: a dataset needs `dataset_name` or `data_path`"
-        yield from [*self._dedicated_problems()] or self._parallel_problems()
+        yield from [*self._placement_problems()] or self._parallel_problems()
         if self.policy.fp8 and self.num_ranks > 1:
             yield f"policy.fp8 trains on one GPU, and this run on {self.num_ranks}: set policy.fp8=false"
 
@@ -272,35 +299,14 @@ class RunConfig(Section):
         if self.scores_answers:
             yield "policy.reward_model_cfg.enabled = true trains a reward model: use `posttrain rm`, or set it to false"
 
-    def _dedicated_problems(self) -> Iterator[str]:
-        """GPUs that only sample, as in NeMo RL: some of the only machine, or whole machines."""
-        generation, cluster = self.policy.generation, self.cluster
-        if generation is None or generation.colocated.enabled:
-            return
-        resources, field = generation.colocated.resources, "policy.generation.colocated"
-        if cluster.num_nodes == 1:
-            name, number, limit = "gpus_per_node", resources.gpus_per_node, cluster.gpus_per_node
-            if resources.num_nodes not in (None, 1):
-                yield f"{field}.resources.num_nodes = {resources.num_nodes}, but cluster.num_nodes = 1; set it to null"
-        else:
-            name, number, limit = "num_nodes", resources.num_nodes, cluster.num_nodes
-            if resources.gpus_per_node not in (None, cluster.gpus_per_node):
-                yield (
-                    f"{field}.resources.gpus_per_node = {resources.gpus_per_node}: of several machines, whole ones "
-                    f"sample; set it to null or cluster.gpus_per_node = {cluster.gpus_per_node}"
-                )
-        if number is None or number >= limit:
-            yield (
-                f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = "
-                f"{limit}; it is {'null' if number is None else number}, and at least one must be left to train"
-            )
-            return
-        size, per_node = self.gpus_per_engine, number if cluster.num_nodes == 1 else cluster.gpus_per_node
-        if per_node % size:
-            yield (
-                f"policy.generation.vllm_cfg.tensor_parallel_size = {size} must divide the {per_node} GPUs of a "
-                "machine that only sample: those that share an engine's layers are on one machine"
-            )
+    def _placement_problems(self) -> Iterator[str]:
+        yield from placement_problems(self.group_requests, self.cluster.num_nodes, self.cluster.gpus_per_node)
+        field = "policy.reference.colocated"
+        if not self.policy.reference.colocated.enabled and not self.needs_reference:
+            yield f"{field}.enabled = false, but this run has no reference policy: its GPUs would idle; set it to true"
+        for name, number in self.policy.reference.colocated.resources:
+            if self.policy.reference.colocated.enabled and number is not None:
+                yield f"{field}.resources.{name} = {number}, but {field}.enabled is true; set that to false"
 
     def _parallel_problems(self) -> Iterator[str]:
         parallel, num_ranks, per_node = self.policy.dtensor_cfg, self.num_ranks, self.cluster.gpus_per_node
@@ -314,11 +320,12 @@ class RunConfig(Section):
             yield (
                 f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size "
                 f"{replicas} = {tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
-                f"{' less what only samples' if self.num_engine_gpus else ''} = {num_ranks}"
+                f"{' less what has GPUs of its own' if self.group_requests else ''} = {num_ranks}"
             )
-        elif per_node % tp and self.cluster.num_nodes > 1:
+        elif self.cluster.num_nodes > 1 and (odd := self._not_divided_by(tp)):
+            own = "" if odd == per_node else f", less what has GPUs of its own = {odd}"
             yield (
-                f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}: "
+                f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {per_node}{own}: "
                 "ranks that share layers exchange sums several times in each, so they are on one machine"
             )
         elif num_ranks // (tp * replicas) % ep:
@@ -326,6 +333,10 @@ class RunConfig(Section):
                 f"policy.dtensor_cfg.expert_parallel_size = {ep} must divide the {num_ranks // (tp * replicas)} ranks "
                 "that hold different shards (ranks / tensor_parallel_size / dp_replicate_size): they share the experts"
             )
+
+    def _not_divided_by(self, size: int) -> int:
+        """Ranks of a machine whose number is no multiple of `size`; 0: there is none."""
+        return next((count for count in Counter(self.placement.ranks).values() if count % size), 0)
 
     def cautions(self, is_set: IsSetByUser) -> Iterator[str]:
         metric, trained = self.checkpointing.metric_name, self.data.train_sets()

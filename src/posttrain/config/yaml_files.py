@@ -173,8 +173,10 @@ def read_with_defaults(
     for parent in parents:
         file = resolved.parent / os.path.expanduser(parent)
         if not file.exists() and file.name in EXEMPLARS:
+            kind = EXEMPLARS[file.name]
+            theirs = f"; preset=nemo-{kind} has NeMo RL's" if kind in ("grpo", "dpo") else ""
             warnings.append(
-                f"{label}: defaults: {parent} is not here; posttrain's own {EXEMPLARS[file.name]} defaults are used"
+                f"{label}: defaults: {parent} is not here; posttrain's own {kind} defaults are used{theirs}"
             )
             continue
         if not file.exists():

@@ -141,7 +141,7 @@ class Attempt:
         except InputError:
             raise
         except (OSError, ValueError) as error:
-            self._remove_created()
+            self.remove_created()
             reason = str(error) if isinstance(error, ValueError) else place_and_reason(error)
             reason = reason.removeprefix(f"{self.folder}: ")
             raise self._kind_of(error)(f"{setting}: {folder} cannot be written ({reason})") from error
@@ -227,12 +227,13 @@ class Attempt:
                 if self._is_mine():
                     _path(self.folder, self.number).unlink()
                 _path(self.folder, 0).parent.rmdir()
-            self._remove_created()
+            self.remove_created()
             return
         with suppress(OSError):  # the end of a run must not fail for this; its process is no longer there
             self._change(ended=now_text(self._clock()), exit_code=exit_code, error=error)
 
-    def _remove_created(self) -> None:
+    def remove_created(self) -> None:
+        """The folders that this attempt made, if nothing is in them."""
         with suppress(OSError):  # other files are in it
             for path in self._created:
                 path.rmdir()

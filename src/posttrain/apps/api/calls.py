@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,17 +13,15 @@ from posttrain.apps.api.notebook import LiveChart, in_notebook
 from posttrain.apps.api.run import Run, RunFailed
 from posttrain.apps.api.settings import (
     ENVIRONMENT,
-    PROMPT_COLUMNS,
-    REFERENCE_COLUMNS,
     dataset_block,
     environment_block,
-    first_row,
     has_conversations,
     loaded_config,
     overrides_of,
     rows_of,
 )
 from posttrain.apps.train import WITH_APPS
+from posttrain.data.columns import PROMPT_COLUMNS, REFERENCE_COLUMNS, first_row
 from posttrain.errors import ExitCode
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.run import quieten_libraries, start_run
@@ -127,10 +125,11 @@ def _train(
             words[f"env.{ENVIRONMENT}"] = environment_block(reward, inputs, as_messages=has_conversations(row))
             words["data.default.env_name"] = ENVIRONMENT
 
-        def prepare(loaded: LoadedConfig[RunConfig]) -> None:
+        def prepare(loaded: LoadedConfig[RunConfig]) -> Callable[[], None]:
             inputs.write(Path(loaded.config.checkpointing.checkpoint_dir))
             if in_notebook() and not quiet:
                 cleanup.enter_context(LiveChart(_folder(loaded)))
+            return inputs.withdraw
 
         code, loaded = start_run(
             kind,
@@ -206,7 +205,9 @@ def _problems(data: Data, inputs: Inputs) -> tuple[JsonObject, JsonMapping]:
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):
         return dict(data), {}
     if isinstance(data, str | Path):
-        path, row = str(data), first_row(str(data))
+        path = str(data)
+        first = first_row(path)
+        row = first.values if first is not None else {}
     else:
         rows = rows_of(data, "problems")
         row = next(iter(rows), {})

@@ -12,13 +12,16 @@ defaults, and the values it refers to: equal digests mean the same reward. What 
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import shutil
 import sys
 import tempfile
 import textwrap
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -39,6 +42,7 @@ class Inputs:
     def __init__(self, folder: str) -> None:
         self._folder = folder  # of the run, as an expression of the config
         self._names: dict[str, str] = {}  # of files whose name follows from their content
+        self._written: list[Path] = []
         self._staged = tempfile.TemporaryDirectory(prefix="posttrain-")
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, object]]) -> str:
@@ -73,6 +77,15 @@ class Inputs:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with durable.replacing(path) as aside:
                     shutil.copyfile(staged, aside)
+                self._written.append(path)
+
+    def withdraw(self) -> None:
+        """Remove what `write` has added: the run did not begin."""
+        with suppress(OSError):  # other files are in the folder
+            for path in self._written:
+                path.unlink()
+            if self._written:
+                self._written[0].parent.rmdir()
 
     def close(self) -> None:
         self._staged.cleanup()
@@ -84,15 +97,27 @@ def _line(name: str, number: int, row: object) -> bytes:
             f"{name}, row {number}: a mapping of columns is needed, not {type(row).__name__} ({row!r:.80})"
         )
     try:
-        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_as_url)
+        return text.encode("utf-8", "backslashreplace") + b"\n"
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}, row {number}: {_culprit(row)} ({error})") from error
+
+
+def _as_url(value: object) -> str:
+    """Bytes, and images of Pillow as PNG, as `data:` URLs, which are read as images."""
+    if type(value).__module__.startswith("PIL."):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")  # type: ignore[attr-defined]
+        value = buffer.getvalue()
+    if not isinstance(value, bytes):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return f"data:application/octet-stream;base64,{b64encode(value).decode()}"
 
 
 def _culprit(row: Mapping[str, object]) -> str:
     for column, value in row.items():
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False, default=_as_url)
         except (TypeError, ValueError):
             return f"column {column!r} is {value!r:.80}, which JSON cannot hold"
     return "it cannot be written as JSON"

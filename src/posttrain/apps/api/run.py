@@ -5,7 +5,7 @@ Everything is read from the folder on access, so a run that another process is w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,14 @@ class RunFailed(RuntimeError):
 class Findings(list["Finding"]):
     """What the doctor found, the worst first. Shown as text."""
 
+    def __init__(self, found: Iterable[Finding], num_steps: int) -> None:
+        super().__init__(found)
+        self.num_steps = num_steps
+
     def __repr__(self) -> str:
         from posttrain.reporting.results import verdict
 
-        return "\n".join([verdict(self), *(f"  {finding.line}" for finding in self)])
+        return "\n".join([verdict(self, self.num_steps), *(f"  {finding.line}" for finding in self)])
 
 
 class Run:
@@ -107,7 +111,8 @@ class Run:
         """What is wrong with the run, with the settings that fix it. Shown as text, and a list of findings."""
         from posttrain.reporting.examination import examine_folder
 
-        return Findings(examine_folder(self.folder)[1])
+        data, found = examine_folder(self.folder)
+        return Findings(found, data.last_step)
 
     @property
     def report(self) -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posttrain.apps.api.inputs import Inputs, name_of
+from posttrain.data.columns import REFERENCE_COLUMNS, columns_of, first_row, named_columns, prompt_column
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, JsonObject
 
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     Config: TypeAlias = str | Path | JsonMapping
 
 ENVIRONMENT = "reward"  # the key under `env` of what is given as reward=
-PROMPT_COLUMNS = ("input", "prompt", "question", "problem", "query", "instruction")
-REFERENCE_COLUMNS = ("output", "answer", "reference", "reference_answer", "expected_answer", "ground_truth", "solution")
-ANSWER_COLUMNS = ("output", "completion", "response", "answer", "solution")  # to imitate
-CONVERSATION_COLUMNS = ("messages", "conversations")
 
 
 def override(key: str, value: object) -> str:
@@ -97,12 +94,16 @@ def dataset_block(
         found = find_spec(path, PREFERENCE_DATASETS if own_rows == "PreferenceDataset" else RESPONSE_DATASETS)
         if isinstance(data, str) and found is not None and not Path(path).exists():
             return {"dataset_name": path}, {}
-        first = first_row(path)
+        found_row = first_row(path)
+        first = found_row.values if found_row is not None else {}
     else:
         rows = rows_of(data, name)
         first = next(iter(rows), {})
         path = inputs.add_rows(name, rows)
-    return {"dataset_name": own_rows, "data_path": path, **_columns(kind, first, reward)}, first
+    columns = _columns(kind, first, reward)
+    if any(columns.values()):
+        print(named_columns(f"data.{name}", columns), file=sys.stderr)
+    return {"dataset_name": own_rows, "data_path": path, **columns}, first
 
 
 def rows_of(data: Any, name: str) -> Sequence[JsonMapping]:
@@ -115,43 +116,20 @@ def rows_of(data: Any, name: str) -> Sequence[JsonMapping]:
     return data if hasattr(data, "__getitem__") else list(data)
 
 
-def first_row(path: str) -> JsonMapping:
-    """Empty where the data is on the hub: which columns it has is found out when it is read."""
-    from posttrain.data.sources import looks_like_path, read_local
-
-    if not looks_like_path(path) and not Path(path).exists():
-        return {}
-    return next((row.values for row in islice(read_local(path), 1)), {})
-
-
 def _columns(kind: str, row: Mapping[str, object], reward: Reward | None) -> dict[str, str]:
     """Which column is the prompt and which the answer, where the rows do not have the config's own names."""
-    if kind not in ("grpo", "sft") or not isinstance(row, Mapping):
-        return {}
-    if kind == "sft" and any(column in row for column in CONVERSATION_COLUMNS):
-        return {}
-    found = {}
-    prompt = _prompt_column(row)
-    if prompt is not None and prompt != PROMPT_COLUMNS[0]:
-        found["input_key"] = prompt
-    names = ANSWER_COLUMNS if kind == "sft" else REFERENCE_COLUMNS
-    answer = next((column for column in names if column in row), None)
+    found = columns_of(kind, row) if isinstance(row, Mapping) else {}
     functions = list(_callables(reward))
-    if kind == "grpo" and functions and (answer is None or any(map(_takes_batches, functions))):
+    has_answer = any(column in row for column in REFERENCE_COLUMNS)
+    if kind == "grpo" and functions and (not has_answer or any(map(_takes_batches, functions))):
         found["output_key"] = ""  # the columns go to the function under their own names
-    elif answer is not None and answer != names[0]:
-        found["output_key"] = answer
     return found
 
 
 def has_conversations(row: Mapping[str, object]) -> bool:
     """Whether the prompt of the row is a list of messages."""
-    column = _prompt_column(row)
+    column = prompt_column(row)
     return column is not None and isinstance(row[column], Sequence) and not isinstance(row[column], str)
-
-
-def _prompt_column(row: Mapping[str, object]) -> str | None:
-    return next((column for column in PROMPT_COLUMNS if column in row), None)
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards

@@ -232,8 +232,9 @@ def _verified(check: JsonMapping | None) -> str:
     if check is None:
         return "no"
     return (
-        f"logits of {check['num_tokens']} tokens equal those of the source within {check['max_logit_difference']:.3g} "
-        f"(their standard deviation is {check['logit_standard_deviation']:.3g}), model {check['how']}"
+        f"the most likely token is that of the source at {check['num_same_top']} of {check['num_tokens']} positions; "
+        f"logits differ by at most {check['max_logit_difference']:.3g} (their standard deviation is "
+        f"{check['logit_standard_deviation']:.3g}), model {check['how']}"
     )
 
 

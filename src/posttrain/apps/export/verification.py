@@ -42,7 +42,15 @@ class Verification:
     max_difference: float  # of any logit
     spread: float  # standard deviation of the source's logits
     tolerance: float  # accepted difference, in units of the spread
+    num_same_top: int  # tokens whose most likely successor is the same; all for a reward model
     adapter_effect: float | None = None  # largest change of a logit that the adapter makes
+
+    def __str__(self) -> str:
+        top = f"the most likely token is the same at {self.num_same_top} of {_NUM_TOKENS} positions"
+        if self.tolerance == _EXACT:
+            return f"its logits equal the source's within {self.max_difference:.2g}; {top}"
+        bound = f"where rounding to 16 bits may change them by up to {self.tolerance * self.spread:.2g}"
+        return f"{top}; its logits differ from the source's by at most {self.max_difference:.2g}, {bound}"
 
     @property
     def drowns_adapter(self) -> bool:
@@ -55,6 +63,7 @@ class Verification:
             "max_logit_difference": self.max_difference,
             "logit_standard_deviation": self.spread,
             "num_tokens": _NUM_TOKENS,
+            "num_same_top": self.num_same_top,
             **({} if self.adapter_effect is None else {"adapter_effect": self.adapter_effect}),
         }
 
@@ -80,7 +89,9 @@ def compare(
             f"{tolerance * spread:.3g} is accepted; nothing was written"
         )
     effect = None if without_adapter is None else float((reference - without_adapter).abs().max())
-    return Verification(how, difference, spread, tolerance, effect)
+    is_same = reference.argmax(-1) == found.argmax(-1)
+    same_top = int(is_same.sum()) if is_same.numel() == _NUM_TOKENS else _NUM_TOKENS
+    return Verification(how, difference, spread, tolerance, same_top, effect)
 
 
 def probe_tokens(config: PretrainedConfig) -> Tensor:
@@ -94,16 +105,18 @@ def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter
     """The model's logits in float32, with one module's weights in memory at a time."""
     model = empty_model(shape.config, shape.model_class)
     adapted = set(adapter.modules) if adapter else set()
-    # A model with towers around its language model may read single rows of the embedding.
+    # A model with towers around its language model may read single rows of the embedding, and moves its inputs to the
+    # device of its first parameter.
     has_towers = shape.config.get_text_config() is not shape.config
     embedding = model.get_input_embeddings() if has_towers else None  # type: ignore[operator]
+    first = next(module for module in model.modules() if module._parameters) if has_towers else None
     for path, module in model.named_modules():
         if module._parameters:
             prefix = f"{path}." if path else ""
             names = {own: shape.tied.get(full := f"{prefix}{own}", full) for own in module._parameters}
             # A convolution is not called: its parent passes the weights to a function.
             caller = model.get_submodule(path.rpartition(".")[0]) if isinstance(module, nn.Conv1d) else module
-            caller = model if module is embedding else caller
+            caller = model if module in (embedding, first) else caller
             caller.register_forward_pre_hook(_fill(module, weights, adapter, names))
         if adapter is not None and path in adapted:
             module.register_forward_hook(_add_adapter(adapter, path))

@@ -15,6 +15,8 @@ from posttrain.files.json_files import read_json
 from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel, resolve_registered_model
 from posttrain.models.loading import load_tokenizer
 from posttrain.models.lora import add_adapter
+from posttrain.models.vision import KeptEmbeddings, VisionTower, tower_of
+from posttrain.policy.head import without_adapter_wrapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +59,8 @@ class AdapterSwitch:
     def __init__(self, adapters: Mapping[str, Path]) -> None:
         self._adapters = dict(adapters)
         self._peft_name: dict[str, str | None] = {}
+        self._tower: VisionTower | None = None  # that adapters change
+        self._kept: dict[str, KeptEmbeddings] = {}  # of images, by adapter
         self.model: Any = None
 
     def add_to(self, model: nn.Module) -> nn.Module:
@@ -72,6 +76,9 @@ class AdapterSwitch:
                 self.model = add_adapter(self.model, folder, peft_name)
             self._peft_name[name] = peft_name
         adapted: nn.Module = self.model.eval().requires_grad_(False)
+        tower = tower_of(without_adapter_wrapper(adapted))
+        if tower is not None and any(".lora_" in name for part in tower.parts for name, _ in part.named_parameters()):
+            self._tower = tower
         return adapted
 
     def activate(self, name: str) -> None:
@@ -79,6 +86,8 @@ class AdapterSwitch:
         tuner = getattr(self.model, "base_model", None)
         if not hasattr(self.model, "peft_config") or tuner is None:
             return
+        if self._tower is not None:
+            self._tower.kept = self._kept.setdefault(name, KeptEmbeddings())
         if peft_name is None:
             tuner.disable_adapter_layers()
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from posttrain.apps.serve.protocol import (
@@ -22,14 +22,17 @@ from posttrain.apps.serve.responses import ResponseChoice
 from posttrain.apps.serve.service import Job, Service, Version, new_id
 from posttrain.data.answer_grammars import AnswerGrammar
 from posttrain.data.errors import DataError
+from posttrain.data.images import decode_data_url, image_of
 from posttrain.data.tool_calls import AnswerReader
 from posttrain.engines.native.constraints import check_grammar
 from posttrain.engines.native.noise import prompt_seed
 from posttrain.engines.native.session import SessionRequest
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
+from posttrain.types import ImageRef
 
 Ids = tuple[int, ...]
+Images = Mapping[int, Mapping[int, ImageRef]]  # by message, then by place in its content
 
 # Tokenising less text takes less time than a step of the engine: a thread would only delay it.
 _SHORT_TEXT_CHARACTERS = 4096
@@ -41,17 +44,44 @@ async def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
     version = service.version_for(body.model, body.user or key or job_id)
     _check_number(service, body, 1)
     tools = body.usable_tools
-    text = chat_prompt(version, body, tools, body.reasoning_effort)
+    images = await read_images(body)
+    text = chat_prompt(version, body, tools, images, body.reasoning_effort)
     prompts = await _tokens(version, [text], version.chat.encode_prompts, "messages")
     answers, new_reader = version.tool_chat.answers, None
     if tools or answers.reasoning is not None or answers.has_channels:
         new_reader = partial(answers.reader, tools, prompt=text, reads_calls=bool(tools))
     grammar = await _grammar(version, body, tools, text)
-    return _job(service, job_id, body, version, prompts, version.end_of_turn_ids, grammar, new_reader)
+    seen = tuple(image for of_message in images.values() for image in of_message.values())
+    return _job(service, job_id, body, version, prompts, version.end_of_turn_ids, grammar, new_reader, seen)
+
+
+async def read_images(body: PromptFields) -> Images:
+    """Of all messages. Decoding them in a thread does not block the event loop."""
+    urls = {place: urls for place, message in enumerate(body.messages) if (urls := message.image_urls)}
+    return await asyncio.to_thread(_decode, urls) if urls else {}
+
+
+def _decode(urls: Mapping[int, Mapping[int, str]]) -> Images:
+    def image(field: str, url: str) -> ImageRef:
+        if not url.startswith("data:"):
+            raise bad_request(f"{field}: only data: URLs are read, data:image/png;base64,…", field)
+        try:
+            return image_of(decode_data_url(url, field), field)
+        except DataError as error:
+            raise bad_request(str(error), field) from error
+
+    return {
+        at: {place: image(f"messages.{at}.content.{place}.image_url.url", url) for place, url in of_message.items()}
+        for at, of_message in urls.items()
+    }
 
 
 def chat_prompt(
-    version: Version, body: PromptFields, tools: Sequence[JsonObject], reasoning_effort: str | None = None
+    version: Version,
+    body: PromptFields,
+    tools: Sequence[JsonObject],
+    images: Images,
+    reasoning_effort: str | None = None,
 ) -> str:
     """The text of a chat's prompt."""
     chat = version.tool_chat
@@ -67,7 +97,8 @@ def chat_prompt(
     for name in given.keys() & {"tools", "messages", "add_generation_prompt", "tokenize", "chat_template"}:
         raise bad_request(f"chat_template_kwargs.{name} is set by the server", "chat_template_kwargs")
     try:
-        return chat.render([message.plain() for message in body.messages], tools, **given)
+        messages = [message.plain(images.get(at, {})) for at, message in enumerate(body.messages)]
+        return chat.render(messages, tools, **given)
     except DataError as error:
         raise bad_request(str(error), "messages") from error
 
@@ -112,7 +143,7 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
 async def tokenized(version: Version, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
     """The tokens of a text, or of the prompt of a chat."""
     if isinstance(body, TokenizeChatBody):
-        text = chat_prompt(version, body, body.tool_schemas())
+        text = chat_prompt(version, body, body.tool_schemas(), await read_images(body))
         return list((await _tokens(version, [text], version.chat.encode_prompts, "messages"))[0])
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -151,6 +182,7 @@ def _job(
     end_of_turn_ids: Ids,
     grammar: str = "",
     new_reader: Callable[[], AnswerReader] | None = None,
+    images: tuple[ImageRef, ...] = (),
 ) -> Job:
     requests = []
     for index, prompt in enumerate(prompts):
@@ -170,6 +202,7 @@ def _job(
                 adapter=version.adapter,
                 num_top_logprobs=body.num_top_logprobs,
                 grammar=grammar,
+                images=images,
             )
         )
     return Job(

@@ -18,7 +18,7 @@ from posttrain.apps.serve.sessions import ModelsToLoad, Say, name_of
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
-from posttrain.models.loading import load_tokenizer, resolve_device
+from posttrain.models.loading import expand_images_for, load_tokenizer, resolve_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,9 @@ def _service(host: EngineHost, options: ServeOptions, say: Say) -> Service:
     engine = EngineClient(host, host.load(models_to_load, say))
 
     def version(name: str, model: ResolvedModel, index: int) -> Version:
-        return Version(name, model.text, engine.sessions[index], own[index], ChatFormat(own[index]))
+        chat = ChatFormat(own[index])
+        chat.image_tokens = expand_images_for(model.model, own[index], f"model {model.text!r}")
+        return Version(name, model.text, engine.sessions[index], own[index], chat)
 
     production = version(PRODUCTION, main, 0)
     models = {main_name: production}
@@ -97,7 +99,11 @@ def _service(host: EngineHost, options: ServeOptions, say: Say) -> Service:
 def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: PreTrainedTokenizerBase | None) -> Version:
     """With the chat template of the adapter, if it has one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
-    return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
+    if tokenizer is None:
+        return version
+    chat = ChatFormat(tokenizer)
+    chat.image_tokens = base.chat.image_tokens
+    return replace(version, tokenizer=tokenizer, chat=chat)
 
 
 def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -> Callable[[str], None]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from posttrain.files.json_files import JsonObject, parse_json
-from posttrain.types import SMALLEST_TEMPERATURE, Sampling
+from posttrain.types import SMALLEST_TEMPERATURE, ImageRef, Sampling
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -147,6 +148,16 @@ class TextPart(_Strict):
     text: str
 
 
+class ImageUrl(_Strict):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # has no effect
+
+
+class ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(_Strict):
     name: str = Field(min_length=1)
     arguments: str  # JSON
@@ -161,7 +172,7 @@ class CallInMessage(_Strict):
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[CallInMessage] | None = None
     tool_call_id: str | None = None
@@ -171,9 +182,25 @@ class ChatMessage(_Strict):
     audio: None = None
     function_call: None = None
 
-    def plain(self) -> JsonObject:
-        """In the format of `ToolChat.render`."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+    @property
+    def image_urls(self) -> dict[int, str]:
+        """By their places in the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return {place: part.image_url.url for place, part in enumerate(parts) if isinstance(part, ImagePart)}
+
+    def plain(self, images: Mapping[int, ImageRef] = MappingProxyType({})) -> JsonObject:
+        """In the format of `ToolChat.render`. `images` are those of `image_urls`."""
+        text: str | list[JsonObject]
+        if images:
+            assert isinstance(self.content, list)
+            text = [
+                {"type": "image", "image": images[place]} if place in images else part.model_dump()
+                for place, part in enumerate(self.content)
+            ]
+        else:
+            parts = self.content if isinstance(self.content, list) else ()
+            text = "".join(part.text for part in parts if isinstance(part, TextPart))
+            text = self.content if isinstance(self.content, str) else text
         message: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
@@ -351,6 +378,11 @@ def check_prompt(body: PromptFields) -> None:
     for index, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
             raise bad_request(f"messages.{index}.content is missing", f"messages.{index}.content")
+        if message.image_urls and message.role != "user":
+            raise bad_request(
+                f"messages.{index}.content: images are read in messages of the user, this is one of {message.role}",
+                f"messages.{index}.content",
+            )
         if message.tool_calls and message.role != "assistant":
             field = f"messages.{index}.tool_calls"
             raise bad_request(f"{field}: only an assistant calls tools, this is a message of {message.role}", field)
@@ -409,4 +441,7 @@ def _explained(error: ValidationError) -> ApiError:
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
     """Field names and indices, without the names of the union members that pydantic adds."""
-    return [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]
+    path = [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]
+    if path[:1] == ["messages"] and path[2:3] == ["content"] and len(path) > 4:
+        del path[4]  # the type of a content part, by which pydantic chose its class
+    return path

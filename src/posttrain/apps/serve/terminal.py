@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from posttrain.apps.serve.options import ChatOptions, EngineOptions
 from posttrain.apps.serve.responses import ResponseChoice
 from posttrain.apps.serve.sessions import load_engine
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, images_of
+from posttrain.data.errors import DataError
+from posttrain.data.images import image_of, read_image_file
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import resolve_registered_model
-from posttrain.types import SMALLEST_TEMPERATURE, Message, Sampling
+from posttrain.models.loading import expand_images_for
+from posttrain.types import SMALLEST_TEMPERATURE, ImageRef, Message, Sampling
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
 /system TEXT    set the system message and start again; without TEXT, remove it
+/image PATH     show the model an image, with the next message
 /history        show the conversation so far
 /help           this
 /exit           end (so does Ctrl-D)
@@ -42,6 +48,7 @@ class TerminalChat:
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
     name: str = ""  # of the model; of a registered one, with its version
+    images: list[ImageRef] = field(default_factory=list)  # of the next message
     num_forgotten: int = 0  # turns that did not fit into the context of the last answer
     _num_answers: int = 0
 
@@ -55,14 +62,18 @@ class TerminalChat:
 
     def reset(self) -> None:
         self.turns.clear()
+        self.images.clear()
         self._num_answers = 0
 
     def answer(self, text: str) -> Iterator[str]:
         """The pieces of the answer. Closing the iterator stops it and keeps the text so far."""
-        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        seen: list[Any] = [{"type": "image", "image": image} for image in self.images]
+        content = [*seen, {"type": "text", "text": text}] if seen else text
+        turns: list[Message] = [*self.turns, {"role": "user", "content": content}]
         self.num_forgotten = 0  # also where the message does not fit
         self.num_forgotten, prompt_ids = self._fitting_prompt(turns)
         self.turns = turns[self.num_forgotten :]
+        self.images = []
         room = self.session.settings.max_total_tokens - len(prompt_ids)
         sampling = replace(
             self.sampling,
@@ -73,7 +84,8 @@ class TerminalChat:
         tokenizer = self.session.tokenizer
         choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.limits.model_ends, tokenizer, sampling))
         answer_text = ""
-        self.session.add(SessionRequest("turn", prompt_ids, sampling, seed))
+        images = tuple(images_of(self.messages))
+        self.session.add(SessionRequest("turn", prompt_ids, sampling, seed, images=images))
         try:
             while self.session.unfinished:
                 for event in self.session.step():
@@ -106,7 +118,9 @@ def open_chat(model: str, options: ChatOptions) -> TerminalChat:
     session = GenerationSession(load_engine(found, engine))
     temperature = options.temperature if options.temperature >= SMALLEST_TEMPERATURE else 0.0
     sampling = Sampling(options.max_tokens, temperature=temperature, top_p=options.top_p)
-    return TerminalChat(session, ChatFormat(session.tokenizer), sampling, options.seed, options.system, name=found.text)
+    chat = ChatFormat(session.tokenizer)
+    chat.image_tokens = expand_images_for(found.model, session.tokenizer, f"model {found.text!r}")
+    return TerminalChat(session, chat, sampling, options.seed, options.system, name=found.text)
 
 
 def converse(
@@ -171,11 +185,23 @@ def run_command(conversation: TerminalChat, line: str, say: Write) -> bool:
         say(f"(new conversation, {'system message set' if conversation.system else 'no system message'})\n")
     elif command == "/history":
         say(
-            "".join(f"{message['role']}: {message['content']}\n" for message in conversation.messages)
+            "".join(f"{message['role']}: {_shown(message['content'])}\n" for message in conversation.messages)
             or "(nothing yet)\n"
         )
+    elif command == "/image":
+        try:
+            data, _ = read_image_file(str(Path(rest.strip()).expanduser().absolute()), Path("/"), "/image")
+            conversation.images.append(image_of(data, "/image"))
+            found = conversation.images[-1]
+            say(f"(an image of {found.width} x {found.height} pixels goes with the next message)\n")
+        except DataError as error:
+            say(f"posttrain: {error}\n")
     elif command == "/help":
         say(HELP + "\n")
     else:
         say(f"unknown command {command}\n{HELP}\n")
     return True
+
+
+def _shown(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content)

@@ -54,14 +54,15 @@ def predict(config: RunConfig, settings: PipelineSettings, earlier: Path | None)
 def _predicted(
     config: RunConfig, profile: ClusterProfile | None, price: JsonObject | None, earlier: Path | None
 ) -> JsonObject:
-    step_s = None
+    step_s = save_s = None
     if earlier is not None:
         from posttrain.apps.plan.measured import read_measured
 
         with suppress(InputError):  # without its metrics: as if there was no run before
-            step_s = read_measured(earlier).get("timing/train/total_step_time")
+            measured = read_measured(earlier)
+            step_s, save_s = (measured.get(f"timing/train/{key}") for key in ("total_step_time", "checkpointing"))
     if profile is not None:
-        report = cost_on_cluster(profile, config, step_s)
+        report = cost_on_cluster(profile, config, step_s, save_s=save_s or None)
         rows = [row for row in report.rows if row.capacity == profile.nodes.capacity]
         cost = [min(row.low.in_all for row in rows), max(row.high.in_all for row in rows)] if rows else None
         return {"hours": report.hours, "num_steps": report.num_steps, "cost": cost}

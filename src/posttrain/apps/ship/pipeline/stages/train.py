@@ -163,7 +163,7 @@ class Convert(Stage):
             say=context.say,
         )
         check = done.verification
-        verified = "not verified" if check is None else f"logits equal the source's within {check.max_difference:.2g}"
+        verified = "not verified" if check is None else str(check)
         what = "adapter" if done.is_adapter else "model"
         return StageOutcome(
             digest=digest([context.before["train"].outcome.digest, settings.model_dump()]),
