@@ -13,6 +13,7 @@ from pathlib import Path
 
 from config_reference import config_reference
 from every_family import WITH_IMAGES, recorded
+from seed_features import page as seeds_checked
 
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
@@ -61,7 +62,7 @@ FAMILIES = (
     Family("qwen3-moe", "Qwen3-MoE", "qwen3_moe", "experts, norms of queries and keys"),
     Family("gemma2", "Gemma 2", "gemma2", "soft caps, scale of attention, sliding window in every other layer"),
     Family("gemma3", "Gemma 3 270M and 1B", "gemma3_text", "two rotations, norms of queries and keys, sliding window"),
-    Family("gemma3-vision", "Gemma 3 4B and larger", "gemma3", "a vision tower, which is neither used nor changed"),
+    Family("gemma3-vision", "Gemma 3 4B and larger", "gemma3", "a vision tower ([images](images.md))"),
     Family("phi3", "Phi-3, Phi-3.5, Phi-4", "phi3", "joined projections, partial rotation, sliding window"),
     Family("phi", "Phi-1.5, Phi-2", "phi", "layers in parallel, partial rotation, biases"),
     Family("gpt-oss", "gpt-oss", "gpt_oss", "sinks, sliding window in every other layer, experts with biases"),
@@ -200,7 +201,7 @@ def _fields(spec: ResponseSpec) -> tuple[str, str]:
     if spec.conversation and spec.hub is not None:
         return _either(spec.conversation), "a conversation, for SFT"
     answer = (spec.answer.__doc__ or "") if callable(spec.answer) else _either(spec.answer)
-    question = _either(spec.question)
+    question = (spec.question.__doc__ or "") if callable(spec.question) else _either(spec.question)
     return f"{question}, `{spec.system}` as the system message" if spec.system else question, answer
 
 
@@ -223,6 +224,7 @@ PAGES = {
     "config-reference.md": config_reference,
     "doctor.md": rules_table,
     "troubleshooting.md": rules_sections,
+    "seeds-checked.md": seeds_checked,
 }
 
 

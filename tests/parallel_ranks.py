@@ -3,7 +3,8 @@
 python parallel_ranks.py FOLDER CASE…      CASE: MODEL/OBJECTIVE/DTYPE/MESH, such as llama/grpo/float64/dp2-tp2
 
 FOLDER/<case>.pt: losses, norms and gradients of two updates, the state after them, and log-probabilities. A case ending
-in +OTHER continues after the first update from the checkpoint of the same case on the mesh OTHER.
+in +OTHER continues after the first update from the checkpoint of the same case on the mesh OTHER; one in +MODEL:OTHER,
+from that of another MODEL.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from float64 import float64
 from fused_references import use_torch_kernels
 from tiny_models import byte_tokenizer, tiny_model
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from posttrain.config import DpoConfig, LossFnConfig, load_config
@@ -69,6 +70,14 @@ def sizes(mesh: str) -> dict[str, int]:
     return {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in mesh.split("-")}
 
 
+def source_of(case: str) -> str:
+    """The case that a resumed one continues from."""
+    resumed, _, other = case.partition("+")
+    model, objective, dtype, _ = resumed.split("/")
+    source, _, mesh = other.rpartition(":")
+    return f"{source or model}/{objective}/{dtype}/{mesh}"
+
+
 def setup(case: str, folder: Path) -> RankSetup:
     model, objective, dtype, mesh = case.partition("+")[0].split("/")
     model, *extra = model.split("-")
@@ -88,6 +97,8 @@ def setup(case: str, folder: Path) -> RankSetup:
         f"policy.dtensor_cfg.dp_replicate_size={axes.get('re', 1)}",
         f"policy.dtensor_cfg.activation_checkpointing={'recompute' in extra}".lower(),
         f"policy.optimizer.offload_states={'offload' in extra}".lower(),
+        f"policy.dtensor_cfg.cpu_offload={'host' in extra}".lower(),
+        f"policy.dtensor_cfg.sequence_parallel={'rows' in extra}".lower(),
         f"cluster.gpus_per_node={axes.get('dp', 1) * axes.get('tp', 1) * axes.get('cp', 1)}",
         *([f"policy.dtensor_cfg.lora_cfg.{word}" for word in LORA] if "lora" in extra else []),
         "data.train={dataset_name: ResponseDataset, data_path: none.jsonl}",
@@ -138,7 +149,7 @@ def computed(case: str, folder: Path, fuses: bool) -> dict[str, Any]:
     rank = PolicyTrainer(setup(case, folder))
     assert rank.optimizer is not None
     assert all(isinstance(layer.forward, FusedLayer) is fuses for layer in rank.forward.head.decoder.layers)
-    found: dict[str, Any] = {"gradients": [], "metrics": []}
+    found: dict[str, Any] = {"gradients": [], "metrics": [], "offloaded": offloaded(rank)}
     rank.optimizer.before_change = lambda: found["gradients"].append(whole(rank.optimizer._gradients()))
     objective, batch = OBJECTIVES[objective_name], batch_for(objective_name)
     (reference,) = rank.reference_logprobs([batch])
@@ -153,8 +164,7 @@ def computed(case: str, folder: Path, fuses: bool) -> dict[str, Any]:
     parts = [batch.select(rows) if rows else None for rows in plan[rank.mesh.dp_index(number)]]
     others = case.partition("+")[2]
     if others:
-        source = case.partition("+")[0].rpartition("/")[0] + "/" + others
-        rank.load(folder / source / "step_1")
+        rank.load(folder / source_of(case) / "step_1")
         found["loaded"] = whole(dict(rank.model.named_parameters()) | rank.optimizer.state_tensors())
     for step in (2,) if others else (1, 2):
         found["metrics"].append(gathered(rank, rank.update(parts, objective, seed=step)))
@@ -167,6 +177,14 @@ def computed(case: str, folder: Path, fuses: bool) -> dict[str, Any]:
         found["tokens"], found["held while sampling"] = sampled(rank, number)
         found["parameters"] = sum(parameter.numel() for parameter in rank.model.parameters())
     return found
+
+
+def offloaded(rank: PolicyTrainer) -> set[bool]:
+    """Whether FSDP keeps parameters, gradients and the reference in host memory."""
+    roots = [root for root in (rank.forward, rank.reference) if root is not None]
+    sharded = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+    return {parameter.offload_to_cpu for group in groups if group is not None for parameter in group.fsdp_params}
 
 
 def gathered(rank: PolicyTrainer, metrics: dict[str, float]) -> dict[str, float]:

@@ -24,7 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from posttrain.apps.demo.arithmetic import build_tokenizer
 from posttrain.cli.main import main
@@ -71,6 +77,15 @@ def save_model(
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_reward_model(model: Path, folder: Path) -> Path:
+    """A random one with the body's sizes and the tokenizer of `model`."""
+    shutil.copytree(model, folder)
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(model, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
     return folder
 
 
@@ -254,6 +269,25 @@ def save_data(folder: Path) -> Path:
     write_rows(folder / "traces.jsonl", traces(20, 6))
     write_rows(folder / "pairs.jsonl", preferences(22))
     write_rows(folder / "held_out_pairs.jsonl", preferences(5, seed=1))
+    (folder / "rewards.py").write_text(ODD_CHARACTERS)
+    return folder
+
+
+def save_image_data(folder: Path) -> Path:
+    """Questions and pairs about images of several sizes, with the same text."""
+    from tiny_vision import picture
+
+    questions: list[dict[str, Any]] = []
+    for index in range(8):
+        picture(8 + 8 * (index % 3), 8 + 4 * (index % 4), index).save(folder / f"{index}.png")
+        questions.append({"input": "What?", "output": str(index % 3), "images": [f"{index}.png"]})
+    pairs = [
+        {"prompt": one["input"], "chosen": one["output"], "rejected": "no", "images": one["images"]}
+        for one in questions
+    ]
+    for name, rows in (("questions", questions), ("pairs", pairs)):
+        write_rows(folder / f"{name}.jsonl", rows)
+        write_rows(folder / f"held_out_{name}.jsonl", rows[:3])
     (folder / "rewards.py").write_text(ODD_CHARACTERS)
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults import (
+    agents,
     archives,
     clock,
     control,
@@ -35,6 +36,7 @@ PARTS = {
         signals.PART,
         clock.PART,
         rewards.PART,
+        agents.PART,
         secrets.PART,
         sandbox.PART,
         server.PART,

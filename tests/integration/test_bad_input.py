@@ -178,7 +178,7 @@ def test_rows_that_cannot_be_used(
 
 @pytest.mark.usefixtures("no_model_is_loaded")
 def test_validation_data_is_looked_at_too(inputs: Inputs, assert_refused: Callable[..., None]) -> None:
-    path = write_rows(inputs.folder / "rows.jsonl", [{"question": "1 + 1", "output": "2"}])
+    path = write_rows(inputs.folder / "rows.jsonl", [{"asked": "1 + 1", "output": "2"}])
     arguments = inputs.grpo(f"data.validation.data_path={path}")
     assert_refused(arguments, str(path), "row 1", "'input'", "input_key")
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, sft, write_rows
 
+from posttrain.build import TrainingRun
 from posttrain.cli.main import main
 from posttrain.config import load_config
+from posttrain.config.policy import automatic_schedule
 from posttrain.reporting.rows import read_rollouts
 
 STEPS = 4
@@ -207,6 +209,17 @@ def test_finished_run_keeps_the_config_that_it_was_trained_with(
     page = (folder / "report.html").read_text()
     assert f'<td class="n">3</td><td>{key}</td><td>0.01</td><td>0.001</td>' in page
     assert "config_from_step_3.yaml" in page
+
+
+def test_a_run_that_is_resumed_with_more_steps_keeps_its_warm_up(model: Path, data: Path, tmp_path: Path) -> None:
+    folder, key = tmp_path / "run", "policy.scheduler=auto"
+    assert run([*sft(model, data, folder, steps=2), key, "lr=1e-2"]) == 0
+    assert [row["train/lr"] for row in rows_of(folder) if "train/lr" in row] == [1e-2, 1e-2], "too short for a warm-up"
+    assert load_config("sft", folder / "config.yaml").config.policy.scheduler == automatic_schedule(2)
+    _, *words = sft(model, data, folder, steps=40)
+    longer = TrainingRun(load_config("sft", None, [*words, key, "lr=1e-2"]), quiet=True)
+    longer.close(0)
+    assert longer.config.policy.scheduler == automatic_schedule(2) != automatic_schedule(40)
 
 
 def test_default_folders_of_runs_do_not_collide(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from seed_features import check_script
 from tiny_runs import Row, preferences, questions, rows_of, save_model, traces, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -92,6 +93,8 @@ def test_training_job_from_labelled_traces(run_script: RunScript, model: Path, t
     log = (tmp_path / "grpo-run-001" / "logs" / "train.log").read_text()
     assert "[Generate] 4 prompts x 4 generations = 16 responses, 16 of them recorded" in log
     assert "Starting validation" not in said, "there is no validation set"
+    dpo = (tmp_path / "glm-5-dpo" / "logs" / "train.log").read_text()
+    check_script("000", said + log + dpo)
 
 
 def test_lora_on_two_nodes_with_its_checks(run_script: RunScript, model: Path, tmp_path: Path) -> None:
@@ -122,7 +125,9 @@ def test_lora_on_two_nodes_with_its_checks(run_script: RunScript, model: Path, t
         "step_2",
     ):
         assert line in checks, "the guide's own checks find it"
-    said += (tmp_path / "run" / "logs" / "train.log").read_text()
+    log = (tmp_path / "run" / "logs" / "train.log").read_text()
+    check_script("001", said, log)
+    said += log
     for line in (
         "▶ Preparing for logprob inference...",
         "▶ Preparing for training...",
@@ -178,6 +183,7 @@ def test_workflow_from_a_dataset_to_a_served_model(run_script: RunScript, model:
     )
     assert trained_steps(tmp_path / "run") == [1, 2]
     assert "after step 1" in said, "the second training continues the first"
+    check_script("002", said)
     assert "metric=pass@1" in said
     assert "answer: {" in said
 
@@ -222,6 +228,7 @@ def test_dpo_with_the_names_of_nemo_aligner(run_script: RunScript, model: Path, 
     assert "Samples processed: 6" in said, "pairs count as pairs"
     assert "`model.dpo.ref_policy_kl_penalty` is now `dpo.reference_policy_kl_penalty`" in said
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+    check_script("003", said)
 
 
 def test_llama_on_deepscaler_with_conversion_and_evaluation(run_script: RunScript, model: Path, tmp_path: Path) -> None:
@@ -235,7 +242,9 @@ def test_llama_on_deepscaler_with_conversion_and_evaluation(run_script: RunScrip
         GPUS_PER_NODE=1,
         STEPS=2,
         STEP=2,
-        SIZES=f"{GRPO_SIZES} {STEP_SIZES} policy.model_name={model} data.train.data_path={data}",
+        SIZES=f"{GRPO_SIZES} {STEP_SIZES} policy.model_name={model} data.train.data_path={data} "
+        "data.train.split_validation_size=4 grpo.val_period=2 checkpointing.save_period=1 checkpointing.keep_top_k=1 "
+        "loss_fn.reference_policy_kl_penalty=0.01 checkpointing.metric_name=null",
         AIME=data,
         MATH500=data,
         MAX_MODEL_LEN=48,
@@ -253,3 +262,4 @@ def test_llama_on_deepscaler_with_conversion_and_evaluation(run_script: RunScrip
     assert f"model_name='{folder}/hf' dataset_name='AIME2024'" in said
     assert f"model_name='{folder}/hf' dataset_name='math500'" in said
     assert "metric=pass@1 num_tests_per_prompt=2" in said
+    check_script("004", said, (folder / "logs" / "train.log").read_text())

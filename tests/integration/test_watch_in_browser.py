@@ -73,7 +73,7 @@ def test_step_that_is_written_appears_within_two_seconds(browser: Browser, tmp_p
     write_attempt(folder, ended=False, heartbeat=FAR_FUTURE)
     with watching(tmp_path) as address, visiting(browser, address) as visit:
         visit.go(f"/run/{visit.run('live')}", ".chart svg .smooth, .chart svg .raw")
-        steps = visit.page.locator(".tile", has_text="Steps").locator(".value")
+        steps = visit.page.locator(".tile", has=visit.page.get_by_text("Steps", exact=True)).locator(".value")
         assert steps.inner_text().startswith("12")
         visit.page.locator("#live.on").wait_for()
         # The browser measures: a test must not fail because this machine is busy, only because nothing comes.

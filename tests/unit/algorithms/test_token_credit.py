@@ -89,6 +89,47 @@ def test_advantages_are_the_sums_of_discounted_errors(gamma: float, lam: float, 
     assert metrics["value_explained_variance"] <= 1
 
 
+def verl_step(kl: list[float], penalty: float, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, returns and mask as verl's PPO has them: padded rows, and one loop from the last token to the first
+    that carries values and advantages over what is masked. Advantages are whitened with the unbiased variance.
+    """
+    longest = max(map(len, MASKS))
+    rewards, values, mask = (torch.zeros(len(MASKS), longest, dtype=torch.float64) for _ in range(3))
+    charges = torch.tensor(kl, dtype=torch.float64).split([len(row) for row in MASKS])
+    for row, trained in enumerate(MASKS):
+        mask[row, : len(trained)] = torch.tensor(trained, dtype=torch.float64)
+        values[row, : len(trained)] = torch.tensor(VALUES[row], dtype=torch.float64)
+        rewards[row, : len(trained)] = -penalty * charges[row] * mask[row, : len(trained)]
+        if any(trained):
+            rewards[row, max(i for i, m in enumerate(trained) if m)] += REWARDS[row]
+    following, carried, found = (torch.zeros(len(MASKS), dtype=torch.float64) for _ in range(3))
+    columns = []
+    for t in reversed(range(longest)):
+        found = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * carried
+        is_step = mask[:, t] != 0
+        following, carried = torch.where(is_step, values[:, t], following), torch.where(is_step, found, carried)
+        columns.append(found)
+    raw = torch.stack(columns[::-1], dim=1)
+    mean = (raw * mask).sum() / mask.sum()
+    variance = ((raw - mean).square() * mask).sum() / (mask.sum() - 1)
+    return (raw - mean) * torch.rsqrt(variance + 1e-8), raw + values, mask
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("gamma", "lam", "penalty"), [(1.0, 0.95, 0.0), (0.9, 0.8, 0.3)])
+def test_advantages_and_returns_equal_verls(gamma: float, lam: float, penalty: float) -> None:
+    rows = batch()
+    kl = KlInReward(penalty, "token") if penalty else None
+    whitening = Whitening("tokens", Spread(1, 1e-8, "variance_plus"))
+    _, credited, _ = credit(gamma=gamma, lam=lam, kl=kl, whitening=whitening)(groups(), rows, PLACES)
+    of_tokens = kl.of_tokens(rows).tolist() if kl else [0.0] * 12
+    advantages, returns, mask = verl_step(of_tokens, penalty, gamma, lam)
+    trained = credited.columns["mask"] != 0
+    for name, expected in (("advantages", advantages), ("returns", returns)):
+        ours = credited.columns[name][trained]
+        torch.testing.assert_close(ours, expected[mask != 0], rtol=1e-12, atol=1e-12)
+
+
 def test_with_lambda_1_a_return_is_what_is_left_of_the_reward() -> None:
     _, credited, _ = credit(lam=1.0)(groups(), batch(), PLACES)
     trained = credited.columns["mask"] != 0

@@ -117,7 +117,7 @@ def test_the_measured_time_of_a_copy_replaces_the_estimate() -> None:
     rule.measured_s = 100.0
     reason = rule.reason_against(trained_s=1000.0, blocks=True, save_s=8.0, saved_bytes=8 * GIB)
     assert reason is not None
-    assert reason.startswith("it would take 1e+02 s after 1e+03 s of training, more than 2 %")
+    assert reason.startswith("it would take 100 s after 1000 s of training, more than 2 %")
 
 
 def test_a_copy_that_is_asked_for_is_made_at_any_cost() -> None:

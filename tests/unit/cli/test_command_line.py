@@ -63,8 +63,8 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(["--help"], capsys)
     assert code == 0
-    for word in ("grpo", "dpo", "rm", "sft", "demo", "config"):
-        assert f"\n    {word} " in out
+    for word in COMMANDS:
+        assert out.count(f"\n  {word} ") == (word != "node"), "each once, and none that only pods start"
     text = " ".join(out.split())
     for exit_code in ("0", "64", "74", "85", "143, 129", "130", "1"):
         assert f"{exit_code} " in text.partition("exit codes:")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from posttrain.config import LoadedConfig, load_config
 from posttrain.config.base import ConfigError
 from posttrain.config.changes import FREE_TO_CHANGE, ConfigChange, changes_since, same_but_for_the_version
+from posttrain.config.policy import automatic_schedule
 
 
 def load(*overrides: str, kind: str = "grpo") -> LoadedConfig:
@@ -31,6 +33,18 @@ def test_a_deviation_that_had_another_meaning_is_a_change() -> None:
     assert before != old
     (change,) = changes_since(before, load())
     assert (change.key, change.old, change.is_training) == ("grpo.adv_estimator.std_over", '"others"', True)
+
+
+def test_a_run_keeps_the_warm_up_that_it_began_with() -> None:
+    def began_with(schedule: object) -> str:
+        return load(f"policy.scheduler={json.dumps(schedule)}").to_yaml()
+
+    fifty = automatic_schedule(1_000)  # the default of earlier versions
+    assert all(changes_since(began_with(automatic_schedule(n)), load()) == () for n in (1, 20, 1_000))
+    (change,) = changes_since(began_with([*fifty[:2], {"milestones": [49]}]), load())
+    assert change.is_training
+    (change,) = changes_since(began_with(fifty), load("policy.scheduler=null"))
+    assert change.is_training
 
 
 def test_config_loaded_from_the_run_folder_has_no_changes(tmp_path: Path) -> None:
@@ -134,6 +148,7 @@ def test_config_of_another_kind_of_run_is_refused() -> None:
 
 def test_every_pattern_of_free_settings_matches_a_setting() -> None:
     keys = {key for kind in ("grpo", "dpo", "rm", "sft") for key in load(kind=kind).flat()}
+    keys |= load("env.rm={type: reward_model, model_name: a, resources: {gpus_per_node: 1}}").flat().keys()
     unused = [pattern for pattern in FREE_TO_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)]
     assert unused == []
 

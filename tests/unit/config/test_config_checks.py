@@ -98,6 +98,10 @@ REFUSED = [
     ),
     (["loss_fn={loss_normalizer: max_tokens, max_response_tokens: null}"], ["max_response_tokens"]),
     (["loss_fn.sequence_ratio_type=product"], ["sequence_level_importance_ratios = true"]),
+    (["loss_fn={trust_region: tv, use_cispo: true}"], ["trust_region = tv", "use_cispo"]),
+    (["loss_fn={trust_region: kl, ratio_clip_c: 3}"], ["trust_region = kl", "ratio_clip_c"]),
+    (["loss_fn={trust_region: soft, ratio_ceiling: 2}"], ["trust_region = soft", "ratio_ceiling"]),
+    (["loss_fn.trust_region=geometric_mean"], ["trust_region = geometric_mean", "token_level_loss = false"]),
     (["loss_fn={ratio_ceiling: 2, use_cispo: true}"], ["ratio_ceiling", "use_cispo"]),
     (["loss_fn={use_cispo: true, loss_normalizer: sequences}"], ["use_cispo", "token_level_loss"]),
 ]

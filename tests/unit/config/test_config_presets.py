@@ -21,17 +21,19 @@ def test_every_preset_loads_without_a_warning_and_has_a_summary(kind: str, name:
     assert f"preset {name}" in loaded.origins.values()
     assert loaded.origins["policy.model_name"] == "default"
     values = parse_document((PRESETS_DIR / kind / f"{name}.yaml").read_text(), name).values
+    values_of_policy = values.pop("policy", {})
     assert set(values) <= {kind, "loss_fn"}, "a preset says nothing of models, data and sizes"
+    assert set(values_of_policy) == ({"scheduler"} if name.startswith("nemo") else set())
     assert list(unknown_keys(schema_of(kind), values)) == []
 
 
-def test_nemo_is_the_default_but_for_the_deviation_and_the_surplus_of_dynamic_sampling() -> None:
+def test_nemo_is_the_default_but_for_the_deviation_the_surplus_of_dynamic_sampling_and_the_warm_up() -> None:
     plain, preset = load_config("grpo", None, []).flat(), load_config("grpo", None, ["preset=nemo-grpo"]).flat()
-    different = {key for key in plain if plain[key] != preset[key]}
+    different = {key for key in plain if plain[key] != preset.get(key)}
     written_out = {f"grpo.adv_estimator.std_{key}" for key in ("ddof", "epsilon", "epsilon_form", "over")}
-    assert different == {"preset", "grpo.dynamic_sampling_surplus", *written_out}
+    assert different == {"preset", "grpo.dynamic_sampling_surplus", "policy.scheduler", *written_out}
     dpo, nemo = load_config("dpo", None, []).flat(), load_config("dpo", None, ["preset=nemo-dpo"]).flat()
-    assert {key for key in dpo if dpo[key] != nemo[key]} == {"preset"}
+    assert {key for key in dpo if dpo[key] != nemo.get(key)} == {"preset", "policy.scheduler"}
 
 
 def test_the_users_own_settings_win_wherever_they_stand(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ RESOLVED_BY_CONFIG = {
     "GrpoConfig.num_recorded_per_prompt": "read through num_recorded and num_fresh_per_prompt",
     "GrpoConfig.skip_reference_policy_logprobs_calculation": "refused where a reference is needed",
     "LossFnConfig.force_on_policy_ratio": "refused with several updates per step; with one it holds",
+    "EnvironmentConfig.reward_functions": "read through reward_configs",
     "EvalConfig.k_value": "read through metric_name",
-    "JsonSchemaRewardConfig.schema_": "read by its alias, schema",
     **{
         f"LoggerConfig.{tool}_enabled": "read by the name of the logger"
         for tool in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")

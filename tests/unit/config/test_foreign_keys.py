@@ -1,12 +1,14 @@
 """What NeMo RL has and posttrain has not: refused where results would change, one line where they would not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from posttrain.config import ALL_KINDS, ConfigError, load_config
 from posttrain.config.foreign.nemo_rl import read_rules, rule_for, vocabulary_of
-from posttrain.config.schema import known_keys
+from posttrain.config.runs import Kind
+from posttrain.config.schema import Node, known_keys, schema_of
 from posttrain.config.tree import dotted
 
 REFUSED = [
@@ -19,10 +21,8 @@ REFUSED = [
     "checkpointing.model_save_format=torch_save",
     "policy.precision=float16",
     "policy.quant_cfg=NVFP4",
-    "policy.dtensor_cfg.sequence_parallel=true",
     "policy.dtensor_cfg.custom_parallel_plan=my.plan",
     "policy.dtensor_cfg.automodel_kwargs.freeze_config={a: 1}",
-    "policy.megatron_cfg.enabled=true",
     "policy.draft.enabled=true",
     "policy.generation.backend=sglang",
     "policy.generation.backend=megatron",
@@ -45,7 +45,7 @@ REFUSED = [
 INSTEAD = [
     ("grpo.async_grpo.in_flight_weight_updates=true", "set it to false"),
     ("grpo.async_grpo.max_generation_failures=3", "set it to 0"),
-    ("policy.dtensor_cfg.cpu_offload=true", "policy.optimizer.offload_states=true"),
+    ("policy.megatron_cfg.enabled=true", "FSDP .*tensor_parallel_size .*expert_parallel_size"),
 ]
 
 
@@ -73,6 +73,21 @@ def test_values_that_change_nothing_get_one_line_per_group(overrides: tuple[str,
     assert len(loaded.warnings) == 1
     for override in overrides:
         assert override.split("=")[0] in loaded.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("tensor_model_parallel_size", "policy.dtensor_cfg.tensor_parallel_size"),
+        ("context_parallel_size", "policy.dtensor_cfg.context_parallel_size"),
+        ("expert_model_parallel_size", "policy.dtensor_cfg.expert_parallel_size"),
+        ("pipeline_model_parallel_size", "FSDP"),
+    ],
+)
+def test_sizes_of_megatron_name_what_to_use_instead(key: str, instead: str) -> None:
+    (warning,) = load_config("grpo", None, [f"policy.megatron_cfg.{key}=2"]).warnings
+    assert f"policy.megatron_cfg.{key}" in warning
+    assert instead in warning
 
 
 QUIET = [
@@ -229,3 +244,15 @@ def test_every_rule_is_about_a_key_of_the_schema() -> None:
     keys.add("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel")
     for rule in read_rules("rules.yaml"):
         assert any(rule_for(key) is rule for key in keys), rule.pattern
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_section_of_ours_is_not_open_to_unknown_keys_of_others(kind: Kind) -> None:
+    def open_sections(foreign: Node, ours: Node, path: tuple[str, ...]) -> Iterator[str]:
+        if foreign.open and ours.shape == "section" and not ours.open:
+            yield dotted(path)
+        for key, child in foreign.children.items():
+            if key in ours.children:
+                yield from open_sections(child, ours.children[key], (*path, key))
+
+    assert list(open_sections(vocabulary_of(kind), schema_of(kind), ())) == []

@@ -7,6 +7,8 @@ from posttrain.config import ConfigError, GrpoRunConfig, load_config
 TP, CP = "policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.context_parallel_size"
 REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
 EP = "policy.dtensor_cfg.expert_parallel_size"
+OFFLOAD = "policy.dtensor_cfg.cpu_offload=true"
+ROWS = "policy.dtensor_cfg.sequence_parallel=true"
 EIGHT = "cluster.gpus_per_node=8"
 
 
@@ -38,18 +40,24 @@ def test_sizes_that_divide_the_ranks_are_accepted(words: list[str]) -> None:
             "policy.optimizer.state_dtype = int8 with .*tensor_parallel_size",
         ),
         ([f"{TP}=2", "policy.optimizer.master_weights=none"], "policy.optimizer.master_weights = none with"),
-        (["policy.dtensor_cfg.sequence_parallel=true"], "sequence_parallel.*not implemented"),
+        ([ROWS, f"{TP}=2", f"{EP}=2"], "sequence_parallel = true with expert_parallel_size = 2"),
         ([f"{EP}=3"], "expert_parallel_size = 3 must divide the 8 ranks that hold different shards"),
         ([f"{EP}=4", f"{TP}=2", f"{REPLICAS}=2"], "expert_parallel_size = 4 must divide the 2 ranks"),
         (["policy.router_replay.enabled=true"], "router_replay.enabled = true .* this run samples nothing"),
         (["policy.router_replay.enabled=true", f"{CP}=2"], "router_replay.enabled = true with .*context_parallel_size"),
-        (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload.*not implemented"),
+        ([OFFLOAD, f"{EP}=2"], "cpu_offload = true with .*expert_parallel_size = 2"),
+        ([OFFLOAD, "policy.fp8=true"], "cpu_offload = true with policy.fp8"),
         ([f"{TP}=0"], "tensor_parallel_size"),
     ],
 )
 def test_other_sizes_and_what_does_not_go_with_them_are_refused_by_name(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("dpo", None, [EIGHT, *words])
+
+
+def test_rows_split_by_ranks_that_share_no_layers_are_said_to_have_no_effect() -> None:
+    assert "no effect" in load_config("dpo", None, [EIGHT, ROWS]).warnings[0]
+    assert load_config("dpo", None, [EIGHT, ROWS, f"{TP}=2"]).warnings == []
 
 
 def test_ranks_that_share_layers_count_as_one_sampler_of_a_round() -> None:
@@ -83,6 +91,7 @@ def grpo_config(*words: str) -> GrpoRunConfig:
         ([DEDICATED, f"{GPUS}=2", f"{NODES}=1"], 6, 2),
         ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=1"], 16, 8),
         ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=2", f"{GPUS}=8"], 8, 16),
+        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=2", f"{GPUS}=2"], 12, 4),
         ([DEDICATED, f"{GPUS}=2", f"{TP}=2"], 6, 2),
         ([DEDICATED, f"{GPUS}=4", f"{ENGINE_TP}=2"], 4, 2),
         ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=1", f"{ENGINE_TP}=4"], 16, 2),
@@ -100,11 +109,12 @@ def test_engines_take_gpus_of_the_only_machine_or_whole_machines(
     ("words", "message"),
     [
         ([DEDICATED], "needs .*resources.gpus_per_node, .*cluster.gpus_per_node = 8; it is null"),
-        ([DEDICATED, f"{GPUS}=8"], "it is 8, and at least one must be left to train"),
+        ([DEDICATED, f"{GPUS}=8"], "it is 8, and at least one GPU must be left to train"),
         ([DEDICATED, f"{GPUS}=2", f"{NODES}=2"], "resources.num_nodes = 2, but cluster.num_nodes = 1"),
         ([DEDICATED, "cluster.num_nodes=2"], "needs .*resources.num_nodes"),
-        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{GPUS}=4"], "of several machines, whole ones sample"),
-        ([DEDICATED, f"{GPUS}=2", f"{TP}=4"], "must divide the number of ranks, .* less what only samples = 6"),
+        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{GPUS}=9"], "= 9, but cluster.gpus_per_node = 8; lower"),
+        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=2"], "it is 2, and at least one GPU must be left to train"),
+        ([DEDICATED, f"{GPUS}=2", f"{TP}=4"], "must divide the number of ranks, .* less what has GPUs of its own = 6"),
         ([DEDICATED, f"{GPUS}=3", f"{ENGINE_TP}=2"], "vllm_cfg.tensor_parallel_size = 2 must divide the 3 GPUs"),
         ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{ENGINE_TP}=3"], "= 3 must divide the 8 GPUs"),
         ([DEDICATED, f"{GPUS}=5", ASYNC], "not a multiple of the 5 engines"),
@@ -154,3 +164,92 @@ def test_the_size_of_an_engine_is_said_to_be_ignored_only_where_the_gpus_that_tr
     assert any(ENGINE_TP in warning for warning in load_config("grpo", None, words).warnings)
     own = load_config("grpo", None, [*words, DEDICATED, f"{GPUS}=2"])
     assert not any(ENGINE_TP in warning for warning in own.warnings)
+
+
+# -- a reference on GPUs of its own ------------------------------------------------------------------------------------
+
+REFERENCE = "policy.reference.colocated.enabled=false"
+ITS_GPUS, ITS_NODES = (f"policy.reference.colocated.resources.{name}" for name in ("gpus_per_node", "num_nodes"))
+TWO_BY_TWO = ["cluster.num_nodes=2", "cluster.gpus_per_node=2"]
+ONE_GPU = [DEDICATED, f"{NODES}=1", f"{GPUS}=1", REFERENCE, f"{ITS_NODES}=1", f"{ITS_GPUS}=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "machines"),
+    [
+        ([REFERENCE, f"{ITS_GPUS}=2"], {"rank": (0,) * 6, "reference": (0, 0)}),
+        ([*TWO_BY_TWO, *ONE_GPU], {"rank": (0, 0), "engine": (1,), "reference": (1,)}),
+        ([*TWO_BY_TWO, REFERENCE, f"{ITS_NODES}=2", f"{ITS_GPUS}=1"], {"rank": (0, 1), "reference": (0, 1)}),
+        ([*TWO_BY_TWO, REFERENCE, f"{ITS_NODES}=1"], {"rank": (0, 0), "reference": (1, 1)}),
+        (  # the largest first: it needs a machine that is still free
+            [*TWO_BY_TWO, DEDICATED, f"{NODES}=1", f"{GPUS}=1", REFERENCE, f"{ITS_NODES}=1"],
+            {"rank": (0,), "engine": (0,), "reference": (1, 1)},
+        ),
+    ],
+)
+def test_groups_are_placed_on_the_last_machines_with_room(words: list[str], machines: dict[str, tuple[int]]) -> None:
+    placement = grpo_config(*words).placement
+    assert {"rank": placement.ranks, **{group.name: group.machines for group in placement.groups}} == machines
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([REFERENCE], "policy.reference.colocated.enabled = false needs .*resources.gpus_per_node, .* = 8; it is null"),
+        ([REFERENCE, "cluster.gpus_per_node=1", f"{ITS_GPUS}=1"], "it is 1, and at least one GPU must be left"),
+        ([REFERENCE, f"{ITS_GPUS}=9"], "it is 9, and at least one GPU must be left to train"),
+        ([f"{ITS_GPUS}=1"], "resources.gpus_per_node = 1, but policy.reference.colocated.enabled is true"),
+        ([REFERENCE, f"{ITS_GPUS}=1", "loss_fn.reference_policy_kl_penalty=0"], "this run has no reference policy"),
+        ([REFERENCE, f"{ITS_GPUS}=3", f"{TP}=2"], "tensor_parallel_size = 2 must divide the 3 GPUs of a machine"),
+        ([REFERENCE, f"{ITS_GPUS}=4", DEDICATED, f"{GPUS}=4"], "1 x 8 are all given away .engine 1 x 4, reference 1"),
+        ([REFERENCE, f"{ITS_GPUS}=5", DEDICATED, f"{GPUS}=4"], "engine does not fit: .* 1 x 8, and asked for are engi"),
+        ([*TWO_BY_TWO, *ONE_GPU[:-1], f"{TP}=2"], "less what has GPUs of its own = 1"),
+    ],
+)
+def test_a_reference_that_cannot_be_placed_is_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grpo_config(*words)
+
+
+# -- reward models on GPUs of their own --------------------------------------------------------------------------------
+
+RM = ["data.default.env_name=rm", "env.rm={type: reward_model, model_name: a}"]
+TWO_REWARDS = "env.rm={rewards: {a: {type: reward_model, model_name: a, resources: {gpus_per_node: 1}}, "
+TWO_REWARDS += "b: {type: reward_model, model_name: a, resources: {gpus_per_node: 1}}}}"
+SAME_NAME = "env.rm_a={type: reward_model, model_name: c, resources: {gpus_per_node: 1}}"
+
+
+def test_policy_and_engine_are_on_the_first_of_two_machines_reference_and_reward_model_on_the_second() -> None:
+    config = grpo_config(*TWO_BY_TWO, *ONE_GPU, *RM, "env.rm.resources={num_nodes: 1, gpus_per_node: 1}")
+    placement = config.placement
+    assert {group.name: group.machines for group in placement.groups} == {
+        "engine": (0,),
+        "reference": (1,),
+        "reward_rm": (1,),
+    }
+    assert placement.ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*RM, "env.rm.resources={num_nodes: 1}"], "env.rm.resources needs env.rm.resources.gpus_per_node.* is null"),
+        ([*RM, "env.rm.resources={}"], "env.rm.resources needs env.rm.resources.gpus_per_node"),
+        ([*RM, "env.rm.resources={gpus_per_node: 9}"], "it is 9, and at least one GPU must be left to train"),
+        ([*RM, "env.rm.resources={gpus: 9}"], "gpus.*gpus_per_node"),
+        (
+            ["data.train.env_name=rm", "data.validation={data_path: b.jsonl, env_name: rm_a}", TWO_REWARDS, SAME_NAME],
+            "env.rm_a.resources: its worker group would have the name of that of env.rm.rewards.a",
+        ),
+        ([RM[0], TWO_REWARDS], "env.rm.rewards.b.resources: env.rm.rewards.a has 'a' on GPUs of its own already"),
+        (["env.math.resources={gpus_per_node: 1}"], "resources"),
+    ],
+)
+def test_a_reward_model_that_cannot_be_placed_is_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grpo_config(*words)
+
+
+def test_the_reward_model_of_an_environment_that_no_dataset_names_has_no_place() -> None:
+    unused = "env.rm={type: reward_model, model_name: a, resources: {gpus_per_node: 1}}"
+    assert grpo_config(unused).num_ranks == 8

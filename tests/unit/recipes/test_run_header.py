@@ -9,22 +9,27 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.policy.trainer import ModelFacts
-from posttrain.recipes.recipe import Prepared, _learning_rate, header_lines
+from posttrain.recipes.recipe import Prepared, _settings, header_lines
 
 
 @pytest.mark.parametrize(
-    ("kind", "max_steps", "expected"),
+    ("setting", "max_steps", "expected"),
     [
-        ("dpo", 21, "lr 0.0001 after a warm-up of 20 steps"),
-        ("dpo", 3, "lr at most 1.9e-05, as the warm-up to 0.0001 takes 20 steps (policy.scheduler=null: none)"),
-        ("sft", 3, "lr 0.0001"),
+        ("preset=nemo-dpo", 21, "lr 0.0001 after a warm-up of 20 steps"),
+        (
+            "preset=nemo-dpo",
+            3,
+            "lr at most 1.9e-05, as the warm-up to 0.0001 takes 20 steps (policy.scheduler=null: none)",
+        ),
+        ("policy.scheduler=null", 3, "lr 0.0001"),
+        ("dpo.seed=1", 9, "lr 0.0001"),
+        ("dpo.seed=1", 20, "lr 0.0001 after a warm-up of 2 steps"),
+        ("dpo.seed=1", 10_000, "lr 0.0001 after a warm-up of 50 steps"),
     ],
 )
-def test_a_run_shorter_than_its_warm_up_says_which_learning_rate_it_reaches(
-    kind: str, max_steps: int, expected: str
-) -> None:
-    scheduler = load_config(kind).config.policy.scheduler
-    assert _learning_rate(1e-4, scheduler, max_steps) == expected
+def test_the_learning_rate_that_a_run_reaches(setting: str, max_steps: int, expected: str) -> None:
+    config = load_config("dpo", None, [setting, "lr=1e-4"]).config
+    assert _settings(config, max_steps)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_epochs_of_a_file_that_steps_replace_are_named(words: list[str], line: s
     header = header_lines(
         loaded.config,
         Prepared(rows, None, rows, rows),
-        ModelFacts(1.0, 1, "cpu", "cpu"),
+        ModelFacts(1.0, 1, "cpu", "cpu", 1),
         unit="examples",
         num_devices=1,
         max_steps=9,

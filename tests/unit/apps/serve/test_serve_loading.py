@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny_models import byte_tokenizer
 from tiny_server import options_for, save_adapter, save_model
+from tiny_vision import image_ref, save_vision_model
 from transformers import AutoTokenizer
 
 import posttrain.apps.ship.registry
@@ -27,6 +28,8 @@ from posttrain.cli.serve_command import options_of
 from posttrain.engines.native import NativeEngine
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import ModelReferenceError, resolve_model, resolve_registered_model
+from posttrain.models.loading import load_model
+from posttrain.models.vision import tower_of
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +212,27 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
         AdapterSwitch({"b": biased}).add_to(bare)
     with pytest.raises(ModelReferenceError, match="no counterpart"):
         AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
+
+
+def test_what_is_kept_of_an_image_belongs_to_the_adapter_of_its_tower(tmp_path: Path) -> None:
+    import peft
+
+    folder, cpu = str(save_vision_model(tmp_path / "model")), torch.device("cpu")
+    config = peft.LoraConfig(r=2, target_modules=r".*visual.*\.qkv", init_lora_weights=False)
+    peft.get_peft_model(load_model(folder, torch.float32, cpu), config).save_pretrained(tmp_path / "adapter")
+    model = load_model(folder, torch.float32, cpu)
+    tower, image = tower_of(model), image_ref(8, 8, 1)
+    assert tower is not None
+    expected = tower._compute(image, cpu).values
+    switch = AdapterSwitch({"own": tmp_path / "adapter"})
+    switch.add_to(model)
+    seen = []
+    for name in ("own", "", "own"):
+        switch.activate(name)
+        seen.append(tower._embed(image, cpu).values)
+    assert torch.equal(seen[1], expected)
+    assert not torch.allclose(seen[0], expected)
+    assert torch.equal(seen[2], seen[0])
 
 
 def test_adapters_are_added_before_the_engine_is_built(

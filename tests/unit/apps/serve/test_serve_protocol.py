@@ -136,7 +136,12 @@ def test_unimplemented_fields_that_change_the_answer_are_refused(extra: dict[str
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages.0.content.0", "'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.image_url",
+            "missing",
+        ),
         ({"stop": ""}, "stop", "at least 1 character"),
         ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),

@@ -1,0 +1,179 @@
+"""What the published guides show, beside what posttrain shows: the tables of docs/seeds-checked.md.
+
+`seed_features.yaml` has the rows. A feature is looked for (`seen`, a pattern) in the output of the guide's script in
+examples/seeds, which contains `command`, or of the command `run`. A line of a guide's block is looked for (`ours`) in
+the block of the same step: it is there once. `seed_record.json` has the lines that were found, and the day:
+
+SEED_RECORD=1 pytest tests/integration/test_seed_scripts.py tests/integration/test_seed_features.py    writes it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+from launch_profiles import EKS, GKE, make_profile
+
+from posttrain.apps.launch.launch_request import request_run
+from posttrain.apps.launch.workloads import render_run
+from posttrain.config import load_config
+
+TESTS = Path(__file__).parent
+RECORD = TESTS / "seed_record.json"
+ROWS: dict[str, list[dict[str, Any]]] = yaml.safe_load((TESTS / "seed_features.yaml").read_text(encoding="utf-8"))
+FEATURES, LINES = ROWS["features"], ROWS["lines"]
+_LONGEST = 100
+
+
+def check_script(seed: str, output: str, log: str = "") -> None:
+    """That the output of a guide's script has its features, and the block of its second step the lines of the guide."""
+    for row in FEATURES:
+        if row["seed"] == seed and "command" in row:
+            check_feature(row, output + "\n" + log)
+    block = log[log.rindex("= Step 2/2 =") - 25 :] if log else ""
+    for row in LINES if block else ():
+        if row["seed"] == seed and "ours" in row:
+            found = _found(row["ours"], block)
+            assert len(found) == 1, f"{row['printed']}: {found}"
+            _record(f"{seed} {row['printed']}", found[0], row["ours"])
+
+
+def check_feature(row: dict[str, Any], output: str) -> None:
+    found = _found(row["seen"], output)
+    assert found, f"{row['feature']}: {row['seen']} is not in\n{output[-3000:]}"
+    _record(f"{row['seed']} {row['feature']}", found[0], row["seen"])
+
+
+def _found(pattern: str, text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if re.search(pattern, line)]
+
+
+def _record(key: str, line: str, pattern: str) -> None:
+    """The line, or what follows the match in a long one, without folders of this machine."""
+    if os.environ.get("SEED_RECORD"):
+        found = re.search(pattern, line)
+        assert found is not None
+        begin = found.start() if len(line) > _LONGEST else 0
+        short = re.sub(r"/tmp/pytest\S*?/test_[^/\s']*", "…", ("…" if begin else "") + line[begin:])
+        shown = " ".join(short.split())[:_LONGEST]
+        known = recorded()
+        known[key] = [shown, date.today().isoformat()]
+        RECORD.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def recorded() -> dict[str, list[str]]:
+    return json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    known, parts = recorded(), ["## Features\n\n"]
+    rows = [(r["seed"], r["feature"], _code(_command(r)), *_seen(known, r["seed"], r["feature"])) for r in FEATURES]
+    parts.append(_table(("guide", "feature", "command", "what was seen", "day"), rows))
+    for seed, title in (("001", "LoRA on two nodes"), ("004", "Llama 3.1 8B on GKE")):
+        rows = [row for row in LINES if row["seed"] == seed]
+        parts.append(f"\n## The log of guide {seed}, {title}, line by line\n\n")
+        seen = [_seen(known, seed, row["printed"]) if "ours" in row else ("–", "") for row in rows]
+        printed = [(_code(row["printed"]), line, row.get("why", "")) for row, (line, _) in zip(rows, seen, strict=True)]
+        parts.append(_table(("the guide", "posttrain, step 2 of 2", ""), printed))
+    parts.append("\n## The Job of guide 001, field by field\n\nposttrain: `scheduler.kind: job`, p4d.24xlarge.\n\n")
+    parts.append(_fields(guide_job(), our_job()))
+    parts.append("\n## The worker group of guide 004, field by field\n\nposttrain: `scheduler.kind: raycluster`, ")
+    parts.append("a4-highgpu-8g.\n\n" + _fields(guide_group(), our_group()))
+    return "".join(parts)
+
+
+def _command(row: dict[str, Any]) -> str:
+    if "run" in row:
+        return "posttrain " + " ".join(row["run"])
+    return f"examples/seeds/{row['seed']}.sh: {row['command']}"
+
+
+def _seen(known: dict[str, list[str]], seed: str, name: str) -> tuple[str, str]:
+    line, day = known[f"{seed} {name}"]
+    return _code(line), day
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def guide_job() -> Any:
+    text = (TESTS.parent / "docs" / "launch-seeds.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml as-printed\n(.*?)```", text, re.DOTALL)]
+    return next(block for block in blocks if block["metadata"]["name"] == "techpulse-grpo-training")
+
+
+def guide_group() -> Any:
+    path = TESTS / "unit" / "apps" / "launch" / "guide_values.yaml"
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    group = values["additionalWorkerGroups"]["worker-grp-0"]
+    container = {key: group[key] for key in ("command", "resources", "securityContext", "volumeMounts")}
+    image = f"{values['image']['repository']}:{values['image']['tag']}"
+    container |= {"image": image, "imagePullPolicy": "Always", "env": group["containerEnv"]}
+    spec = {"containers": [container], **{key: group[key] for key in ("nodeSelector", "tolerations", "volumes")}}
+    template = {"metadata": {"annotations": group["annotations"]}, "spec": spec}
+    return {"replicas": group["replicas"], "template": template}
+
+
+def our_job() -> Any:
+    return _rendered(EKS, "scheduler.kind=job", "nodes.instance_type=p4d.24xlarge", "nodes.capacity=on_demand")
+
+
+def our_group() -> Any:
+    return _rendered(GKE, "scheduler.kind=raycluster", nodes=3)["spec"]["workerGroupSpecs"][0]
+
+
+def _rendered(profile: dict[str, Any], *settings: str, nodes: int = 2) -> Any:
+    import tempfile
+
+    run = [f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/run"]
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_profile(Path(folder), profile, *settings)
+    return render_run(request_run(load_config("grpo", None, run), made))[-1]
+
+
+def flat(value: Any, path: str = "") -> dict[str, str]:
+    """Leaves by path; items of lists by their name, key or mount path, where they have one, else by their number."""
+    if isinstance(value, dict) and value:
+        return {key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{path}.{name}").items()}
+    if isinstance(value, list) and value and not all(isinstance(item, str) for item in value):
+        names = [_name(item, index, path) for index, item in enumerate(value)]
+        return {k: v for name, item in zip(names, value, strict=True) for k, v in flat(item, f"{path}[{name}]").items()}
+    return {path.lstrip("."): json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value}
+
+
+def _name(item: Any, index: int, path: str) -> object:
+    if not isinstance(item, dict) or path.endswith("ontainers"):
+        return index
+    return item.get("mountPath") or item.get("name") or item.get("key") or index
+
+
+def _fields(guide: Any, ours: Any) -> str:
+    """Every field of the guide, with what is rendered at the same place."""
+    found, rows = flat(ours), []
+    for path, printed in flat(guide).items():
+        if re.search(r"\[\S+\]\.(name|mountPath|key)$", path):
+            continue  # in the path itself
+        mine = found.get(path)
+        own = "–" if mine is None else "the same" if mine == printed else _code(_short(mine))
+        rows.append((_code(path), _code(_short(printed)), own))
+    return _table(("field", "the guide", "posttrain"), rows)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"

@@ -1,0 +1,53 @@
+"""A number in the README that praises posttrain names what shows it: a script or command that exists, and a date."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLAIM = re.compile(r"\d[\d.,]* ?(?:%|times\b|tok/s|tokens/s|requests/s|pairs/s)")
+DATE = re.compile(r"20\d\d-\d\d-\d\d")
+SCRIPT = re.compile(r"`(bench/\w+\.py|make [a-z-]+|posttrain [a-z]+)[^`]*`")
+
+
+def claims(markdown: str) -> list[str]:
+    """Rows of tables and paragraphs that have a figure, without code blocks."""
+    plain = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    rows = [line for line in plain.splitlines() if line.startswith("|")]
+    paragraphs = re.split(r"\n\s*\n", "\n".join(line for line in plain.splitlines() if not line.startswith("|")))
+    return [text for text in (*rows, *paragraphs) if CLAIM.search(text)]
+
+
+def test_the_readme_has_figures() -> None:
+    assert len(claims(README)) >= 8
+
+
+@pytest.mark.parametrize("text", claims(README))
+def test_a_figure_names_its_command_and_its_date(text: str) -> None:
+    assert DATE.search(text), text
+    shown = SCRIPT.search(text)
+    assert shown, text
+    if shown[1].startswith("bench/"):
+        assert (ROOT / shown[1]).is_file()
+    elif shown[1].startswith("make "):
+        assert re.search(rf"^{shown[1].removeprefix('make ')}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_a_figure_without_a_command_is_found() -> None:
+    found = claims("We are 3.1 times as fast.\n\n| a | 12 tok/s |\n")
+    assert len(found) == 2
+    assert not any(SCRIPT.search(text) for text in found)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md"])
+def test_no_page_installs_from_an_index_that_has_no_release(page: str) -> None:
+    assert "pip install posttrain" not in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_every_test_and_script_of_the_evidence_exists() -> None:
+    text = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    paths = re.findall(r"\b((?:tests|bench|configs)/[\w/.]+\.(?:py|yaml))", text)
+    assert len(paths) >= 5
+    assert [path for path in paths if not (ROOT / path).is_file()] == []

@@ -1,0 +1,86 @@
+"""Settings that follow from the machine and the data where the user has set nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import posttrain
+from posttrain.config import load_config
+from posttrain.environments.python_function import named_arguments
+from posttrain.errors import InputError
+from posttrain.reporting import machines
+from posttrain.run import fitted
+
+
+def loaded(*words: str, kind: str = "grpo"):  # type: ignore[no-untyped-def]
+    return fitted(lambda extra: load_config(kind, None, [*words, *extra]))([])
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list of GPUs, empty at first."""
+    found: list[object] = []
+    monkeypatch.setattr(machines, "open_nvml", lambda: found.pop() if found else None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "float32"),
+        (["precision=bfloat16"], "bfloat16"),
+        (["device=cpu"], "float32"),
+        (["device=cuda"], "bfloat16"),
+        (["cluster.num_nodes=2"], "bfloat16"),  # a head of a cluster often has no GPU
+    ],
+)
+def test_a_run_on_cpus_computes_in_float32_unless_the_user_says_otherwise(
+    words: list[str], expected: str, gpus: list[object]
+) -> None:
+    assert loaded(*words).config.policy.precision == expected
+
+
+def test_a_machine_with_a_gpu_keeps_bfloat16(gpus: list[object]) -> None:
+    gpus.append("one")
+    assert loaded().config.policy.precision == "bfloat16"
+
+
+def test_a_cluster_elsewhere_may_have_gpus(gpus: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert loaded("cluster.gpus_per_node=2").config.policy.precision == "bfloat16"
+    assert loaded().config.policy.precision == "float32", "one process does not join it"
+
+
+def test_columns_of_a_file_are_guessed_and_said(tmp_path: Path, gpus: list[object]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    found = loaded(f"data={file}")
+    assert (found.config.data.train.input_key, found.config.data.train.output_key) == ("question", "answer")
+    assert found.warnings[-1] == (
+        "data.train: 'question' is taken as the prompt (data.train.input_key), "
+        "'answer' is taken as the answer (data.train.output_key)"
+    )
+    given = loaded(f"data={file}", "data.train.input_key=prompt")
+    assert given.config.data.train.input_key == "prompt", "what is set stays"
+    file.write_text(json.dumps({"input": "1+1?", "output": "2", "question": "x"}) + "\n")
+    usual = loaded(f"data={file}")
+    assert usual.config.data.train.input_key is None
+    assert not any("taken as" in line for line in usual.warnings)
+
+
+def test_arguments_of_a_reward_by_position_are_named(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def r(a, b, c): ...\ndef s(response): ...\nimport nothing_of_this_name\n")
+    assert named_arguments("r.py:r", tmp_path) == "r (a, b, c are taken as prompt, response, reference)"
+    assert named_arguments("r.py:s", tmp_path) == "s"
+    assert named_arguments("package.module:f", tmp_path) == "f"
+
+
+def test_a_call_that_is_refused_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="none"):
+        posttrain.grpo(tmp_path / "none", [{"input": "1", "output": "2"}], reward=lambda response: 1.0, steps=1)
+    assert list(tmp_path.iterdir()) == []
