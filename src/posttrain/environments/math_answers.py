@@ -9,11 +9,9 @@ both are cut off (`as_math_verify` turns that off); the DAPO verifier also reads
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,8 +20,6 @@ from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.text_rewards import choice_scorer, last_match, units
 from posttrain.files.json_files import JsonMapping
 
-# Limit for answers such as 9^9^9^9, whose digits would exhaust the machine.
-_MEMORY_LIMIT_BYTES = 4 << 30
 _DAPO_TAIL_CHARACTERS = 300
 _LAST_LINE = re.compile(r"^####[ \t]*([^\n]+?)\s*\Z", re.MULTILINE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
@@ -84,7 +80,6 @@ def _math_verify_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
 
     # It warns that its own time limits are off. They rely on signals; the pool's limit does not.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    _limit_memory()
 
     targets = {
         "latex": LatexExtractionConfig(boxed_match_priority=setup.get("boxed_match_priority", 0)),
@@ -145,13 +140,6 @@ def _math_verify_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
         return 0.0
 
     return score
-
-
-def _limit_memory() -> None:
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    if hard_limit == resource.RLIM_INFINITY or hard_limit > _MEMORY_LIMIT_BYTES:
-        with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, hard_limit))
 
 
 def dapo_score(item: ScoringItem) -> float:

@@ -48,6 +48,10 @@ IN_PROCESS: dict[str, str] = {
 }
 
 
+# Of a worker process, where an answer such as 9^9^9^9, whose digits would exhaust the machine, is computed.
+MEMORY_LIMIT_BYTES: dict[str, int] = {"math": 4 << 30, "math_cosine": 4 << 30}
+
+
 def worker_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
     """The function from an item to its reward."""
     scorer: Callable[[ScoringItem], object] = resolve_name(WORKER_SCORERS[setup["type"]])(setup)

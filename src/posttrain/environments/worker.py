@@ -20,6 +20,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING
@@ -61,11 +62,19 @@ def main() -> None:
 
 def build_scorer(setup: JsonObject) -> Callable[[ScoringItem], object]:
     """The function from an item to its worth. Slow imports happen here, outside of any completion's time limit."""
-    from posttrain.environments.reward_types import worker_scorer
+    from posttrain.environments.reward_types import MEMORY_LIMIT_BYTES, worker_scorer
     from posttrain.files.redaction import name_credentials
 
     name_credentials(setup)
+    _limit_memory(MEMORY_LIMIT_BYTES.get(setup["type"]))
     return worker_scorer(setup)
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if num_bytes is not None and (hard_limit == resource.RLIM_INFINITY or hard_limit > num_bytes):
+        with suppress(ValueError, OSError):  # not every system has this limit
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard_limit))
 
 
 def serve(request_fd: int, reply_fd: int, scorer: Callable[[ScoringItem], object]) -> None:

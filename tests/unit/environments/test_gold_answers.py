@@ -30,10 +30,8 @@ def read_jsonl(name: str) -> list[dict[str, Any]]:
 
 
 def scorer(kind: str, **keys: Any) -> Scorer:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
-        config = parse_reward({"type": kind, **keys})
-        return worker_scorer({**config.model_dump(mode="json", by_alias=True), "base_folder": "."})
+    config = parse_reward({"type": kind, **keys})
+    return worker_scorer({**config.model_dump(mode="json", by_alias=True), "base_folder": "."})
 
 
 def wrong_of(score: Scorer, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

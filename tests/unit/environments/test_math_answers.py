@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from posttrain.config.rewards import parse_reward
 from posttrain.environments import build_environments
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import dapo_score, last_boxed, math_scorer, normalised
+from posttrain.environments.reward_types import MEMORY_LIMIT_BYTES
 from posttrain.types import Completion, Task
 
 Scorer = Callable[[ScoringItem], Any]
@@ -20,11 +24,8 @@ SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="module")
-def hf_score(request: pytest.FixtureRequest) -> Scorer:
-    # The memory limit is for worker processes; this one has torch in it.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
-        return math_scorer(setup_of("math"))
+def hf_score() -> Scorer:
+    return math_scorer(setup_of("math"))
 
 
 def item(response: str, reference: Any) -> ScoringItem:
@@ -50,10 +51,7 @@ def test_agrees_with_math_verify_on_all_its_own_cases(hf_score: Scorer) -> None:
     assert different == []
 
 
-def test_gives_what_the_upstream_tests_demand_on_all_their_cases_with_their_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+def test_gives_what_the_upstream_tests_demand_on_all_their_cases_with_their_settings() -> None:
     keys = ("match_types", "precision", "strict", "allow_set_relation_comp", "boxed_match_priority")
     cases = read_jsonl("math_verify_cases.jsonl")
     different = []
@@ -115,9 +113,8 @@ def test_math_verify(hf_score: Scorer, response: str, reference: Any, reward: fl
     ],
 )
 def test_each_key_changes_what_is_right(
-    keys: dict[str, Any], response: str, reference: str, reward: float, usual: float, hf_score: Scorer, monkeypatch: Any
+    keys: dict[str, Any], response: str, reference: str, reward: float, usual: float, hf_score: Scorer
 ) -> None:
-    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
     assert math_scorer(setup_of("math", **keys))(item(response, reference)) == reward
     assert hf_score(item(response, reference)) == usual
 
@@ -144,7 +141,6 @@ def test_an_error_in_the_verifier_is_raised_unless_another_reading_agrees(monkey
         return bool(truth == answer)
 
     monkeypatch.setattr(math_verify, "verify", verify)
-    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
     score = math_scorer(setup_of("math"))
     assert score(item(r"\boxed{5}", "5")) == 1.0  # equal as text
     with pytest.raises(TypeError, match="cannot compare"):
@@ -243,3 +239,15 @@ def test_dapo_verifier(response: str, reference: str, reward: float) -> None:
 def test_last_box_has_balanced_braces() -> None:
     assert last_boxed(r"\boxed{1} \boxed{\frac{a}{b}} \boxed{open") == r"\frac{a}{b}"
     assert last_boxed("none") is None
+
+
+def test_only_the_worker_process_has_a_limit_of_memory() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    math_scorer(setup_of("math"))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    program = (
+        "import resource; from posttrain.environments.worker import build_scorer; "
+        f"build_scorer({setup_of('math')!r}); print(resource.getrlimit(resource.RLIMIT_AS)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == MEMORY_LIMIT_BYTES["math"]

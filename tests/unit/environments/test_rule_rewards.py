@@ -231,12 +231,9 @@ def test_repetition_in_words_and_characters() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 50, 100, 250])
 @pytest.mark.parametrize(("answer", "is_right"), [(r"\boxed{4}", True), (r"\boxed{5}", False)])
-def test_the_cosine_of_mathematics_is_trls(
-    length: int, answer: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cosine_of_mathematics_is_trls(length: int, answer: str, is_right: bool) -> None:
     from trl.rewards import get_cosine_scaled_reward
 
-    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
     values = {"min_value_wrong": -0.9, "max_value_wrong": -0.3, "min_value_correct": 0.4, "max_value_correct": 1.5}
     (expected,) = get_cosine_scaled_reward(max_len=100, **values)(
         completions=[[{"role": "assistant", "content": answer}]], solution=["$4$"], completion_ids=[[0] * length]
