@@ -75,7 +75,7 @@ def _llama(*sizes: int, tied: bool, **rest: Any) -> Shape:
 
 
 # llama-8b has the sizes of Llama 3.1 8B, the qwen ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k and v) and
-# Qwen3 8B (norms on q and k). There is no Llama of 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
+# Qwen3 8B (norms on q and k); those of this year have the sizes that they are named after. There is no Llama of 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),
@@ -93,7 +93,31 @@ SHAPES: Mapping[str, Shape] = {
         "Qwen3ForCausalLM",
         _sizes(151936, 4096, 12288, 36, 32, 8, tied=False, head_dim=128, rope_theta=1_000_000.0),
     ),
-}
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _sizes(
+            151936, 2048, 6144, 48, 32, 4, tied=False, head_dim=128, rope_theta=1_000_000.0,
+            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        ),
+    ),
+    "qwen3.5-4b": Shape(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _sizes(
+            248320, 2560, 9216, 32, 16, 4, tied=True, head_dim=256, rms_norm_eps=1e-6, full_attention_interval=4,
+            linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        ),
+    ),
+    "gpt-oss-20b": Shape(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _sizes(
+            201088, 2880, 2880, 24, 64, 8, tied=False, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+            sliding_window=128,
+        ),
+    ),
+}  # fmt: skip
 
 
 def shape_of(name: str) -> Shape:
@@ -136,13 +160,15 @@ def _randomise(model: nn.Module, seed: int) -> None:
     if device.type == "meta":
         return
     generator = torch.Generator(device).manual_seed(seed)
-    num_layers = sum(name.endswith("o_proj.weight") for name in parameters)
+    num_layers = sum(name.endswith(("o_proj.weight", "out_proj.weight")) for name in parameters)
     for name, parameter in parameters.items():
-        if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        if name.endswith(("A_log", "dt_bias")):
+            continue  # decays as their layer draws them
+        if parameter.dim() < 2 or name.endswith("bias"):
+            parameter.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
             continue
         # What is added to the residual stream is damped, so that the stream does not grow with the depth.
-        adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+        adds_to_stream = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"))
         spread = parameter.shape[-1] ** -0.5 * ((2 * num_layers) ** -0.5 if adds_to_stream else 1.0)
         parameter.normal_(0.0, spread, generator=generator)
 
