@@ -54,6 +54,7 @@ def save_model(
     num_layers: int = 2,
     max_length: int = 128,
     seed: int = 0,
+    num_heads: int = 2,
     num_kv_heads: int = 1,
 ) -> Path:
     """A random Llama with the demo's tokenizer, as a Hugging Face folder."""
@@ -65,7 +66,7 @@ def save_model(
             hidden_size=hidden_size,
             intermediate_size=2 * hidden_size,
             num_hidden_layers=num_layers,
-            num_attention_heads=2,
+            num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             max_position_embeddings=max_length,
             initializer_range=0.2,  # far from uniform: a wrong weight or position shows in every number
