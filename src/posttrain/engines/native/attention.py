@@ -286,7 +286,7 @@ class PagedDecode(_WithRecurrence):
     def _attend(self, layer: int, query: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         keys, values, factors = self.cache.keys[layer], self.cache.values[layer], self.cache.factors.get(layer)
         paged = (keys, values, self.table, self.lengths)
-        if self.kernel is None or "sinks" in options or not self.kernel.supports(query, keys, values):
+        if self.kernel is None or not self.kernel.supports(query, keys, values):
             return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()
         if self.shared is not None:
