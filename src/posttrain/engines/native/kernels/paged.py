@@ -142,11 +142,12 @@ def attend_to_own(
     group, window_or_0 = heads // kv_heads, 0 if window is None else window
     starts_or_any, has_start = (lengths, False) if starts is None else (starts, True)
     sinks_or_any = lengths if sinks is None else sinks
-    assert sinks is None or sinks.shape == (heads,) and sinks.is_contiguous(), "a sink for each head"
+    assert sinks is None or (sinks.shape == (heads,) and sinks.is_contiguous()), "a sink for each head"
     slots = num_slots_of(splits, prefix_splits)
     paged_attention_kernel[(kv_heads, rows, splits)](
         query, *as_read(keys, values, factors), out, pieces, sums, table, lengths, starts_or_any,
-        sinks_or_any, inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0), splits, slots, prefix_splits,
+        sinks_or_any, inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
+        splits, slots, prefix_splits,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
         KEY_DIM=dim, KEY_PADDED=padded_dim(dim, factors),
         VALUE_DIM=value_dim, VALUE_PADDED=padded_dim(value_dim, factors),
@@ -162,7 +163,8 @@ def attend_to_own(
             VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim),
             SLOTS_PADDED=max(8, next_power_of_two(slots)),
             PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
-            HAS_START=has_start, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
+            HAS_START=has_start, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None,
+            num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
 
 
