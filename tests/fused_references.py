@@ -189,6 +189,8 @@ FUSED_LAYERS = {
     "qwen3": 2,
     "mistral": 2,
     "smollm3": 2,  # of three: one does not rotate
+    "qwen3-moe": 2,
+    "gpt-oss": 2,
     "gemma2": 0,
     "granite": 0,
     "phi3": 0,
@@ -204,7 +206,7 @@ def family_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
     elif family in ("smollm3", "phi3"):
         model = _other_model(family, shape)
     else:
-        model = tiny_model(family, **shape)
+        model = tiny_model(family, dtype=dtype, **shape)
     if dtype == torch.float64:
         _use_exact_norms(model)
     return model.to(device, dtype).train()
