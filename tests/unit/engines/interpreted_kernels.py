@@ -473,7 +473,7 @@ def test_stepping_kernels_equal_torch(rows: int) -> None:
 # -- all of them, in the engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8)])
+@pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8), ("gpt-oss", 1.0)])
 def test_engine_with_kernels_equals_engine_without(family: str, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again. With
     top-p, tokens are drawn after the graph."""

@@ -122,13 +122,14 @@ def _follows_pattern(layer: Any) -> bool:
     if set(children) != _LAYER_PARTS:
         return False
     attended = {name for name, _ in layer.self_attn.named_children()}
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
+    head_norms = [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
     return (
         attended >= _ATTENTION_PARTS
         and attended - _ATTENTION_PARTS in (set(), _HEAD_NORMS)
         and all(map(_is_rms_norm, norms))
-        and getattr(layer.self_attn, "head_dim", None) is not None
+        and (head_dim := getattr(layer.self_attn, "head_dim", None)) is not None
+        and all(len(norm.weight) == head_dim for norm in head_norms)
     )
 
 
