@@ -189,12 +189,11 @@ FUSED_LAYERS = {
     "qwen3": 2,
     "mistral": 2,
     "smollm3": 2,  # of three: one does not rotate
-    "qwen3-moe": 2,
-    "gpt-oss": 2,
     "gemma2": 0,
     "granite": 0,
     "phi3": 0,
 }
+FUSED_BEFORE_EXPERTS = ["qwen3-moe", "gpt-oss"]
 FUSED = [family for family, count in FUSED_LAYERS.items() if count]
 
 

@@ -4,16 +4,19 @@ narrower than keys, which torch's kernel gets padded.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from fused_references import FUSED_BEFORE_EXPERTS, assert_same_model, decoder_of, family_model, num_fused
 from kernel_references import SINKS, Case, assert_equal_to_rounding, in_fp8, random_cache, slow_attention
 from test_native_engine_cuda import KEY, SAMPLING, TOKENIZER, make_tasks, trainer_logprobs
 from tiny_models import tiny_model
 from torch import Tensor
 
 from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.packed import PackedAttention, PackedKeys, Segment
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
@@ -117,6 +120,15 @@ def test_captured_decoding_follows_an_update_of_the_sinks(window: int | None, is
         expected = slow_attention(meant, **{**case.options, "sinks": options["sinks"]})
         for out in outs:
             assert_equal_to_rounding(out, expected)
+
+
+@pytest.mark.parametrize("family", FUSED_BEFORE_EXPERTS)
+def test_layers_with_experts_have_the_same_outputs_and_gradients(family: str) -> None:
+    model = family_model(family, torch.float32, "cuda", hidden_size=64, intermediate_size=48, head_dim=16)
+    own = copy.deepcopy(model)
+    fuse_layers(decoder_of(model), may_join=True)
+    assert num_fused(model) == 2
+    assert_same_model(model, own, 5e-5)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt-oss", torch.float32), ("gpt-oss", BF16), ("deepseek-v3", BF16)])
