@@ -222,7 +222,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: VarlenLengths, o
     width = -(-max(query.shape[-1], value_dim) // 8) * 8
     qkv = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     out: Tensor = _Flash.apply(*qkv, options.get("sinks"), lengths, options["scale"], left)
-    return out[..., :value_dim]
+    return out if value_dim == width else out[..., :value_dim]
 
 
 class _Flash(torch.autograd.Function):

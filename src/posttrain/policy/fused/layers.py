@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
@@ -62,7 +63,7 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
 def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
     if isinstance(layer.forward, FusedLayer):
         return True
-    if not _follows_pattern(layer):
+    if isinstance(layer, FSDPModule) or not _follows_pattern(layer):  # sharded: the trainer has tried before
         return False
     calls_mlp = not _mlp_follows_pattern(layer.mlp)
     if calls_mlp and group_of(layer) is not None:
@@ -73,6 +74,8 @@ def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
         return False
     fused = FusedLayer(layer, observed, may_join)
     if observed.num_rotated not in (fused.head_dim, fused.head_dim // 2) or not observed.agrees(fused):
+        return False
+    if "sinks" in observed.options and fused.sinks is None:  # not a parameter of the module
         return False
     layer.forward = fused
     return True
