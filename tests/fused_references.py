@@ -193,6 +193,7 @@ FUSED_LAYERS = {
     "granite": 0,
     "phi3": 0,
 }
+FUSED_BEFORE_EXPERTS = ["qwen3-moe", "gpt-oss"]
 FUSED = [family for family, count in FUSED_LAYERS.items() if count]
 
 
@@ -204,7 +205,7 @@ def family_model(family: str, dtype: torch.dtype = torch.float32, device: str = 
     elif family in ("smollm3", "phi3"):
         model = _other_model(family, shape)
     else:
-        model = tiny_model(family, **shape)
+        model = tiny_model(family, dtype=dtype, **shape)
     if dtype == torch.float64:
         _use_exact_norms(model)
     return model.to(device, dtype).train()

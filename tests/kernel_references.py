@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Largest error of an output, in parts of the largest number of its head.
@@ -28,12 +29,20 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     window: int | None = None
     softcap: float | None = None
+    sinks: tuple[float, ...] = ()  # of as many heads, then again from the first
+    device: str = "cpu"  # of the sinks
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"scale": self.dim**-0.5, "window": self.window, "softcap": self.softcap}
+        options: dict[str, Any] = {"scale": self.dim**-0.5, "window": self.window, "softcap": self.softcap}
+        if self.sinks:
+            of_heads = [self.sinks[head % len(self.sinks)] for head in range(self.heads)]
+            options["sinks"] = torch.tensor(of_heads, device=self.device, dtype=torch.bfloat16)
+        return options
 
 
+# One so low that it is no sink, one so high that nothing is left.
+SINKS = (-1.0, 2.5, 0.0, -200.0, 6.0)
 CASES = {
     "4 query heads per key head": Case(),
     "one key head per query head": Case(heads=4, kv_heads=4, dim=128),
@@ -53,6 +62,8 @@ CASES = {
     "window longer than anything": Case(window=100_000),
     "soft cap": Case(kv_heads=4, dim=128, softcap=5.0),
     "soft cap in a window": Case(heads=4, kv_heads=2, dim=256, softcap=50.0, window=64),
+    "sinks": Case(heads=16, kv_heads=2, sinks=SINKS),
+    "sinks in a window": Case(heads=8, kv_heads=1, window=37, sinks=SINKS),
     "pages of four tokens": Case(page_size=4),
     "pages of eight tokens": Case(page_size=8),
     "pages of 64 tokens": Case(page_size=64),
@@ -120,7 +131,9 @@ def in_fp8(cache: Cache) -> tuple[Cache, Cache]:
     )
 
 
-def slow_attention(cache: Cache, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def slow_attention(
+    cache: Cache, *, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """In float64, one row and one head at a time, position by position."""
     query, keys, values = (x.double().cpu() for x in (cache.query, cache.keys, cache.values))
     table, page_size, group = cache.table.cpu(), keys.shape[1], query.shape[1] // keys.shape[2]
@@ -134,6 +147,8 @@ def slow_attention(cache: Cache, *, scale: float, window: int | None, softcap: f
             scores = k @ query[row, head] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores, v = torch.cat([scores, sinks[head].double().cpu()[None]]), F.pad(v, (0, 0, 0, 1))
             out[row, head] = scores.softmax(0) @ v
     return out
 

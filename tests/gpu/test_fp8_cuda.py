@@ -48,12 +48,13 @@ def test_products_equal_those_of_the_quantised_numbers(rows: int, outputs: int, 
 
 
 @pytest.mark.parametrize("name", ["4 query heads per key head", "one key head per query head", "odd group, odd dim",
-                                  "soft cap in a window", "widest head", "pages of 64 tokens"])  # fmt: skip
+                                  "soft cap in a window", "widest head", "pages of 64 tokens",
+                                  "sinks in a window"])  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 4, None])
 def test_attention_over_a_cache_in_fp8_equals_reference(name: str, splits: int | None) -> None:
     from posttrain.engines.native import kernels
 
-    case = replace(CASES[name], lengths=(1, 17, 64, 130, 700))
+    case = replace(CASES[name], lengths=(1, 17, 64, 130, 700), device="cuda")
     cache, wide = in_fp8(random_cache(case, BF16, "cuda"))
     out = torch.full_like(cache.query, float("nan"))
     kernels.paged_attention(*cache.tensors, **case.options, factors=cache.factors, splits=splits, out=out)

@@ -67,7 +67,9 @@ def test_equal_logits_give_equal_tokens(sampling: Sampling) -> None:
     torch.testing.assert_close(gpu_logprobs.cpu()[same], logprobs[same], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"]
+)
 def test_fp32_samples_equal_the_cpu(family: str) -> None:
     cpu = NativeEngine(tiny_model(family), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
     cuda = NativeEngine(tiny_model(family).cuda(), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)

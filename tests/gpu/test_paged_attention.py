@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from kernel_references import CASES, Cache, Case, assert_equal_to_rounding, random_cache, slow_attention
+from kernel_references import CASES as CPU_CASES
+from kernel_references import SINKS, Cache, Case, assert_equal_to_rounding, random_cache, slow_attention
 from torch import Tensor
 
 from posttrain.engines.native.attention import gathered_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = {name: replace(case, device="cuda") for name, case in CPU_CASES.items()}
 
 
 @pytest.fixture
@@ -49,12 +52,14 @@ def test_gathered_attention_equals_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_shared_prefix_equals_reference(
-    kernels: ModuleType, dtype: torch.dtype, window: int | None, splits: int
+    kernels: ModuleType, dtype: torch.dtype, window: int | None, sinks: tuple[float, ...], splits: int
 ) -> None:
     groups, prefixes = [[8, 0, 2, 5], [1, 7, 3], [4, 6]], [160, 16, 0]
-    case = Case(heads=8, kv_heads=2, lengths=(161, 17, 200, 40, 5, 300, 64, 33, 177), window=window)
+    lengths = (161, 17, 200, 40, 5, 300, 64, 33, 177)
+    case = Case(heads=8, kv_heads=2, lengths=lengths, window=window, sinks=sinks, device="cuda")
     cache = random_cache(case, dtype, "cuda", groups, prefixes)
     host = kernels.PrefixTiles.empty(9, kernels.samples_per_tile(4, dtype.itemsize), min_rows=2)
     device = kernels.PrefixTiles.empty(9, kernels.samples_per_tile(4, dtype.itemsize), min_rows=2, device="cuda")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from posttrain.types import ImageRef, TokenBatch
 
 # Cumulative lengths of queries and keys, and the longest of each.
 VarlenLengths = tuple[Tensor, Tensor, int, int]
+_MAX_FLASH_WIDTH = 256  # of a head
 _DENSE_BLOCK_TOKENS = 192  # up to this size a masked product over all pairs is cheaper than one call per segment
 
 
@@ -61,7 +62,7 @@ class PackedAttention:
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
-        if _varlen_runs(query, options) and not self.both_ways:
+        if _varlen_runs(query, value, options) and not self.both_ways:
             gather, lengths = self._varlen_layout
             if gather is not None:
                 key, value = key.index_select(0, gather), value.index_select(0, gather)
@@ -189,7 +190,7 @@ class PackedKeys:
         return _varlen_lengths(*zip(*self.lengths, strict=True), device=self.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
-        if _varlen_runs(query, options) and not any(self.both_ways):
+        if _varlen_runs(query, value, options) and not any(self.both_ways):
             return _varlen(query, key, value, self._varlen_lengths, options)
         queries, keys = zip(*self.lengths, strict=True)
         outputs = []
@@ -200,10 +201,10 @@ class PackedKeys:
         return torch.cat(outputs)
 
 
-def _varlen_runs(query: Tensor, options: AttendOptions) -> bool:
+def _varlen_runs(query: Tensor, value: Tensor, options: AttendOptions) -> bool:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    is_plain = options["softcap"] is None and "sinks" not in options
-    return query.device.type == "cuda" and is_plain and is_half
+    fits = max(query.shape[-1], value.shape[-1]) <= _MAX_FLASH_WIDTH
+    return query.device.type == "cuda" and options["softcap"] is None and is_half and fits
 
 
 def _varlen_lengths(*lengths: Sequence[int], device: torch.device) -> VarlenLengths:
@@ -215,12 +216,51 @@ def _varlen_lengths(*lengths: Sequence[int], device: torch.device) -> VarlenLeng
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: VarlenLengths, options: AttendOptions) -> Tensor:
     """torch's variable-length attention: the queries of each segment are the last of its positions."""
-    from torch.nn.attention.varlen import varlen_attn
-
     left = -1 if options["window"] is None else options["window"] - 1
-    out = varlen_attn(query, key, value, *lengths, scale=options["scale"], window_size=(left, 0))
-    assert isinstance(out, Tensor)
-    return out
+    value_dim = value.shape[-1]
+    # One width for all three, a multiple of 8.
+    width = -(-max(query.shape[-1], value_dim) // 8) * 8
+    qkv = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out: Tensor = _Flash.apply(*qkv, options.get("sinks"), lengths, options["scale"], left)
+    return out if value_dim == width else out[..., :value_dim]
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention. A sink is the score of one more key, whose value is 0: it adds to the log-sum-exp of a query's
+    scores and so scales its output. The kernel's backward pass computes softmax weights from the log-sum-exp, and the
+    common part of their gradients from the output. So with those that include the sink, its result is exact.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: VarlenLengths,
+        scale: float, left: int,
+    ) -> Tensor:  # fmt: skip
+        # The operators, not `varlen_attn`: that has no gradient by lse, and takes shared key heads from torch 2.12 on
+        # only with an argument that 2.11 does not have.
+        ctx.lengths = (*lengths, 0.0, left < 0)
+        ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ctx.lengths, False, **ctx.options
+        )
+        if sinks is not None:  # lse is [heads, tokens]
+            logits = sinks.to(lse.dtype)[:, None]
+            out *= torch.sigmoid(lse - logits).t()[..., None]
+            lse = torch.logaddexp(lse, logits)
+        ctx.save_for_backward(query, key, value, sinks, out, lse, *state)
+        return cast(Tensor, out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse, *state = ctx.saved_tensors
+        grad_sinks = None
+        if ctx.needs_input_grad[3]:
+            weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+            grad_sinks = -(weights.t() * (grads[0] * out.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+        of_qkv = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), query, key, value, out, lse, *ctx.lengths, *state, **ctx.options
+        )
+        return *of_qkv, grad_sinks, None, None, None
 
 
 def causal_attention(

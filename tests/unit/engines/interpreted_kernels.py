@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernel_references import (
     CASES,
+    SINKS,
     Case,
     assert_drafts_like_torch,
     assert_equal_to_rounding,
@@ -66,9 +67,10 @@ def test_attention_equals_reference(case: Case) -> None:
     assert_equal_to_rounding(out, slow_attention(cache, **case.options))
 
 
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 150])
-def test_split_sequences_equal_reference(window: int | None) -> None:
-    case = Case(heads=4, kv_heads=1, dim=32, lengths=(1, 128, 129, 300), window=window)
+def test_split_sequences_equal_reference(window: int | None, sinks: tuple[float, ...]) -> None:
+    case = Case(heads=4, kv_heads=1, dim=32, lengths=(1, 128, 129, 300), window=window, sinks=sinks)
     cache = random_cache(case, torch.float32, "cpu")
     expected = slow_attention(cache, **case.options)
     for splits in (2, 4):
@@ -110,8 +112,8 @@ def test_row_without_tokens_gives_zeros() -> None:
     case = Case(heads=2, kv_heads=1, dim=16, lengths=(5, 3))
     cache = random_cache(case, torch.float32, "cpu")
     cache.lengths[0] = 0
-    for splits in (1, 2):
-        out = kernels.paged_attention(*cache.tensors, **case.options, splits=splits)
+    for splits, sinks in ((1, None), (2, None), (1, torch.zeros(2)), (2, torch.zeros(2))):
+        out = kernels.paged_attention(*cache.tensors, **case.options, sinks=sinks, splits=splits)
         assert torch.equal(out[0], torch.zeros_like(out[0]))
         assert out[1].isfinite().all()
 
@@ -131,6 +133,7 @@ FP8_CASES = {
     "odd group, odd dim": Case(heads=9, kv_heads=3, dim=80, lengths=SHORT),
     "soft cap in a window": Case(heads=4, kv_heads=2, dim=32, softcap=50.0, window=37, lengths=SHORT),
     "values narrower than keys": Case(heads=4, kv_heads=2, dim=48, value_dim=16, lengths=SHORT),
+    "sinks in a window": Case(heads=16, kv_heads=2, dim=32, window=37, lengths=SHORT, sinks=SINKS),
 }
 
 
@@ -145,8 +148,9 @@ def test_attention_over_a_cache_in_fp8_equals_reference(case: Case, splits: int)
     assert_equal_to_rounding(out, slow_attention(meant, **case.options))
 
 
-def test_shared_prefix_in_fp8_equals_reference() -> None:
-    case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS)
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["plain", "sinks"])
+def test_shared_prefix_in_fp8_equals_reference(sinks: tuple[float, ...]) -> None:
+    case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS, sinks=sinks)
     cache, meant = in_fp8(random_cache(case, torch.float16, "cpu", GROUPS, PREFIXES))
     tiles = PrefixTiles.empty(6, samples=2, min_rows=1)
     tiles.plan(GROUPS, PREFIXES)
@@ -171,9 +175,10 @@ SHARED_LENGTHS = (49, 17, 70, 5, 64, 30)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_shared_prefix_equals_reference(window: int | None, splits: int) -> None:
-    case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS, window=window, softcap=20.0)
+def test_shared_prefix_equals_reference(window: int | None, sinks: tuple[float, ...], splits: int) -> None:
+    case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS, window=window, softcap=20.0, sinks=sinks)
     cache = random_cache(case, torch.float32, "cpu", GROUPS, PREFIXES)
     tiles = PrefixTiles.empty(6, samples=2, min_rows=1)
     # Two tiles for the group of three, one for the pair; the rest of the room is unused.
@@ -468,7 +473,7 @@ def test_stepping_kernels_equal_torch(rows: int) -> None:
 # -- all of them, in the engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8)])
+@pytest.mark.parametrize(("family", "top_p"), [("llama", 1.0), ("qwen3", 1.0), ("llama", 0.8), ("gpt-oss", 1.0)])
 def test_engine_with_kernels_equals_engine_without(family: str, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again. With
     top-p, tokens are drawn after the graph."""

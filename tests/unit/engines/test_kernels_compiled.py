@@ -37,6 +37,7 @@ def attention_inputs(heads: int, kv_heads: int, dim: int, rows: int = 16) -> tup
         (32, 8, 128, {"window": None, "softcap": None}),  # Llama
         (14, 2, 64, {"window": None, "softcap": None}),  # Qwen
         (8, 4, 256, {"window": 512, "softcap": 50.0}),  # Gemma
+        (64, 8, 64, {"window": None, "softcap": None, "sinks": torch.zeros(64, dtype=BF16)}),  # gpt-oss
     ],
 )
 def test_decode_attention_pipelines_loads_and_allows_three_programs(

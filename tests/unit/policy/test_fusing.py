@@ -13,6 +13,7 @@ import pytest
 import torch
 from fused_references import (
     FUSED,
+    FUSED_BEFORE_EXPERTS,
     FUSED_LAYERS,
     assert_near,
     assert_resumes,
@@ -73,6 +74,21 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 def test_fused_model_has_the_same_outputs_and_gradients(family: str, may_join: bool) -> None:
     model, own = fused_and_own(family, may_join=may_join)
     assert num_fused(model) == FUSED_LAYERS[family]
+    assert_same_model(model, own, EXACT)
+
+
+@pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
+@pytest.mark.parametrize("family", FUSED_BEFORE_EXPERTS)
+def test_layers_with_experts_have_the_same_outputs_and_gradients(family: str, may_join: bool) -> None:
+    """Their attention is fused, with sinks that are trained; products in FP8 need the MLP, too."""
+    model, own = fused_and_own(family, may_join=may_join)
+    assert num_fused(model) == 2
+    assert fuse_layers(decoder_of(model), may_join=may_join) == 0
+    assert_same_model(model, own, EXACT)
+    with torch.no_grad():
+        for each in (model, own):
+            for name, parameter in each.named_parameters():
+                parameter += 0.5 if name.endswith("sinks") else 0.0
     assert_same_model(model, own, EXACT)
 
 
@@ -250,12 +266,12 @@ def test_bf16_is_as_near_to_fp32_as_the_layers_own_forward() -> None:
 # -- the sampler -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *FUSED_BEFORE_EXPERTS])
 def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> None:
     model = family_model(family, tie_word_embeddings=False).eval()
     own = copy.deepcopy(model)
     engine = NativeEngine(model, byte_tokenizer(), NativeSettings(page_size=4))
-    assert num_fused(model) == FUSED_LAYERS[family]
+    assert num_fused(model) == FUSED_LAYERS.get(family, 2)
     task = Task(0, "t:0", "", tuple(range(3, 10)))
     completion = engine.generate([task], 1, Sampling(9, ignore_eos=True), NoiseKey(0, 0))[0][0]
     assert max(completion.token_ids) < VOCAB_SIZE

@@ -3,6 +3,8 @@
 Compared in float64: the two add up in other orders, and in float32 the difference depends on the CPU.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,6 +76,57 @@ def assert_same_logprobs_and_gradients(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_responses_equal_responses_alone(family: str) -> None:
     assert_same_logprobs_and_gradients(family, MIXED)
+
+
+def _flash_parts(
+    query: Tensor, key: Tensor, cum_q: Tensor, cum_k: Tensor, scale: float, left: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Of each segment its queries, its keys, and the scores [heads, queries, keys]."""
+    for (q0, q1), (k0, k1) in zip(pairwise(cum_q.tolist()), pairwise(cum_k.tolist()), strict=True):
+        k = key[k0:k1].repeat_interleave(query.shape[1] // key.shape[1], 1)
+        behind = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        hidden = (behind < 0) | ((behind > left) & (left >= 0))
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], k) * scale
+        yield slice(q0, q1), slice(k0, k1), scores.masked_fill(hidden, float("-inf"))
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, cum_q: Tensor, cum_k: Tensor, *_: object, scale: float,
+    window_size_left: int, **__: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+    for q, k, scores in _flash_parts(query, key, cum_q, cum_k, scale, window_size_left):
+        v = value[k].repeat_interleave(query.shape[1] // key.shape[1], 1)
+        out[q], lse[:, q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    return out, lse, torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+def _flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cum_q: Tensor, cum_k: Tensor,
+    *_: object, scale: float, window_size_left: int, **__: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As the kernel does: softmax weights from the log-sum-exp, and the sum of their gradients from the output."""
+    group = query.shape[1] // key.shape[1]
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for q, k, scores in _flash_parts(query, key, cum_q, cum_k, scale, window_size_left):
+        weights = (scores - lse[:, q, None]).exp()
+        of_weights = torch.einsum("qhd,khd->hqk", grad[q], value[k].repeat_interleave(group, 1))
+        of_scores = weights * (of_weights - (grad[q] * out[q]).sum(-1).T[..., None]) * scale
+        grads[0][q] = torch.einsum("hqk,khd->qhd", of_scores, key[k].repeat_interleave(group, 1))
+        for target, left, right in ((grads[1], of_scores, query[q]), (grads[2], weights, grad[q])):
+            target[k] += torch.einsum("hqk,qhd->khd", left, right).unflatten(1, (-1, group)).sum(2)
+    return grads
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen2-sliding", "deepseek-v3"])
+def test_variable_length_attention_equals_responses_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs run, with torch's flash attention written out: windows, sinks, values narrower than keys."""
+    monkeypatch.setattr(packed_rows, "_varlen_runs", lambda *_: True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", _flash_forward, "CPU")
+        library.impl("_flash_attention_backward", _flash_backward, "CPU")
+        for batch in (MIXED, LONG):
+            assert_same_logprobs_and_gradients(family, batch)
 
 
 @pytest.mark.usefixtures("every_layout")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HeadNorms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and keys, and their epsilon
 
+# Rows read a window up to this length themselves: it leaves the shared prompt soon, and one launch costs less than two.
+_SHORT_WINDOW = 256
 # Growing a dense copy refills it from the pages, so it grows in larger steps.
 _HEADROOM_TOKENS = 64
 
@@ -286,10 +288,11 @@ class PagedDecode(_WithRecurrence):
     def _attend(self, layer: int, query: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         keys, values, factors = self.cache.keys[layer], self.cache.values[layer], self.cache.factors.get(layer)
         paged = (keys, values, self.table, self.lengths)
-        if self.kernel is None or "sinks" in options or not self.kernel.supports(query, keys, values):
+        if self.kernel is None or not self.kernel.supports(query, keys, values):
             return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()
-        if self.shared is not None:
+        window = options["window"]
+        if self.shared is not None and (window is None or window > _SHORT_WINDOW):
             out: Tensor = self.kernel.shared_prefix_attention(query, *paged, self.shared, factors=factors, **options)
         else:
             out = self.kernel.paged_attention(query, *paged, factors=factors, **options)

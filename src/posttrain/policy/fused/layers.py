@@ -9,6 +9,8 @@ Weights that are multiplied with the same input are joined into one product, LoR
 synchronise. Sharded parameters cannot be joined; their modules are called one by one, as are adapters that do more than
 plain LoRA.
 
+Where only the attention follows the pattern (experts instead of an MLP), the rest is called as it is.
+
 In a pass without gradients a layer defers its last sum to the next norm (`PendingSum`), which saves one kernel launch
 per layer. In training, states between layers are fp32, so the bits are the same.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
@@ -37,7 +40,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
-    """Replace the forward of every layer that follows the pattern; returns how many are fused now.
+    """Replace the forward of every layer that follows the pattern; returns how many are fused now, MLP included.
 
     Layers that are fused already stay as they are: trainer and engine both call this.
     """
@@ -49,24 +52,30 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     rotary = getattr(decoder, "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
         return 0
-    num_fused = sum(_fuse(layer, rotary, may_join) for layer in layers)
+    fused = [_fuse(layer, rotary, may_join) for layer in layers]
     # Not where parameters are sharded: that has hooks between the layers.
-    if num_fused == len(layers) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
+    if all(fused) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
         _defer_sums(decoder)
-    return num_fused
+    forwards: list[Any] = [layer.forward for layer in layers]
+    return sum(replaced and not forward.calls_mlp for forward, replaced in zip(forwards, fused, strict=True))
 
 
-def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
+def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
     if isinstance(layer.forward, FusedLayer):
         return True
-    if not _follows_pattern(layer):
+    if isinstance(layer, FSDPModule) or not _follows_pattern(layer):  # sharded: the trainer has tried before
+        return False
+    calls_mlp = not _mlp_follows_pattern(layer.mlp)
+    if calls_mlp and group_of(layer) is not None:
         return False
     try:
-        observed = Observed(layer, rotary)
+        observed = Observed(layer, rotary, calls_mlp)
     except (TypeError, IndexError):  # layer or rotation take other arguments than the pattern's
         return False
     fused = FusedLayer(layer, observed, may_join)
-    if observed.num_rotated != fused.head_dim or not observed.agrees(fused):
+    if observed.num_rotated not in (fused.head_dim, fused.head_dim // 2) or not observed.agrees(fused):
+        return False
+    if "sinks" in observed.options and fused.sinks is None:  # not a parameter of the module
         return False
     layer.forward = fused
     return True
@@ -116,17 +125,29 @@ def _follows_pattern(layer: Any) -> bool:
     if set(children) != _LAYER_PARTS:
         return False
     attended = {name for name, _ in layer.self_attn.named_children()}
-    fed = {name: module for name, module in layer.mlp.named_children() if name not in _MLP_PARTS}
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
+    head_norms = [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
     return (
         attended >= _ATTENTION_PARTS
         and attended - _ATTENTION_PARTS in (set(), _HEAD_NORMS)
-        and {name for name, _ in layer.mlp.named_children()} >= _MLP_PARTS
-        and all(name == "act_fn" for name in fed)
         and all(map(_is_rms_norm, norms))
-        and getattr(layer.self_attn, "head_dim", None) is not None
+        and (head_dim := getattr(layer.self_attn, "head_dim", None)) is not None
+        and all(len(norm.weight) == head_dim for norm in head_norms)
     )
+
+
+def _mlp_follows_pattern(mlp: Any) -> bool:
+    names = {name for name, _ in mlp.named_children()}
+    return _MLP_PARTS <= names <= _MLP_PARTS | {"act_fn"}
+
+
+def _whole_angles(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Some families give the angles of a half of each head. Of both halves; kept with the tensor for later layers."""
+    kept = vars(halves[0])
+    if "whole" not in kept:
+        kept["whole"] = tuple(angles.repeat(1, 1, 2) for angles in halves)
+    whole: tuple[Tensor, Tensor] = kept["whole"]
+    return whole
 
 
 class PendingSum:
@@ -182,7 +203,11 @@ class FusedLayer:
         attention = layer.self_attn
         self.index: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
-        self.options = observed.options
+        self.calls_mlp = observed.calls_mlp
+        self.constants = {name: value for name, value in observed.options.items() if name != "sinks"}
+        # Trained, so looked up at every call.
+        sinks, parameters = observed.options.get("sinks"), attention.named_parameters(recurse=False)
+        self.sinks = next((name for name, parameter in parameters if parameter is sinks), None)
         widths = (attention.q_proj.out_features, attention.k_proj.out_features)
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
         self.head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -211,20 +236,35 @@ class FusedLayer:
                 position_embeddings=position_embeddings,
                 **options,
             )
-        from posttrain.policy.fused.ops import Add
+        from posttrain.policy.fused.ops import Add, AddNorm
 
         # Modules are looked up at every call: adapters may have been added or removed.
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
+        if position_embeddings[0].shape[-1] < self.head_dim:
+            position_embeddings = _whole_angles(position_embeddings)
         cos, sin = (angles[0] for angles in position_embeddings)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         x, qkv = self._normed(layer.input_layernorm, hidden_states[0].contiguous(), pending, projections)
         seen = self._attend(qkv, cos, sin)
         delta = self._linear(attention.o_proj, seen.flatten(1))
-        x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
-        delta = self._down(mlp.down_proj, gate_up)
+        if self.calls_mlp:
+            norm = layer.post_attention_layernorm
+            x, y = AddNorm.apply(x, whole(delta), norm.weight, norm.variance_epsilon, x.dtype)
+            fed = mlp(y[None])
+            delta = (fed[0] if isinstance(fed, tuple) else fed)[0]
+        else:
+            x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
+            delta = self._down(mlp.down_proj, gate_up)
         if self.successor is not None and self.successor.takes_sum_of(layer):
             return self.pending.leave(x[None], delta)
         return Add.apply(x, whole(delta))[None]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of attention."""
+        if self.sinks is None:
+            return self.constants
+        return {**self.constants, "sinks": getattr(self.layer.self_attn, self.sinks)}
 
     def module_groups(self) -> list[list[nn.Module]]:
         """The linear modules, those with the same input together."""

@@ -6,6 +6,7 @@ Runs in evaluation mode, as dropout of adapters would differ between the two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +20,15 @@ _TRIAL_TOKENS = 8
 
 
 class Observed(PackedAttention):
-    """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output."""
+    """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output.
+
+    An MLP that is called as a module stands aside: among experts, a rounding may change which are chosen.
+    """
 
     @torch.no_grad()
-    def __init__(self, layer: Any, rotary: nn.Module) -> None:
+    def __init__(self, layer: Any, rotary: nn.Module, calls_mlp: bool) -> None:
         norm = layer.input_layernorm.weight
+        self.calls_mlp = calls_mlp
         super().__init__([Segment(0, _TRIAL_TOKENS)], norm.device)
         self.norm_weight = norm
         self.states = trial_states(norm)
@@ -38,7 +43,8 @@ class Observed(PackedAttention):
         return super().attend(layer, query, key, value, **options)
 
     def _run(self, forward: Callable[..., Tensor]) -> Tensor:
-        with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight):
+        echo = self.layer.mlp.register_forward_hook(_echo) if self.calls_mlp else nullcontext()
+        with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight), echo:
             output = forward(self.states, position_embeddings=self.angles)
         return output[0] if isinstance(output, tuple) else output
 
@@ -49,14 +55,14 @@ class Observed(PackedAttention):
 
     @torch.no_grad()
     def agrees(self, forward: Callable[..., Tensor]) -> bool:
-        """Whether `forward` gives the same output as the layer's own forward, which used our attention. Not with sinks:
-        the options of a fused layer are constants, and sinks are trained.
-        """
-        return (
-            bool(self.options)
-            and "sinks" not in self.options
-            and is_near(self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states)
+        """Whether `forward` gives the same output as the layer's own forward, which used our attention."""
+        return bool(self.options) and is_near(
+            self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
         )
+
+
+def _echo(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
 
 
 def _reduced(weight: Tensor) -> torch.dtype | None:

@@ -119,7 +119,8 @@ def _attend(  # type: ignore[no-untyped-def]
 def _with_pieces(  # type: ignore[no-untyped-def]
     acc, acc_sum, piece_ptr, piece_sum_ptr, first_slot, num_pieces, dv, present, VALUE_DIM: tl.constexpr
 ):
-    """`acc`, whose weights add up to 2^acc_sum, combined with the `num_pieces` pieces from `first_slot` on."""
+    """`acc`, whose weights add up to 2^acc_sum, combined with the `num_pieces` pieces from `first_slot` on; and log2 of
+    the sum of all weights."""
     best = acc_sum
     total = tl.where(best == float("-inf"), 0.0, 1.0)
     mask = present[:, None] & (dv < VALUE_DIM)[None, :]
@@ -134,7 +135,14 @@ def _with_pieces(  # type: ignore[no-untyped-def]
         acc = acc * own_weight[:, None] + piece * weight[:, None]
         total = total * own_weight + weight
         best = new_best
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None], best + tl.log2(total)
+
+
+@triton.jit
+def _sink_share(sink_ptr, heads, mask, log2_sum):  # type: ignore[no-untyped-def]
+    """What a head's sink, a key whose value is 0, leaves of the output whose weights add up to 2^log2_sum."""
+    sink = tl.load(sink_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+    return 1.0 / (1.0 + tl.exp2(sink - log2_sum))
 
 
 @triton.jit(do_not_specialize=["splits", "slots", "prefix_splits"])
@@ -150,6 +158,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [rows, most pages], int32
     length_ptr,  # [rows], int32
     start_ptr,  # [rows], int32: positions before it are in a shared tile; read if HAS_START
+    sink_ptr,  # [heads]: a logit of each head in the denominator; read if HAS_SINKS
     inner_scale,
     outer_scale,
     window,
@@ -172,6 +181,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     PREFIX_BLOCK: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # splits > 1
     HAS_START: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
@@ -224,9 +234,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     else:
         if HAS_START:
             _, _, num_shared = _piece(0, start, 0, prefix_splits, PREFIX_BLOCK, MIN_TOKENS)
-            acc = _with_pieces(
+            acc, piece_sum = _with_pieces(
                 acc, piece_sum, piece_ptr, piece_sum_ptr, at_head * slots, num_shared, dv, g < GROUP, VALUE_DIM
             )
+        if HAS_SINKS:
+            acc *= _sink_share(sink_ptr, heads, g < GROUP, piece_sum)[:, None]
         at_out = at_head[:, None] * VALUE_DIM + dv[None, :]
         tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -323,6 +335,7 @@ def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     piece_sum_ptr,  # [rows, heads, slots], float32
     length_ptr,
     start_ptr,
+    sink_ptr,
     window,
     splits,
     slots,
@@ -334,6 +347,7 @@ def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     HAS_START: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -361,5 +375,7 @@ def combine_pieces_kernel(  # type: ignore[no-untyped-def]
     pieces = tl.load(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], mask=mask, other=0.0)
     total = tl.sum(weights, 0)
     out = tl.sum(pieces * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    if HAS_SINKS:
+        out *= _sink_share(sink_ptr, head, head >= 0, best + tl.log2(total))
     at_out = (row * tl.num_programs(0) + head) * VALUE_DIM + dv
     tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=dv < VALUE_DIM)

@@ -68,6 +68,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,  # [heads]: a logit of each in the denominator, read where they are
     factors: Factors | None = None,
     out: Tensor | None = None,  # [rows, heads, value dim], contiguous
     tile: AttentionTile | None = None,
@@ -84,11 +85,12 @@ def paged_attention(
     padded = max(next_power_of_two(max(dim, value_dim)), SMALLEST_TILE)
     tile = tile or attention_tile(padded, keys.element_size(), max(next_power_of_two(group), SMALLEST_TILE))
     if splits is None:
-        splits = num_splits(rows * kv_heads, table.shape[1] * page_size, multiprocessors(query.device))
+        longest = min(table.shape[1] * page_size, window or math.inf)
+        splits = num_splits(rows * kv_heads, int(longest), multiprocessors(query.device))
     pieces, sums = piece_buffers(out, splits, 0)
     attend_to_own(
         query, keys, values, factors, table, lengths, None, out, pieces, sums, scale=scale, window=window,
-        softcap=softcap, tile=tile, splits=splits, prefix_splits=0, prefix_block=1,
+        softcap=softcap, sinks=sinks, tile=tile, splits=splits, prefix_splits=0, prefix_block=1,
     )  # fmt: skip
     return out
 
@@ -129,7 +131,7 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 def attend_to_own(
     query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor,
     starts: Tensor | None, out: Tensor, pieces: Tensor, sums: Tensor, *,
-    scale: float, window: int | None, softcap: float | None, tile: AttentionTile,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None, tile: AttentionTile,
     splits: int, prefix_splits: int, prefix_block: int,
 ) -> None:  # fmt: skip
     """Attention of each row from its start on (None: 0), combined with the prefix results in `pieces`."""
@@ -139,26 +141,30 @@ def attend_to_own(
     inner, outer = score_scales(scale, softcap)
     group, window_or_0 = heads // kv_heads, 0 if window is None else window
     starts_or_any, has_start = (lengths, False) if starts is None else (starts, True)
+    sinks_or_any = lengths if sinks is None else sinks
+    assert sinks is None or (sinks.shape == (heads,) and sinks.is_contiguous()), "a sink for each head"
     slots = num_slots_of(splits, prefix_splits)
     paged_attention_kernel[(kv_heads, rows, splits)](
         query, *as_read(keys, values, factors), out, pieces, sums, table, lengths, starts_or_any,
-        inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0), splits, slots, prefix_splits,
+        sinks_or_any, inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
+        splits, slots, prefix_splits,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
         KEY_DIM=dim, KEY_PADDED=padded_dim(dim, factors),
         VALUE_DIM=value_dim, VALUE_PADDED=padded_dim(value_dim, factors),
         PAGE_SIZE=page_size, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
-        PREFIX_BLOCK=prefix_block, IS_SPLIT=splits > 1, HAS_START=has_start,
+        PREFIX_BLOCK=prefix_block, IS_SPLIT=splits > 1, HAS_START=has_start, HAS_SINKS=sinks is not None,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, FP8=factors is not None,
         IN_ASSEMBLY=not triton.knobs.runtime.interpret, EXACT_WEIGHTS=exact_weights(tile, query),
         PRECISION=dot_precision(query), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
         combine_pieces_kernel[(heads, rows)](
-            out, pieces, sums, lengths, starts_or_any, window_or_0, splits, slots, prefix_splits,
+            out, pieces, sums, lengths, starts_or_any, sinks_or_any, window_or_0, splits, slots, prefix_splits,
             VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim),
             SLOTS_PADDED=max(8, next_power_of_two(slots)),
             PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
-            HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
+            HAS_START=has_start, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None,
+            num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
 
 

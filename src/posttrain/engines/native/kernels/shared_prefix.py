@@ -122,6 +122,7 @@ def shared_prefix_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
     factors: Factors | None = None,
     out: Tensor | None = None,
     tile: AttentionTile | None = None,
@@ -153,7 +154,8 @@ def shared_prefix_attention(
     )  # fmt: skip
     attend_to_own(
         query, keys, values, factors, table, lengths, shared.starts, out, pieces, sums, scale=scale, window=window,
-        softcap=softcap, tile=tile, splits=splits, prefix_splits=prefix_splits, prefix_block=prefix_tile.block,
+        softcap=softcap, sinks=sinks, tile=tile, splits=splits, prefix_splits=prefix_splits,
+        prefix_block=prefix_tile.block,
     )  # fmt: skip
     return out
 
