@@ -22,7 +22,7 @@ from posttrain.policy.parallel.fsdp import shard, whole_parameters
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"
-_PROFILED_TOKENS = 48
+_PROFILED_TOKENS = 16
 
 
 class NativeSampling:

@@ -74,8 +74,9 @@ def _llama(*sizes: int, tied: bool, **rest: Any) -> Shape:
     return Shape("llama", "LlamaForCausalLM", _sizes(*sizes, tied=tied, rope_theta=500000.0, **rest))
 
 
-# llama-8b has the sizes of Llama 3.1 8B, the qwen ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k and v) and
-# Qwen3 8B (norms on q and k); those of this year have the sizes that they are named after. There is no Llama of 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
+# llama-8b has the sizes of Llama 3.1 8B, the qwen2 and qwen3 ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k,
+# v) and Qwen3 8B (norms on q and k); the others are named after the model whose sizes they have. There is no Llama of
+# 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),

@@ -51,3 +51,14 @@ def test_every_test_and_script_of_the_evidence_exists() -> None:
     paths = re.findall(r"\b((?:tests|bench|configs)/[\w/.]+\.(?:py|yaml))", text)
     assert len(paths) >= 5
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_no_page_has_the_markers_of_a_merge() -> None:
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("configs/**/*.yaml"),
+        *ROOT.glob("examples/**/*.*"),
+    ]
+    marked = re.compile(rb"^(<{7} |>{7} |={7}$)", re.MULTILINE)
+    assert [page for page in pages if marked.search(page.read_bytes())] == []

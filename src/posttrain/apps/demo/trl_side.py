@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from posttrain.files.digests import sha256_of
+from posttrain.files.durable import write_text
 
 
 def right(completions: list[Any], output: list[str], **columns: Any) -> list[float]:
@@ -37,10 +37,12 @@ class Rows(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "reward" in logs:
             self.rows[state.global_step] = {"step": state.global_step, "train/reward": logs["reward"]}
-            self.file.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()), encoding="utf-8")
+            write_text(self.file, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
 
 def main(folder: Path, name: str, steps: int, save_period: int) -> None:
+    from datasets import load_dataset
+
     torch.set_num_threads(1)
     taught = max(folder.glob("taught/step_*"))
     model = AutoModelForCausalLM.from_pretrained(taught / "policy/weights/model", dtype=torch.float32)

@@ -29,7 +29,9 @@ from posttrain.errors import ExitCode, InputError, reason_of
 
 SCRIPT = "job.sh"
 _AFTER_SAVE_S = 10  # of the warning before the time limit: for the gang to end
-_PORTS = (20000, 20000)  # the first, and how many; each job has two of them, as jobs may share a machine
+# The first, and how many, below those that Linux gives to outgoing connections. Each job has two, as jobs may share a
+# machine.
+_PORTS = (20000, 12000)
 _COMMAND_LIMIT_S = 60.0
 
 
