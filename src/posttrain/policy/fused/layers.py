@@ -2,7 +2,8 @@
 
 A layer keeps its modules and its parameters; only its `forward` is replaced, in training and in sampling alike, so that
 both round at the same places. A layer is recognised by its modules and then tested: if the replaced forward and the
-original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays.
+original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays. A block of
+routed experts in place of the MLP is called as it is; its experts have a forward of their own (`experts.py`).
 
 Weights that are multiplied with the same input are joined into one product, LoRA adapters with them
 (`accumulate.joined`, `adapters.py`): the parameters become views of one tensor, so there is no second copy to
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention_interface import active_context
+from posttrain.policy.experts import stacked_experts
 from posttrain.policy.fused.adapters import product_of
+from posttrain.policy.fused.experts import fuse_experts
 from posttrain.policy.fused.fp8 import Fp8Product, ScaledRows, active_fp8, whole
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
@@ -37,10 +40,12 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
-    """Replace the forward of every layer that follows the pattern; returns how many are fused now.
+    """Replace the forward of every layer that follows the pattern, and of routed experts; returns how many layers are
+    fused now.
 
     Layers that are fused already stay as they are: trainer and engine both call this.
     """
+    fuse_experts(decoder)
     layers: Any = getattr(decoder, "layers", None)
     parameter = next(decoder.parameters())
     kernels = triton_kernels("policy.fused.kernels")
@@ -63,7 +68,7 @@ def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
         return False
     try:
         observed = Observed(layer, rotary)
-    except (TypeError, IndexError):  # layer or rotation take other arguments than the pattern's
+    except (TypeError, IndexError, ValueError):  # layer, rotation or block of experts work otherwise than the pattern
         return False
     fused = FusedLayer(layer, observed, may_join)
     if observed.num_rotated != fused.head_dim or not observed.agrees(fused):
@@ -116,17 +121,20 @@ def _follows_pattern(layer: Any) -> bool:
     if set(children) != _LAYER_PARTS:
         return False
     attended = {name for name, _ in layer.self_attn.named_children()}
-    fed = {name: module for name, module in layer.mlp.named_children() if name not in _MLP_PARTS}
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
     return (
         attended >= _ATTENTION_PARTS
         and attended - _ATTENTION_PARTS in (set(), _HEAD_NORMS)
-        and {name for name, _ in layer.mlp.named_children()} >= _MLP_PARTS
-        and all(name == "act_fn" for name in fed)
+        and (_is_plain(layer.mlp) or (bool(stacked_experts(layer.mlp)) and group_of(layer) is None))
         and all(map(_is_rms_norm, norms))
         and getattr(layer.self_attn, "head_dim", None) is not None
     )
+
+
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether it is gate, up and down projection and nothing else."""
+    return {name for name, _ in mlp.named_children()} - {"act_fn"} == _MLP_PARTS
 
 
 class PendingSum:
@@ -186,6 +194,7 @@ class FusedLayer:
         widths = (attention.q_proj.out_features, attention.k_proj.out_features)
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
         self.head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.has_plain_mlp = _is_plain(layer.mlp)
         self.may_join = may_join
         self.successor: Successor | None = None  # may receive the deferred sum
         self.pending = PendingSum()
@@ -211,7 +220,7 @@ class FusedLayer:
                 position_embeddings=position_embeddings,
                 **options,
             )
-        from posttrain.policy.fused.ops import Add
+        from posttrain.policy.fused.ops import Add, AddNorm
 
         # Modules are looked up at every call: adapters may have been added or removed.
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
@@ -220,17 +229,22 @@ class FusedLayer:
         x, qkv = self._normed(layer.input_layernorm, hidden_states[0].contiguous(), pending, projections)
         seen = self._attend(qkv, cos, sin)
         delta = self._linear(attention.o_proj, seen.flatten(1))
-        x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
-        delta = self._down(mlp.down_proj, gate_up)
+        norm = layer.post_attention_layernorm
+        if self.has_plain_mlp:
+            x, gate_up = self._normed(norm, x, delta, (mlp.gate_proj, mlp.up_proj))
+            delta = self._down(mlp.down_proj, gate_up)
+        else:
+            x, y = AddNorm.apply(x, whole(delta), local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
+            delta = mlp(y[None])[0]
         if self.successor is not None and self.successor.takes_sum_of(layer):
             return self.pending.leave(x[None], delta)
         return Add.apply(x, whole(delta))[None]
 
     def module_groups(self) -> list[list[nn.Module]]:
-        """The linear modules, those with the same input together."""
+        """The linear modules, those with the same input together; without those of a block of experts."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
-        joined = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
-        return [joined[0], [attention.o_proj], joined[1], [mlp.down_proj]]
+        groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+        return [*groups, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if self.has_plain_mlp else groups
 
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
         product = product_of(modules) if self.may_join else None
