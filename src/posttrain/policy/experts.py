@@ -72,7 +72,7 @@ def expert_outputs(
         out = grouped_product(x, weight if module.is_transposed else weight.transpose(-2, -1), ends)
         if expert_of is not None:
             out = out + parameter(f"{name}_bias")[expert_of]
-        for down, up, scaling in _adapters(adapters.get(name), first_expert, len(num_rows)):
+        for down, up, scaling in adapters_of(adapters.get(name), first_expert, len(num_rows)):
             out = out + grouped_product(grouped_product(x, down, ends), up, ends) * scaling
         return out
 
@@ -180,7 +180,7 @@ def active_adapters(wrapper: Any) -> list[str]:
     return [] if is_off else [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _adapters(wrapper: Any, first: int, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+def adapters_of(wrapper: Any, first: int, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Of some experts [experts, inputs, rank] and [experts, rank, outputs], and their factor. peft's matrices have
     expert after expert in the rows of A, and in the columns of B the experts of the first rank, then of the second."""
     for name in [] if wrapper is None else active_adapters(wrapper):

@@ -259,7 +259,7 @@ class PolicyTrainer:
             self.device,
             next(head.decoder.parameters()).dtype,
             model_type=head.decoder.config.model_type,
-            num_layers=len(head.layers),
+            layers=list(head.layers),
             num_fused=num_fused,
             is_sharded=self.mesh.size > 1,
         )

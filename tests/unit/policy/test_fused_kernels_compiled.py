@@ -86,3 +86,36 @@ def test_an_update_of_adam_compiles(moments: Any, masters: bool, compiled: Compi
     numbers, keys = torch.zeros(9), torch.zeros(3, dtype=torch.long)
     adam_kernels.update(compact_adam.Slice(weight, weight.float(), entries, 0, numbers, keys))
     assert set(compiled) == {"_update_blocks" if moments == "int8" else "_update"}
+
+
+@pytest.mark.parametrize("num_tokens", [4, 512, 4096])
+@pytest.mark.parametrize("family", ["qwen3-30b", "gpt-oss-20b"])
+def test_products_of_experts_compile(family: str, num_tokens: int, compiled: Compiled) -> None:
+    """On tensor cores, sixteen bytes at a time, whatever the number of tokens."""
+    from posttrain.policy.fused import expert_kernels
+
+    is_qwen = family == "qwen3-30b"
+    experts, hidden, inner, top_k = (128, 2048, 768, 8) if is_qwen else (32, 2880, 2880, 4)
+    chosen, factors = torch.zeros(num_tokens, top_k, dtype=torch.long), torch.empty(num_tokens, top_k, dtype=BF16)
+    pairs = expert_kernels.sort_pairs(chosen, experts)
+    gate = expert_kernels.Gate() if is_qwen else expert_kernels.Gate(True, 1.702, 7.0, 1.0)
+    for width, inputs in ((2 * inner, hidden), (hidden, inner)):
+        weight = torch.empty(0, dtype=BF16)
+        shape = (experts, width, inputs) if is_qwen else (experts, inputs, width)
+        weight = weight.as_strided((0, *shape[1:]), (shape[1] * shape[2], shape[2], 1))
+        is_first = width == 2 * inner
+        expert_kernels.grouped_product(
+            torch.empty(num_tokens if is_first else num_tokens * top_k, inputs, dtype=BF16),
+            weight if is_qwen else weight.transpose(1, 2), pairs, top_k, factors=factors,
+            gate=gate if is_first else None, bias=None if is_qwen else torch.empty(experts, width, dtype=BF16),
+        )  # fmt: skip
+        ptx = compiled["_grouped_product"].asm["ptx"]
+        assert "wgmma" in ptx
+        assert "cp.async.cg.shared.global" in ptx
+    rows = torch.empty(num_tokens * top_k, hidden, dtype=BF16)
+    expert_kernels.sum_pairs(rows, top_k, BF16)
+    both = torch.empty(num_tokens * top_k, 2 * inner, dtype=BF16)
+    inside = expert_kernels.gate_forward(both, pairs.order, factors, gate)
+    expert_kernels.gate_backward(inside, both, pairs.order, factors, gate)
+    kernels = {"_rank_pairs", "_place_pairs", "_grouped_product", "_sum_pairs", "_gate_forward", "_gate_backward"}
+    assert set(compiled) == kernels

@@ -22,21 +22,21 @@ def check_fp8(forward: ForwardPass, settings: NativeConfig, *, num_fused: int, i
     """Reject FP8 if the device or the model does not support it; `num_fused` layers of the model are fused."""
     if settings.precision != "fp8":
         return
-    num_layers = int(forward.config.num_hidden_layers)
+    layers = list(forward.head.layers)
     obstacle = fp8_obstacle(
         forward.device,
         next(forward.head.decoder.parameters()).dtype,
         model_type=forward.config.model_type,
-        num_layers=num_layers,
+        layers=layers,
         num_fused=num_fused,
         is_sharded=is_sharded,
     )
     if obstacle is not None:
         raise InputError(f"native_cfg.precision = fp8: {obstacle}; use precision = auto")
-    if settings.num_first_layers_in_bf16 + settings.num_last_layers_in_bf16 >= num_layers:
+    if settings.num_first_layers_in_bf16 + settings.num_last_layers_in_bf16 >= len(layers):
         raise InputError(
             f"native_cfg.precision = fp8: num_first_layers_in_bf16 = {settings.num_first_layers_in_bf16} and "
-            f"num_last_layers_in_bf16 = {settings.num_last_layers_in_bf16} leave none of the {num_layers} layers"
+            f"num_last_layers_in_bf16 = {settings.num_last_layers_in_bf16} leave none of the {len(layers)} layers"
         )
 
 

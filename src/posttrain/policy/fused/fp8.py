@@ -16,7 +16,7 @@ the row's factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from posttrain.policy.experts import stacked_experts
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Product
 
@@ -67,8 +68,9 @@ def active_fp8() -> Fp8Weights | None:
 
 
 def fp8_obstacle(
-    device: torch.device, dtype: torch.dtype, *, model_type: str, num_layers: int, num_fused: int, is_sharded: bool
-) -> str | None:
+    device: torch.device, dtype: torch.dtype, *, model_type: str, layers: Sequence[nn.Module], num_fused: int,
+    is_sharded: bool,
+) -> str | None:  # fmt: skip
     """Why the products of a model cannot be in FP8, `num_fused` of whose layers are fused; None if they can."""
     if device.type != "cuda":
         return f"it needs a GPU with FP8 matrix units (Ada, Hopper or newer), and the model is on {device.type}"
@@ -85,9 +87,11 @@ def fp8_obstacle(
         return f"weights in bfloat16 are quantised, and these are {str(dtype).removeprefix('torch.')}"
     if is_sharded:
         return "weights that are sharded over GPUs cannot be quantised yet"
-    if num_fused < num_layers:
-        layers = f"{num_fused} of {num_layers} layers of {model_type}"
-        return f"{layers} follow the pattern of Llama whose products can be quantised"
+    if any(stacked_experts(layer) for layer in layers):
+        return f"the routed experts of {model_type} cannot be quantised yet"
+    if num_fused < len(layers):
+        fused = f"{num_fused} of {len(layers)} layers of {model_type}"
+        return f"{fused} follow the pattern of Llama whose products can be quantised"
     return None
 
 

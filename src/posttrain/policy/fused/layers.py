@@ -2,7 +2,8 @@
 
 A layer keeps its modules and its parameters; only its `forward` is replaced, in training and in sampling alike, so that
 both round at the same places. A layer is recognised by its modules and then tested: if the replaced forward and the
-original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays.
+original disagree on a few tokens (some families scale a residual or omit the rotation), the original stays. A block of
+routed experts in place of the MLP is called as it is; its experts have a forward of their own (`experts.py`).
 
 Weights that are multiplied with the same input are joined into one product, LoRA adapters with them
 (`accumulate.joined`, `adapters.py`): the parameters become views of one tensor, so there is no second copy to
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
+from posttrain.policy.fused.experts import fuse_experts
 from posttrain.policy.fused.fp8 import Fp8Product, ScaledRows, active_fp8, whole
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
@@ -40,10 +42,12 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
-    """Replace the forward of every layer that follows the pattern; returns how many are fused now, MLP included.
+    """Replace the forward of every layer that follows the pattern, and of routed experts; returns how many layers are
+    fused now, MLP included.
 
     Layers that are fused already stay as they are: trainer and engine both call this.
     """
+    fuse_experts(decoder)
     layers: Any = getattr(decoder, "layers", None)
     parameter = next(decoder.parameters())
     kernels = triton_kernels("policy.fused.kernels")
@@ -70,7 +74,7 @@ def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
         return False
     try:
         observed = Observed(layer, rotary, calls_mlp)
-    except (TypeError, IndexError):  # layer or rotation take other arguments than the pattern's
+    except (TypeError, IndexError, ValueError):  # layer or rotation take other arguments than the pattern's
         return False
     fused = FusedLayer(layer, observed, may_join)
     if observed.num_rotated not in (fused.head_dim, fused.head_dim // 2) or not observed.agrees(fused):
@@ -249,7 +253,7 @@ class FusedLayer:
         delta = self._linear(attention.o_proj, seen.flatten(1))
         if self.calls_mlp:
             norm = layer.post_attention_layernorm
-            x, y = AddNorm.apply(x, whole(delta), norm.weight, norm.variance_epsilon, x.dtype)
+            x, y = AddNorm.apply(x, whole(delta), local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
             fed = mlp(y[None])
             delta = (fed[0] if isinstance(fed, tuple) else fed)[0]
         else:
@@ -267,10 +271,10 @@ class FusedLayer:
         return {**self.constants, "sinks": getattr(self.layer.self_attn, self.sinks)}
 
     def module_groups(self) -> list[list[nn.Module]]:
-        """The linear modules, those with the same input together."""
+        """The linear modules, those with the same input together; without those of a block of experts."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
-        joined = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
-        return [joined[0], [attention.o_proj], joined[1], [mlp.down_proj]]
+        groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+        return [*groups, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if not self.calls_mlp else groups
 
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
         product = product_of(modules) if self.may_join else None
