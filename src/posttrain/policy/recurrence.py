@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.policy.runtime import to_device
 
 CHUNK_TOKENS = 64  # tokens whose products are computed together
+UNIT_EPS = 1e-6  # added to the squared norm of queries and keys
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,16 @@ class PackedRecurrence:
         self.device = device
         self._taps: dict[int, Tensor] = {}
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
+    ) -> Tensor:
         """`windows` [pieces, width - 1, channels]: the tokens before each piece."""
         channels, width = weight.shape
         before = x.new_zeros(len(self.pieces), width - 1, channels) if windows is None else windows
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
         taps = [rows[at] for at in self._taps_of(width)]
-        return _weighted([*taps, x], weight, bias)
+        out = _weighted([*taps, x], weight, bias)
+        return F.silu(out) if silu else out
 
     def last_tokens(self, x: Tensor, width: int, windows: Tensor | None = None) -> Tensor:
         """[pieces, width - 1, channels]: the tokens before the one that continues each piece."""
@@ -97,9 +102,12 @@ class PackedRecurrence:
         log_decay: Tensor,
         beta: Tensor | None,
         states: Tensor | None = None,
+        *,
+        unit: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
+        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         query, key = _for_each_head(query, key, value)
         inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
         # A row of zeros for padding: its keys, values and decays change nothing.
@@ -150,6 +158,19 @@ class _Wave:
                 tokens[row, :count] = torch.arange(start, start + count)
                 row += 1
         self.on_host, self.tokens = tokens, to_device(tokens, device)  # [chunks, tokens of a chunk]
+
+
+def in_exact_types(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, *, unit: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """In fp32 or wider: a state is summed up over thousands of tokens. With `unit` queries and keys are divided by their
+    norms, and queries by the root of their width."""
+    exact = torch.promote_types(value.dtype, torch.float32)
+    q, k = query.to(exact), key.to(exact)
+    if unit:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    return q, k, value.to(exact), log_decay.to(exact), None if beta is None else beta.to(exact)
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
