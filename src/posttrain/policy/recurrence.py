@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.policy.runtime import to_device
+from posttrain.policy.runtime import to_device, triton_kernels
 
 CHUNK_TOKENS = 64  # tokens whose products are computed together
 UNIT_EPS = 1e-6  # added to the squared norm of queries and keys
@@ -40,16 +40,24 @@ class PackedRecurrence:
     def __init__(self, pieces: Sequence[RowPiece], device: torch.device) -> None:
         self.pieces = list(pieces)
         self.device = device
+        self._host_taps: dict[int, Tensor] = {}
         self._taps: dict[int, Tensor] = {}
+        self._users: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
     ) -> Tensor:
         """`windows` [pieces, width - 1, channels]: the tokens before each piece."""
         channels, width = weight.shape
+        if _has_kernels(x):
+            kernels = triton_kernels("policy.fused.convolution")
+            out: Tensor = kernels.convolve(
+                self.users_of(width), self.taps_of(width), x, weight, bias, windows, silu=silu
+            )
+            return out
         before = x.new_zeros(len(self.pieces), width - 1, channels) if windows is None else windows
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
-        taps = [rows[at] for at in self._taps_of(width)]
+        taps = [rows[at] for at in self.taps_of(width)]
         out = _weighted([*taps, x], weight, bias)
         return F.silu(out) if silu else out
 
@@ -59,14 +67,14 @@ class PackedRecurrence:
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
         ends = self._ends
         # The tokens before the last one of a piece, then that one itself.
-        earlier = [at[ends] for at in self._taps_of(width)[1:]] if width > 2 else []
+        earlier = [at[ends] for at in self.taps_of(width)[1:]] if width > 2 else []
         return rows[torch.stack([*earlier, ends], dim=1)] if width > 1 else before
 
     @cached_property
     def _ends(self) -> Tensor:
         return to_device(torch.tensor([piece.end - 1 for piece in self.pieces]), self.device)
 
-    def _taps_of(self, width: int) -> Tensor:
+    def taps_of(self, width: int) -> Tensor:
         """[width - 1, tokens]: the row's index of the token `width - 1`, …, 1 places before each; behind the row are
         the windows of the pieces."""
         if width not in self._taps:
@@ -80,19 +88,29 @@ class PackedRecurrence:
                 places = torch.cat([window, torch.arange(piece.start, piece.end)])
                 for tap in range(width - 1):
                     taps[tap, piece.start : piece.end] = places[tap : tap + piece.length]
-            self._taps[width] = to_device(taps, self.device)
+            self._host_taps[width], self._taps[width] = taps, to_device(taps, self.device)
         return self._taps[width]
+
+    def users_of(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `taps_of`: the first user of each token (and how many users there are), the users of all
+        tokens in the order of those, and by which tap each reads."""
+        if width not in self._users:
+            self.taps_of(width)
+            taps, total = self._host_taps[width], self.pieces[-1].end
+            sources, order = taps.flatten().sort(stable=True)
+            first = torch.searchsorted(sources, torch.arange(total + 1))
+            users, tap = order % total, order // total
+            self._users[width] = tuple(to_device(x.int(), self.device) for x in (first, users, tap))  # type: ignore[assignment]
+        return self._users[width]
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return Chunks(self.pieces, self.device)
 
     @cached_property
     def _waves(self) -> list[_Wave]:
         """The pieces in an order in which each comes after the one that it follows."""
-        depth: list[int] = []
-        for piece in self.pieces:
-            depth.append(0 if piece.follows is None else depth[piece.follows] + 1)
-        return [
-            _Wave(self.pieces, [at for at, own in enumerate(depth) if own == wave], self.device)
-            for wave in range(max(depth) + 1)
-        ]
+        return [_Wave(self.pieces, members, self.device) for members in _in_order(self.pieces)]
 
     def recur(
         self,
@@ -107,6 +125,12 @@ class PackedRecurrence:
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
+        if _has_kernels(value):
+            kernels = triton_kernels("policy.fused.recurrence")
+            result: tuple[Tensor, Tensor] = kernels.recur(
+                self.chunks, query, key, value, log_decay, beta, states, unit=unit
+            )
+            return result
         query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         query, key = _for_each_head(query, key, value)
         inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
@@ -136,6 +160,48 @@ class PackedRecurrence:
         tokens = torch.cat([wave.on_host.flatten() for wave in self._waves])
         places[tokens] = torch.arange(len(tokens))
         return to_device(places[:total], self.device)
+
+
+def _in_order(pieces: Sequence[RowPiece]) -> list[list[int]]:
+    """The pieces that follow none, those that follow these, and so on."""
+    depth: list[int] = []
+    for piece in pieces:
+        depth.append(0 if piece.follows is None else depth[piece.follows] + 1)
+    return [[at for at, own in enumerate(depth) if own == wave] for wave in range(max(depth) + 1)]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
+
+
+class Chunks:
+    """What the kernels know of the pieces of a row. Every piece has chunks of its own."""
+
+    def __init__(self, pieces: Sequence[RowPiece], device: torch.device) -> None:
+        followers: list[list[int]] = [[] for _ in pieces]
+        for at, piece in enumerate(pieces):
+            if piece.follows is not None:
+                followers[piece.follows].append(at)
+        facts: list[list[int]] = []
+        table: list[list[int]] = []
+        num_before = 0
+        for piece, own in zip(pieces, followers, strict=True):
+            follows = -1 if piece.follows is None else piece.follows
+            facts.append([piece.start, piece.end, len(table), follows, num_before, num_before + len(own)])
+            table += [[start, min(start + CHUNK_TOKENS, piece.end)] for start in
+                      range(piece.start, piece.end, CHUNK_TOKENS)]  # fmt: skip
+            num_before += len(own)
+
+        def sent(numbers: Sequence[object]) -> Tensor:
+            return to_device(torch.tensor(numbers, dtype=torch.int32), device)
+
+        self.num_pieces, self.num_chunks = len(pieces), len(table)
+        self.table = sent(table)  # start and end of each chunk
+        # Of each piece: start, end, its first chunk, the piece that it follows or -1, its first and last of `followers`.
+        self.facts = sent(facts)
+        self.followers = sent([at for own in followers for at in own] or [0])
+        # Pieces that can be computed together, the longest first.
+        self.waves = [sent(sorted(wave, key=lambda at: -pieces[at].length)) for wave in _in_order(pieces)]
 
 
 class _Wave:
