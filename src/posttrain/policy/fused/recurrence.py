@@ -16,8 +16,9 @@ others run over all chunks at once. The backward pass keeps only inputs and comp
 type of queries and keys (bf16 in a bf16 model) and sum up in fp32; states and G have fp32. Every sum has a fixed order.
 
 The decomposition is that of flash-linear-attention (the WY form of Yang et al., arXiv 2412.06464). Different: T by
-forward substitution on the whole chunk; smaller kernels in the backward pass, whose large one is miscompiled for Hopper
-by Triton 3.4 to 3.7.0 (flash-linear-attention issue 640).
+forward substitution on the whole chunk, and smaller kernels in the backward pass. Triton 3.4 to 3.7.0 miscompiles
+products for Hopper whose left factor is the transpose of a computed tile (flash-linear-attention issues 640 and 984):
+no left factor here is one. It is computed the other way round, or read from memory that way (`_load_turned`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks
 _ROWS = 16  # of a program that works on rows by themselves
 WARPS = 4  # of a program that works on a chunk
 STAGES = 2
+PASS_COLUMNS = 32  # of a state that is passed from chunk to chunk
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -44,6 +46,13 @@ STAGES = 2
 def _load(ptr, start, count, stride, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows [start, start + count) and columns [first, first + COLUMNS) of those below `width`; zeros elsewhere."""
     row, column = tl.arange(0, ROWS)[:, None], first + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(ptr + (start + row) * stride + column, mask=(row < count) & (column < width), other=0.0)
+
+
+@triton.jit
+def _load_turned(ptr, start, count, stride, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The transpose of `_load`: [COLUMNS, ROWS]."""
+    row, column = tl.arange(0, ROWS)[None, :], first + tl.arange(0, COLUMNS)[:, None]
     return tl.load(ptr + (start + row) * stride + column, mask=(row < count) & (column < width), other=0.0)
 
 
@@ -66,6 +75,13 @@ def _between(total, TOKENS: tl.constexpr):
     """D: the decay from a token (column) to a later one (row)."""
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
     return tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def _between_turned(total, TOKENS: tl.constexpr):
+    """The transpose of D."""
+    row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
+    return tl.exp(tl.where(row <= column, total[None, :] - total[:, None], float("-inf")))
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -100,10 +116,9 @@ def _corrections(
         scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
     # The transpose of A: row i of A is then a column, in the layout in which it is multiplied with the rows of T.
-    apart = tl.where(row < column, total[None, :] - total[:, None], float("-inf"))
-    below = beta[None, :] * scores * tl.exp(apart)
+    below = tl.where(row < column, beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
     solved = tl.where(row == column, 1.0, 0.0)
-    for at in range(1, count):
+    for at in range(1, count.to(tl.int32)):
         coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
         known = tl.sum(coefficients[:, None] * solved, 0)
         solved -= tl.where(row == at, known[None, :], 0.0)
@@ -132,8 +147,8 @@ def _pass_states(
     first, head, heads = tl.program_id(0) * BV, tl.program_id(1), tl.num_programs(1)
     piece = tl.load(members_ptr + tl.program_id(2)).to(tl.int64)
     facts = facts_ptr + 6 * piece
-    start, end = tl.load(facts).to(tl.int64), tl.load(facts + 1).to(tl.int64)
-    chunk, follows = tl.load(facts + 2).to(tl.int64), tl.load(facts + 3).to(tl.int64)
+    begin, end = tl.load(facts).to(tl.int64), tl.load(facts + 1).to(tl.int64)
+    first_chunk, follows = tl.load(facts + 2).to(tl.int64), tl.load(facts + 3).to(tl.int64)
     product = k_ptr.dtype.element_ty
     size = key_width * value_width
     rows_before = tl.where(follows >= 0, key_width, 0)
@@ -142,11 +157,12 @@ def _pass_states(
     if HAS_BEFORE:
         place = before_ptr + (piece * heads + head) * size
         state += _load(place, 0, key_width - rows_before, value_width, first, value_width, KEYS, BV)
-    while start < end:
+    for number in range(tl.cdiv(end - begin, TOKENS).to(tl.int32)):
+        chunk, start = first_chunk + number, begin + number * TOKENS
         count = tl.minimum(end - start, TOKENS)
-        place = states_ptr + (chunk * heads + head) * size
-        _store(place, state, 0, key_width, value_width, first, value_width, KEYS, BV)
-        k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, 0, key_width, TOKENS, KEYS)
+        held = states_ptr + (chunk * heads + head) * size
+        _store(held, state, 0, key_width, value_width, first, value_width, KEYS, BV)
+        k = _load_turned(k_ptr + head // GROUP * key_width, start, count, stride_k, 0, key_width, TOKENS, KEYS)
         x = _load(u_ptr + head * value_width, start, count, stride_u, first, value_width, TOKENS, BV).to(tl.float32)
         if CORRECTS:
             w = _load(w_ptr + head * key_width, start, count, heads * key_width, 0, key_width, TOKENS, KEYS)
@@ -155,10 +171,8 @@ def _pass_states(
         log_decay = _numbers(g_ptr + head, start, count, heads, TOKENS)
         whole = tl.sum(log_decay, 0)
         x *= tl.exp(whole - tl.cumsum(log_decay, 0))[:, None]
-        added = tl.dot(tl.trans(k), x.to(product), input_precision=PRECISION)
+        added = tl.dot(k, x.to(product), input_precision=PRECISION)
         state = state * tl.exp(whole) + added
-        start += TOKENS
-        chunk += 1
     place = ends_ptr + (piece * heads + head) * size
     _store(place, state, 0, key_width, value_width, first, value_width, KEYS, BV)
 
@@ -212,8 +226,8 @@ def _added_gradients(
     for at in range(0, KEYS, BK):
         q = _load(q_ptr + own, start, count, stride_q, at, key_width, TOKENS, BK)
         k = _load(k_ptr + own, start, count, stride_k, at, key_width, TOKENS, BK)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores = tl.trans((scores * _between(total, TOKENS)).to(product))
+        scores += tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    scores = (scores * _between_turned(total, TOKENS)).to(product)
     place, stride = head * value_width, heads * value_width
     for first in range(0, VALUES, BV):
         grad = _load(grad_ptr + place, start, count, stride, first, value_width, TOKENS, BV).to(product)
@@ -240,47 +254,88 @@ def _pass_gradients(
     if HAS_GRAD_ENDS:
         place = grad_ends_ptr + (piece * heads + head) * size
         grad_state += _load(place, 0, key_width, value_width, first, value_width, KEYS, BV)
-    for number in range(tl.load(facts + 4), tl.load(facts + 5)):
-        follower = tl.load(followers_ptr + number).to(tl.int64)
+    for at in range(tl.load(facts + 4), tl.load(facts + 5)):
+        follower = tl.load(followers_ptr + at).to(tl.int64)
         place = grad_before_ptr + (follower * heads + head) * size
         grad_state += _load(place, 0, key_width, value_width, first, value_width, KEYS, BV)
-    num_chunks = tl.cdiv(end - begin, TOKENS)
-    chunk = tl.load(facts + 2).to(tl.int64) + num_chunks - 1
-    start = begin + (num_chunks - 1) * TOKENS
+    num_chunks = tl.cdiv(end - begin, TOKENS).to(tl.int32)
+    first_chunk = tl.load(facts + 2).to(tl.int64)
     value_place, stride = head * value_width, heads * value_width
-    while start >= begin:
+    for number in range(num_chunks):
+        chunk = first_chunk + num_chunks - 1 - number
+        start = begin + (num_chunks - 1 - number) * TOKENS
         count = tl.minimum(end - start, TOKENS)
-        place = grad_states_ptr + (chunk * heads + head) * size
-        _store(place, grad_state, 0, key_width, value_width, first, value_width, KEYS, BV)
+        held = grad_states_ptr + (chunk * heads + head) * size
+        _store(held, grad_state, 0, key_width, value_width, first, value_width, KEYS, BV)
         log_decay = _numbers(g_ptr + head, start, count, heads, TOKENS)
         total, whole = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
         k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, 0, key_width, TOKENS, KEYS)
-        q = _load(q_ptr + head // GROUP * key_width, start, count, stride_q, 0, key_width, TOKENS, KEYS)
+        q = _load_turned(q_ptr + head // GROUP * key_width, start, count, stride_q, 0, key_width, TOKENS, KEYS)
         grad = _load(grad_ptr + value_place, start, count, stride, first, value_width, TOKENS, BV).to(tl.float32)
         by_state = tl.dot(k, grad_state.to(product), input_precision=PRECISION)
         grad_x = _load(grad_x_ptr + value_place, start, count, stride, first, value_width, TOKENS, BV).to(tl.float32)
         grad_x += by_state * tl.exp(whole - total)[:, None]
         _store(grad_x_ptr + value_place, grad_x, start, count, stride, first, value_width, TOKENS, BV)
-        by_outputs = tl.dot(tl.trans(q), (grad * tl.exp(total)[:, None]).to(product), input_precision=PRECISION)
+        by_outputs = tl.dot(q, (grad * tl.exp(total)[:, None]).to(product), input_precision=PRECISION)
         grad_state = grad_state * tl.exp(whole) + by_outputs
         if CORRECTS:
-            w = _load(w_ptr + head * key_width, start, count, heads * key_width, 0, key_width, TOKENS, KEYS)
-            grad_state -= tl.dot(tl.trans(w), grad_x.to(product), input_precision=PRECISION)
-        start -= TOKENS
-        chunk -= 1
+            w = _load_turned(w_ptr + head * key_width, start, count, heads * key_width, 0, key_width, TOKENS, KEYS)
+            grad_state -= tl.dot(w, grad_x.to(product), input_precision=PRECISION)
     place = grad_before_ptr + (piece * heads + head) * size
     _store(place, grad_state, 0, key_width, value_width, first, value_width, KEYS, BV)
 
 
 @triton.jit
-def _query_key_gradients(
-    table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_x_ptr, grad_states_ptr,
-    grad_q_ptr, grad_k_ptr, grad_w_ptr, grad_total_ptr, stride_q, stride_k, stride_x, rows, key_width, value_width,
+def _query_gradients(
+    table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_x_ptr, grad_q_ptr, grad_w_ptr, grad_total_ptr,
+    stride_q, stride_k, stride_x, rows, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
     CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the gradients of q, of k (but for its part in T) and of W, and what these columns give to that
-    of G."""
+    """Some columns of the gradients of q and W, and what those of q give to that of G."""
+    block, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, heads = tl.program_id(2), tl.num_programs(2)
+    at = block * BK
+    start = tl.load(table_ptr + 2 * chunk).to(tl.int64)
+    count = tl.load(table_ptr + 2 * chunk + 1) - start
+    product = k_ptr.dtype.element_ty
+    place, stride = head * value_width, heads * value_width
+    before = states_ptr + (chunk * heads + head) * key_width * value_width + at * value_width
+    grad_scores = tl.zeros([TOKENS, TOKENS], tl.float32)
+    grad_q = tl.zeros([TOKENS, BK], tl.float32)
+    grad_w = tl.zeros([TOKENS, BK], tl.float32)
+    for first in range(0, VALUES, BV):
+        grad = _load(grad_ptr + place, start, count, stride, first, value_width, TOKENS, BV).to(product)
+        x = _load(x_ptr + place, start, count, stride_x, first, value_width, TOKENS, BV).to(product)
+        state = _load(before, 0, key_width - at, value_width, first, value_width, BK, BV)
+        grad_scores += tl.dot(grad, tl.trans(x), input_precision=PRECISION)
+        grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+        if CORRECTS:
+            grad_x = _load(grad_x_ptr + place, start, count, stride, first, value_width, TOKENS, BV)
+            grad_w += tl.dot(grad_x, tl.trans(state), input_precision=PRECISION)
+    key_place, key_stride = head * key_width, heads * key_width
+    if CORRECTS:
+        _store(grad_w_ptr + key_place, -grad_w, start, count, key_stride, at, key_width, TOKENS, BK)
+    total = tl.cumsum(_numbers(g_ptr + head, start, count, heads, TOKENS), 0)
+    q = _load(q_ptr + head // GROUP * key_width, start, count, stride_q, at, key_width, TOKENS, BK)
+    k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, at, key_width, TOKENS, BK)
+    grad_scores = (grad_scores * _between(total, TOKENS)).to(product)
+    within = tl.dot(grad_scores, k, input_precision=PRECISION)
+    grad_q = grad_q * tl.exp(total)[:, None] + within
+    _store(grad_q_ptr + key_place, grad_q, start, count, key_stride, at, key_width, TOKENS, BK)
+    token = tl.arange(0, TOKENS)
+    place = grad_total_ptr + (block * rows + start + token) * heads + head
+    tl.store(place, tl.sum(grad_q * q.to(tl.float32), 1), mask=token < count)
+
+
+@triton.jit
+def _key_gradients(
+    table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_states_ptr, grad_k_ptr, grad_total_ptr,
+    stride_q, stride_k, stride_x, rows, key_width, value_width,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the gradient of k, without its part in T and W, and what these and S give to that of G."""
     block, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, heads = tl.program_id(2), tl.num_programs(2)
     at = block * BK
@@ -289,92 +344,104 @@ def _query_key_gradients(
     product = k_ptr.dtype.element_ty
     place, stride = head * value_width, heads * value_width
     before = (chunk * heads + head) * key_width * value_width + at * value_width
-    grad_scores = tl.zeros([TOKENS, TOKENS], tl.float32)
-    grad_q = tl.zeros([TOKENS, BK], tl.float32)
-    grad_k = tl.zeros([TOKENS, BK], tl.float32)
-    grad_w = tl.zeros([TOKENS, BK], tl.float32)
-    of_decay = 0.0
+    grad_scores = tl.zeros([TOKENS, TOKENS], tl.float32)  # turned: a row is a key
+    into_state = tl.zeros([TOKENS, BK], tl.float32)
+    of_state = tl.zeros([BK], tl.float32)
     for first in range(0, VALUES, BV):
         grad = _load(grad_ptr + place, start, count, stride, first, value_width, TOKENS, BV).to(product)
         x = _load(x_ptr + place, start, count, stride_x, first, value_width, TOKENS, BV).to(product)
         state = _load(states_ptr + before, 0, key_width - at, value_width, first, value_width, BK, BV)
         grad_state = _load(grad_states_ptr + before, 0, key_width - at, value_width, first, value_width, BK, BV)
-        of_decay += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
-        grad_scores += tl.dot(grad, tl.trans(x), input_precision=PRECISION)
-        grad_q += tl.dot(grad, tl.trans(state), input_precision=PRECISION)
-        grad_k += tl.dot(x, tl.trans(grad_state), input_precision=PRECISION)
-        if CORRECTS:
-            grad_x = _load(grad_x_ptr + place, start, count, stride, first, value_width, TOKENS, BV)
-            grad_w -= tl.dot(grad_x, tl.trans(state), input_precision=PRECISION)
-    key_place, key_stride = head * key_width, heads * key_width
-    if CORRECTS:
-        _store(grad_w_ptr + key_place, grad_w, start, count, key_stride, at, key_width, TOKENS, BK)
+        of_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+        grad_scores += tl.dot(x, tl.trans(grad), input_precision=PRECISION)
+        into_state += tl.dot(x, tl.trans(grad_state), input_precision=PRECISION)
     log_decay = _numbers(g_ptr + head, start, count, heads, TOKENS)
     total, whole = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
     q = _load(q_ptr + head // GROUP * key_width, start, count, stride_q, at, key_width, TOKENS, BK)
-    k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, at, key_width, TOKENS, BK)
-    grad_scores = (grad_scores * _between(total, TOKENS)).to(product)
-    from_state = grad_q * tl.exp(total)[:, None]
-    into_state = grad_k * tl.exp(whole - total)[:, None]
-    whole_q = from_state + tl.dot(grad_scores, k, input_precision=PRECISION)
-    whole_k = into_state + tl.dot(tl.trans(grad_scores), q, input_precision=PRECISION)
-    _store(grad_q_ptr + key_place, whole_q, start, count, key_stride, at, key_width, TOKENS, BK)
-    _store(grad_k_ptr + key_place, whole_k, start, count, key_stride, at, key_width, TOKENS, BK)
-    # A token's G enters by its query with one sign and by its key with the other, the last one also by the state.
-    grad_total = tl.sum(whole_q * q.to(tl.float32), 1) - tl.sum(whole_k * k.to(tl.float32), 1)
-    of_last = of_decay * tl.exp(whole) + tl.sum(into_state * k.to(tl.float32))
+    k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, at, key_width, TOKENS, BK).to(tl.float32)
+    grad_scores = (grad_scores * _between_turned(total, TOKENS)).to(product)
+    within = tl.dot(grad_scores, q, input_precision=PRECISION)
+    into_state *= tl.exp(whole - total)[:, None]
+    key_place, key_stride = head * key_width, heads * key_width
+    _store(grad_k_ptr + key_place, into_state + within, start, count, key_stride, at, key_width, TOKENS, BK)
+    # G of a token enters by its query with one sign and by its key with the other, that of the last one by S as well.
+    by_state = tl.sum(into_state * k, 1)
+    of_last = tl.sum(of_state, 0) * tl.exp(whole) + tl.sum(by_state, 0)
     token = tl.arange(0, TOKENS)
-    grad_total += tl.where(token == count - 1, of_last, 0.0)
+    grad_total = tl.where(token == count - 1, of_last, 0.0) - by_state - tl.sum(within * k, 1)
     place = grad_total_ptr + (block * rows + start + token) * heads + head
     tl.store(place, grad_total, mask=token < count)
 
 
 @triton.jit
-def _correction_gradients(
-    table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, grad_x_ptr, grad_w_ptr, grad_k_ptr, grad_v_ptr, grad_beta_ptr,
-    grad_total_ptr, stride_k, stride_v, key_width, value_width,
+def _system_gradients(
+    table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, grad_x_ptr, grad_w_ptr, grad_a_ptr, grad_v_ptr, grad_beta_ptr,
+    stride_k, stride_v, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of U (that of X) and W: those of v and beta, the rest of that of k, a part of that of G."""
+    """From the gradients of U (that of X) and W: those of v and of A times D, and what v gives to that of beta."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     start = tl.load(table_ptr + 2 * chunk).to(tl.int64)
     count = tl.load(table_ptr + 2 * chunk + 1) - start
     product = k_ptr.dtype.element_ty
     total = tl.cumsum(_numbers(g_ptr + head, start, count, heads, TOKENS), 0)
     beta = _numbers(beta_ptr + head, start, count, heads, TOKENS)
-    since = tl.exp(total)
-    own, key_place, key_stride = head // GROUP * key_width, head * key_width, heads * key_width
+    of_w = beta * tl.exp(total)
     value_place, value_stride = head * value_width, heads * value_width
-    place = t_ptr + (chunk * heads + head) * TOKENS * TOKENS
-    turned = tl.trans(_load(place, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS))
+    of_chunk = (chunk * heads + head) * TOKENS * TOKENS
+    turned = _load_turned(t_ptr + of_chunk, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     grad_t = tl.zeros([TOKENS, TOKENS], tl.float32)
     grad_beta = tl.zeros([TOKENS], tl.float32)
     for first in range(0, VALUES, BV):
-        v = _load(v_ptr + value_place, start, count, stride_v, first, value_width, TOKENS, BV).to(tl.float32)
+        v = _load(v_ptr + value_place, start, count, stride_v, first, value_width, TOKENS, BV)
         grad_u = _load(grad_x_ptr + value_place, start, count, value_stride, first, value_width, TOKENS, BV)
-        grad_t += tl.dot(grad_u, tl.trans((v * beta[:, None]).to(product)), input_precision=PRECISION)
+        grad_t += tl.dot(grad_u, tl.trans(v.to(product)), input_precision=PRECISION) * beta[None, :]
         grad_v = tl.dot(turned, grad_u, input_precision=PRECISION)
-        grad_beta += tl.sum(grad_v * v, 1)
+        grad_beta += tl.sum(grad_v * v.to(tl.float32), 1)
         grad_v = grad_v * beta[:, None]
         _store(grad_v_ptr + value_place, grad_v, start, count, value_stride, first, value_width, TOKENS, BV)
     for at in range(0, KEYS, BK):
-        k = _load(k_ptr + own, start, count, stride_k, at, key_width, TOKENS, BK).to(tl.float32)
-        grad_w = _load(grad_w_ptr + key_place, start, count, key_stride, at, key_width, TOKENS, BK)
-        grad_t += tl.dot(grad_w, tl.trans((k * (beta * since)[:, None]).to(product)), input_precision=PRECISION)
+        k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, at, key_width, TOKENS, BK)
+        grad_w = _load(grad_w_ptr + head * key_width, start, count, heads * key_width, at, key_width, TOKENS, BK)
+        grad_t += tl.dot(grad_w, tl.trans(k), input_precision=PRECISION) * of_w[None, :]
     # T = (I + A)^-1, so the gradient of A is -T^T (that of T) T^T, below the diagonal.
     inner = tl.dot(grad_t.to(product), turned, input_precision=PRECISION)
     grad_a = tl.dot(turned, inner.to(product), input_precision=PRECISION)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    grad_a = tl.where(row > column, -grad_a * _between(total, TOKENS), 0.0).to(product)
+    grad_a = tl.where(row > column, -grad_a * _between(total, TOKENS), 0.0)
+    _store(grad_a_ptr + of_chunk, grad_a, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
+    token = tl.arange(0, TOKENS)
+    tl.store(grad_beta_ptr + (start + token) * heads + head, grad_beta, mask=token < count)
+
+
+@triton.jit
+def _system_key_gradients(
+    table_ptr, k_ptr, g_ptr, beta_ptr, t_ptr, grad_w_ptr, grad_a_ptr, grad_k_ptr, grad_beta_ptr, grad_total_ptr,
+    stride_k, key_width,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What A and W give to the gradients of k, beta and G."""
+    chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    start = tl.load(table_ptr + 2 * chunk).to(tl.int64)
+    count = tl.load(table_ptr + 2 * chunk + 1) - start
+    since = tl.exp(tl.cumsum(_numbers(g_ptr + head, start, count, heads, TOKENS), 0))
+    beta = _numbers(beta_ptr + head, start, count, heads, TOKENS)
+    grad_beta = _numbers(grad_beta_ptr + head, start, count, heads, TOKENS)
     grad_total = tl.zeros([TOKENS], tl.float32)
+    key_place, key_stride = head * key_width, heads * key_width
+    of_chunk = (chunk * heads + head) * TOKENS * TOKENS
+    t_turned = _load_turned(t_ptr + of_chunk, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
+    grad_a = _load(grad_a_ptr + of_chunk, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
+    a_turned = _load_turned(grad_a_ptr + of_chunk, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     for at in range(0, KEYS, BK):
-        k = _load(k_ptr + own, start, count, stride_k, at, key_width, TOKENS, BK)
-        wide = k.to(tl.float32)
+        k = _load(k_ptr + head // GROUP * key_width, start, count, stride_k, at, key_width, TOKENS, BK)
         grad_w = _load(grad_w_ptr + key_place, start, count, key_stride, at, key_width, TOKENS, BK)
-        of_w = tl.dot(turned, grad_w, input_precision=PRECISION) * since[:, None]
-        of_rows = of_w + tl.dot(grad_a, k, input_precision=PRECISION)
-        of_columns = tl.dot(tl.trans(grad_a), (wide * beta[:, None]).to(product), input_precision=PRECISION)
+        wide = k.to(tl.float32)
+        scaled = (wide * beta[:, None]).to(k.dtype)
+        of_rows = tl.dot(t_turned, grad_w, input_precision=PRECISION) * since[:, None]
+        of_rows += tl.dot(grad_a, k, input_precision=PRECISION)
+        of_columns = tl.dot(a_turned, scaled, input_precision=PRECISION)
         by_rows = tl.sum(of_rows * wide, 1)
         grad_beta += by_rows
         grad_total += beta * by_rows - tl.sum(of_columns * wide, 1)
@@ -440,6 +507,8 @@ class _Shape:
         self.keys, self.values = (max(16, triton.next_power_of_2(n)) for n in (self.key_width, self.value_width))
         self.key_block, self.value_block = min(64, self.keys), min(64, self.values)
         self.num_key_blocks, self.num_value_blocks = self.keys // self.key_block, self.values // self.value_block
+        self.pass_block = min(PASS_COLUMNS, self.values)
+        self.num_pass_blocks = self.values // self.pass_block
         self.widths = (self.key_width, self.value_width)
         precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
         self.common = {
@@ -509,28 +578,38 @@ class _Recur(torch.autograd.Function):
         sizes = (chunks.num_pieces, shape.heads, *shape.widths)
         grad_before = torch.empty(sizes, dtype=torch.float32, device=v.device)
         for wave in reversed(chunks.waves):
-            _pass_gradients[(shape.num_value_blocks, shape.heads, len(wave))](
+            _pass_gradients[(shape.num_pass_blocks, shape.heads, len(wave))](
                 wave, chunks.facts, chunks.followers, q, k, w, g, grad, grad_before if grad_ends is None else grad_ends,
                 grad_states, grad_before, grad_x, *strides, *shape.widths, **common, KEYS=shape.keys,
-                BV=shape.value_block, CORRECTS=corrects, HAS_GRAD_ENDS=grad_ends is not None,
+                BV=shape.pass_block, CORRECTS=corrects, HAS_GRAD_ENDS=grad_ends is not None,
             )  # fmt: skip
         by_head = (shape.rows, shape.heads, shape.key_width)
         grad_q, grad_k = (torch.empty(by_head, dtype=torch.float32, device=v.device) for _ in range(2))
         grad_w = torch.empty(by_head, dtype=shape.dtype, device=v.device) if corrects else grad_q
-        parts = shape.num_key_blocks + corrects
+        blocks = shape.num_key_blocks
+        parts = 2 * blocks + corrects
         grad_total = torch.empty(parts, *g.shape, dtype=torch.float32, device=v.device)
-        _query_key_gradients[(shape.num_key_blocks, *of_chunks)](
-            chunks.table, q, k, x, g, states, grad, grad_x, grad_states, grad_q, grad_k, grad_w, grad_total,
-            *strides, x.stride(0), shape.rows, *shape.widths, **common, BK=shape.key_block, **shape.value_tiles,
+        of_columns = (*strides, x.stride(0), shape.rows, *shape.widths)
+        tiles = {**common, "BK": shape.key_block, **shape.value_tiles}
+        _query_gradients[(blocks, *of_chunks)](
+            chunks.table, q, k, x, g, states, grad, grad_x, grad_q, grad_w, grad_total, *of_columns, **tiles,
             CORRECTS=corrects,
         )  # fmt: skip
+        _key_gradients[(blocks, *of_chunks)](
+            chunks.table, q, k, x, g, states, grad, grad_states, grad_k, grad_total[blocks:], *of_columns, **tiles
+        )
         grad_v, grad_beta = grad_x.to(v.dtype), None
         if corrects:
             grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             grad_beta = torch.empty(beta.shape, dtype=torch.float32, device=v.device)
-            _correction_gradients[of_chunks](
-                chunks.table, k, v, g, beta, t, grad_x, grad_w, grad_k, grad_v, grad_beta, grad_total[-1],
+            grad_a = torch.empty_like(t)
+            _system_gradients[of_chunks](
+                chunks.table, k, v, g, beta, t, grad_x, grad_w, grad_a, grad_v, grad_beta,
                 k.stride(0), v.stride(0), *shape.widths, **common, **shape.key_tiles, **shape.value_tiles,
+            )  # fmt: skip
+            _system_key_gradients[of_chunks](
+                chunks.table, k, g, beta, t, grad_w, grad_a, grad_k, grad_beta, grad_total[-1], k.stride(0),
+                shape.key_width, **common, **shape.key_tiles,
             )  # fmt: skip
             grad_beta = grad_beta.to(beta.dtype)
         grad_g = torch.empty(g.shape, dtype=torch.float32, device=v.device)
@@ -561,9 +640,9 @@ def _states(
     sizes = (chunks.num_pieces, shape.heads, *shape.widths)
     ends = torch.empty(sizes, dtype=torch.float32, device=v.device)
     for wave in chunks.waves:
-        _pass_states[(shape.num_value_blocks, shape.heads, len(wave))](
+        _pass_states[(shape.num_pass_blocks, shape.heads, len(wave))](
             wave, chunks.facts, k, x, w, g, ends if before is None else before, states, x, ends,
-            k.stride(0), x.stride(0), *shape.widths, **shape.common, KEYS=shape.keys, BV=shape.value_block,
+            k.stride(0), x.stride(0), *shape.widths, **shape.common, KEYS=shape.keys, BV=shape.pass_block,
             CORRECTS=beta is not None, HAS_BEFORE=before is not None,
         )  # fmt: skip
     return x, states, ends, t, w
