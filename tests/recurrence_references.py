@@ -148,7 +148,7 @@ def assert_convolves(
 
 
 def assert_decodes(heads: Heads, dtype: torch.dtype, tolerance: float, device: str = "cpu", rows: int = 3) -> None:
-    """The kernels of one token against the plain steps in float64; other slots and that for padding stay as they are."""
+    """The kernels of one token against the plain steps in float64; other slots stay as they are."""
     from posttrain.engines.native import kernels
 
     generator = torch.Generator().manual_seed(3)

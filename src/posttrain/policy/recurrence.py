@@ -171,7 +171,9 @@ def _in_order(pieces: Sequence[RowPiece]) -> list[list[int]]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
+    return (
+        x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
+    )
 
 
 class Chunks:
@@ -197,11 +199,12 @@ class Chunks:
 
         self.num_pieces, self.num_chunks = len(pieces), len(table)
         self.table = sent(table)  # start and end of each chunk
-        # Of each piece: start, end, its first chunk, the piece that it follows or -1, its first and last of `followers`.
+        # Of each piece: start, end, first chunk, the piece that it follows or -1, first and last of its `followers`.
         self.facts = sent(facts)
         self.followers = sent([at for own in followers for at in own] or [0])
         # Pieces that can be computed together, the longest first.
-        self.waves = [sent(sorted(wave, key=lambda at: -pieces[at].length)) for wave in _in_order(pieces)]
+        lengths = [piece.length for piece in pieces]
+        self.waves = [sent(sorted(wave, key=lengths.__getitem__, reverse=True)) for wave in _in_order(pieces)]
 
 
 class _Wave:
@@ -229,8 +232,8 @@ class _Wave:
 def in_exact_types(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, *, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """In fp32 or wider: a state is summed up over thousands of tokens. With `unit` queries and keys are divided by their
-    norms, and queries by the root of their width."""
+    """In fp32 or wider: a state is summed up over thousands of tokens. With `unit` queries and keys are divided by
+    their norms, and queries by the root of their width."""
     exact = torch.promote_types(value.dtype, torch.float32)
     q, k = query.to(exact), key.to(exact)
     if unit:

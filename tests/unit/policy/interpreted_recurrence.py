@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_references import noise
 from kernel_references import mend_interpreter
-from recurrence_references import Heads, assert_convolves, assert_decodes, assert_recurs
+from recurrence_references import Heads, assert_convolves, assert_decodes, assert_recurs, in_float64, with_gradients
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+from posttrain.policy.fused.gated_norm import GatedNorm
 
 mend_interpreter()
 DELTA = Heads(2, 4, 16, 16)
@@ -36,3 +40,17 @@ def test_several_blocks_of_columns() -> None:
 @pytest.mark.parametrize(("bias", "silu", "width"), [(True, True, 4), (False, False, 3)])
 def test_a_convolution_of_a_packed_row(*, bias: bool, silu: bool, width: int) -> None:
     assert_convolves([9, 1, 3, 14, 2], FOLLOWS, 40, torch.float32, 1e-5, bias=bias, silu=silu, width=width)
+
+
+def test_the_norm_after_a_gated_delta_rule() -> None:
+    x, gate, weight, grad = noise(300, 20), noise(300, 20, seed=1), noise(20), noise(300, 20, seed=2)
+    norm = Qwen3_5RMSNormGated(20, eps=1e-6).double()
+    norm.weight.data = weight.double()
+
+    def reference(*given: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.func.functional_call(norm, {"weight": given[2]}, given[:2]),)
+
+    inputs = [x, gate, weight]
+    actual = with_gradients(lambda *given: (GatedNorm.apply(*given, 1e-6),), inputs, [grad])
+    for one, other in zip(actual, with_gradients(reference, in_float64(inputs), [grad]), strict=True):
+        assert (one - other).abs().max() <= 2e-6 * other.abs().max()

@@ -543,7 +543,7 @@ class _Recur(torch.autograd.Function):
         ctx: Any, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
         before: Tensor | None, unit: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        shape = _Shape(*v.shape[:2], k.shape[1], k.shape[2], v.shape[2], k.dtype)
+        shape = _Shape(v.shape[0], v.shape[1], k.shape[1], k.shape[2], v.shape[2], k.dtype)
         ctx.set_materialize_grads(False)
         ctx.chunks, ctx.shape, ctx.unit = chunks, shape, unit
         ctx.save_for_backward(q, k, v, g, beta, before)
