@@ -23,6 +23,7 @@ from torch import Tensor
 from posttrain.engines.native.kernels import recurrent
 from posttrain.policy import recurrence as plain
 from posttrain.policy.fused import recurrence
+from posttrain.policy.fused.gated_norm import GatedNorm
 from posttrain.policy.recurrence import PackedRecurrence, RowPiece, in_exact_types
 
 KEY_HEADS, HEADS, WIDTH, HIDDEN, INNER = 16, 32, 128, 2560, 9216
@@ -126,6 +127,9 @@ def row(tune: bool) -> None:
         recurrence.WARPS, recurrence.STAGES, recurrence.PASS_COLUMNS = warps, stages, columns
         show(f"recurrence, {warps} warps {stages} stages {columns} columns", recur, given)
     show("convolution with SiLU", lambda x, w: packed.convolve(x, w, None, silu=True), [channels, weight])
+    rows = [torch.randn(tokens * HEADS, WIDTH, device="cuda", dtype=BF16) for _ in range(2)]
+    rows.append(torch.randn(WIDTH, device="cuda", dtype=BF16))
+    show("norm with a gate", lambda *of: GatedNorm.apply(*of, 1e-6), rows)
     plain._has_kernels = lambda _: False
     show("convolution in plain torch", lambda x, w: packed.convolve(x, w, None, silu=True), [channels, weight])
     show("recurrence in plain torch", lambda *of: packed.recur(*of, unit=True)[0].to(BF16), given)

@@ -203,8 +203,8 @@ class Chunks:
         self.facts = sent(facts)
         self.followers = sent([at for own in followers for at in own] or [0])
         # Pieces that can be computed together, the longest first.
-        lengths = [piece.length for piece in pieces]
-        self.waves = [sent(sorted(wave, key=lengths.__getitem__, reverse=True)) for wave in _in_order(pieces)]
+        waves = [sorted(wave, key=lambda at: -pieces[at].length) for wave in _in_order(pieces)]
+        self.waves = [sent(wave) for wave in waves]
 
 
 class _Wave:

@@ -10,9 +10,11 @@ import torch
 from fused_references import noise
 from kernel_references import mend_interpreter
 from recurrence_references import Heads, assert_convolves, assert_decodes, assert_recurs, in_float64, with_gradients
+from tiny_models import tiny_model
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from posttrain.policy.fused.gated_norm import GatedNorm
+from posttrain.policy.fused.layers import FusedGatedNorm, fuse_layers
 
 mend_interpreter()
 DELTA = Heads(2, 4, 16, 16)
@@ -54,3 +56,12 @@ def test_the_norm_after_a_gated_delta_rule() -> None:
     actual = with_gradients(lambda *given: (GatedNorm.apply(*given, 1e-6),), inputs, [grad])
     for one, other in zip(actual, with_gradients(reference, in_float64(inputs), [grad]), strict=True):
         assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+
+
+@pytest.mark.parametrize(("family", "fuses"), [("qwen3.5", True), ("granite-hybrid", False)])
+def test_the_norm_is_replaced_where_it_is_the_same(family: str, *, fuses: bool) -> None:
+    model = tiny_model(family)
+    fuse_layers(model.get_decoder(), may_join=False)
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNormGated")]
+    assert norms
+    assert {isinstance(norm.forward, FusedGatedNorm) for norm in norms} == {fuses}
