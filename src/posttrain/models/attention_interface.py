@@ -43,17 +43,19 @@ class AttentionContext(Protocol):
         """Queries and the result are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]."""
         ...
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Causal convolution of each channel over its sequence; `x` and the result are [tokens, channels], `weight` is
-        [channels, width]."""
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
+        """Causal convolution of each channel over its sequence, then perhaps the SiLU; `x` and the result are
+        [tokens, channels], `weight` is [channels, width]."""
         ...
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
         """The recurrence of `recurrence_interface.py`: queries and keys are [tokens, key heads, key width], values and
         the result [tokens, heads, value width], `log_decay` and `beta` [tokens, heads]; without `beta` the value is
-        added as it is. All of them are fp32 or wider."""
+        added as it is. With `unit` queries and keys are first divided by their norms, and queries by the root of their
+        width. Computed in fp32 or wider; the result has the type of the values or that one."""
         ...
 
 

@@ -85,9 +85,9 @@ def _convolve(
     activation: str | None = None,
     **_: object,
 ) -> Tensor:
-    context = active_context()
-    out = context.convolve(_next_place(), hidden_states[0].T, weight, bias)
-    if activation is not None:
+    silu = activation in ("silu", "swish")
+    out = active_context().convolve(_next_place(), hidden_states[0].T, weight, bias, silu=silu)
+    if activation is not None and not silu:
         from transformers.activations import ACT2FN
 
         out = ACT2FN[activation](out)
@@ -103,13 +103,9 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    exact = _exact_type(query)
-    q, k = query[0].to(exact), key[0].to(exact)
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    context = active_context()
-    out = context.recur(_next_place(), q, k, value[0].to(exact), g[0].to(exact), beta[0].to(exact))
+    q = query[0] if use_qk_l2norm_in_kernel else query[0].to(_exact_type(query)) * query.shape[-1] ** -0.5
+    k = key[0].to(q.dtype)
+    out = active_context().recur(_next_place(), q, k, value[0], g[0], beta[0], unit=use_qk_l2norm_in_kernel)
     return out.to(query.dtype)[None], None
 
 
@@ -130,10 +126,7 @@ def _mamba2(
     step = dt[0].to(exact) if dt_bias is None else dt[0].to(exact) + dt_bias.to(exact)
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     values = hidden_states[0].to(exact)
-    context = active_context()
-    out = context.recur(
-        _next_place(), C[0].to(exact), B[0].to(exact), values * step[..., None], A.to(exact) * step, None
-    )
+    out = active_context().recur(_next_place(), C[0], B[0], values * step[..., None], A.to(exact) * step, None)
     return (out if D is None else out + D[:, None].to(exact) * values)[None]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.errors import InputError, StopRequested, reason_of
@@ -27,7 +28,7 @@ from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
 from posttrain.policy.parallel.fsdp import is_first_rank
-from posttrain.policy.recurrence import recurrence_step
+from posttrain.policy.recurrence import in_exact_types, recurrence_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -231,13 +232,16 @@ class LayerObserver:
         self.windows: dict[int, int | None] = {}
         self.states: dict[Place, TensorFacts] = {}
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         self.states[place] = TensorFacts((weight.shape[1] - 1, x.shape[1]), x.dtype)
-        return x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
+        out = x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
+        return F.silu(out) if silu else out
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
+        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         self.states[place] = shape = TensorFacts((value.shape[1], key.shape[2], value.shape[2]), value.dtype)
         zero = value.new_zeros(len(value), *shape.shape)
         return recurrence_step(zero, query, key, value, log_decay, beta)[0]

@@ -77,13 +77,14 @@ class PackedAttention:
         pieces = [RowPiece(s.start, s.end, at[s.prefix_start] if s.prefix_length else None) for s in self.segments]
         return PackedRecurrence(pieces, self.device)
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._recurrence.convolve(x, weight, bias)
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
+        return self._recurrence.convolve(x, weight, bias, silu=silu)
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
-        return self._recurrence.recur(query, key, value, log_decay, beta)[0]
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return self._recurrence.recur(query, key, value, log_decay, beta, unit=unit)[0]
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.policy.runtime import to_device
+from posttrain.policy.runtime import to_device, triton_kernels
 
 CHUNK_TOKENS = 64  # tokens whose products are computed together
+UNIT_EPS = 1e-6  # added to the squared norm of queries and keys
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,26 @@ class PackedRecurrence:
     def __init__(self, pieces: Sequence[RowPiece], device: torch.device) -> None:
         self.pieces = list(pieces)
         self.device = device
+        self._host_taps: dict[int, Tensor] = {}
         self._taps: dict[int, Tensor] = {}
+        self._users: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
+    ) -> Tensor:
         """`windows` [pieces, width - 1, channels]: the tokens before each piece."""
         channels, width = weight.shape
+        if _has_kernels(x):
+            kernels = triton_kernels("policy.fused.convolution")
+            out: Tensor = kernels.convolve(
+                self.users_of(width), self.taps_of(width), x, weight, bias, windows, silu=silu
+            )
+            return out
         before = x.new_zeros(len(self.pieces), width - 1, channels) if windows is None else windows
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
-        taps = [rows[at] for at in self._taps_of(width)]
-        return _weighted([*taps, x], weight, bias)
+        taps = [rows[at] for at in self.taps_of(width)]
+        out = _weighted([*taps, x], weight, bias)
+        return F.silu(out) if silu else out
 
     def last_tokens(self, x: Tensor, width: int, windows: Tensor | None = None) -> Tensor:
         """[pieces, width - 1, channels]: the tokens before the one that continues each piece."""
@@ -54,14 +67,14 @@ class PackedRecurrence:
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
         ends = self._ends
         # The tokens before the last one of a piece, then that one itself.
-        earlier = [at[ends] for at in self._taps_of(width)[1:]] if width > 2 else []
+        earlier = [at[ends] for at in self.taps_of(width)[1:]] if width > 2 else []
         return rows[torch.stack([*earlier, ends], dim=1)] if width > 1 else before
 
     @cached_property
     def _ends(self) -> Tensor:
         return to_device(torch.tensor([piece.end - 1 for piece in self.pieces]), self.device)
 
-    def _taps_of(self, width: int) -> Tensor:
+    def taps_of(self, width: int) -> Tensor:
         """[width - 1, tokens]: the row's index of the token `width - 1`, …, 1 places before each; behind the row are
         the windows of the pieces."""
         if width not in self._taps:
@@ -75,19 +88,29 @@ class PackedRecurrence:
                 places = torch.cat([window, torch.arange(piece.start, piece.end)])
                 for tap in range(width - 1):
                     taps[tap, piece.start : piece.end] = places[tap : tap + piece.length]
-            self._taps[width] = to_device(taps, self.device)
+            self._host_taps[width], self._taps[width] = taps, to_device(taps, self.device)
         return self._taps[width]
+
+    def users_of(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `taps_of`: the first user of each token (and how many users there are), the users of all
+        tokens in the order of those, and by which tap each reads."""
+        if width not in self._users:
+            self.taps_of(width)
+            taps, total = self._host_taps[width], self.pieces[-1].end
+            sources, order = taps.flatten().sort(stable=True)
+            first = torch.searchsorted(sources, torch.arange(total + 1))
+            users, tap = order % total, order // total
+            self._users[width] = tuple(to_device(x.int(), self.device) for x in (first, users, tap))  # type: ignore[assignment]
+        return self._users[width]
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return Chunks(self.pieces, self.device)
 
     @cached_property
     def _waves(self) -> list[_Wave]:
         """The pieces in an order in which each comes after the one that it follows."""
-        depth: list[int] = []
-        for piece in self.pieces:
-            depth.append(0 if piece.follows is None else depth[piece.follows] + 1)
-        return [
-            _Wave(self.pieces, [at for at, own in enumerate(depth) if own == wave], self.device)
-            for wave in range(max(depth) + 1)
-        ]
+        return [_Wave(self.pieces, members, self.device) for members in _in_order(self.pieces)]
 
     def recur(
         self,
@@ -97,9 +120,18 @@ class PackedRecurrence:
         log_decay: Tensor,
         beta: Tensor | None,
         states: Tensor | None = None,
+        *,
+        unit: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
+        if _has_kernels(value):
+            kernels = triton_kernels("policy.fused.recurrence")
+            result: tuple[Tensor, Tensor] = kernels.recur(
+                self.chunks, query, key, value, log_decay, beta, states, unit=unit
+            )
+            return result
+        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         query, key = _for_each_head(query, key, value)
         inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
         # A row of zeros for padding: its keys, values and decays change nothing.
@@ -130,6 +162,51 @@ class PackedRecurrence:
         return to_device(places[:total], self.device)
 
 
+def _in_order(pieces: Sequence[RowPiece]) -> list[list[int]]:
+    """The pieces that follow none, those that follow these, and so on."""
+    depth: list[int] = []
+    for piece in pieces:
+        depth.append(0 if piece.follows is None else depth[piece.follows] + 1)
+    return [[at for at, own in enumerate(depth) if own == wave] for wave in range(max(depth) + 1)]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return (
+        x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
+    )
+
+
+class Chunks:
+    """What the kernels know of the pieces of a row. Every piece has chunks of its own."""
+
+    def __init__(self, pieces: Sequence[RowPiece], device: torch.device) -> None:
+        followers: list[list[int]] = [[] for _ in pieces]
+        for at, piece in enumerate(pieces):
+            if piece.follows is not None:
+                followers[piece.follows].append(at)
+        facts: list[list[int]] = []
+        table: list[list[int]] = []
+        num_before = 0
+        for piece, own in zip(pieces, followers, strict=True):
+            follows = -1 if piece.follows is None else piece.follows
+            facts.append([piece.start, piece.end, len(table), follows, num_before, num_before + len(own)])
+            table += [[start, min(start + CHUNK_TOKENS, piece.end)] for start in
+                      range(piece.start, piece.end, CHUNK_TOKENS)]  # fmt: skip
+            num_before += len(own)
+
+        def sent(numbers: Sequence[object]) -> Tensor:
+            return to_device(torch.tensor(numbers, dtype=torch.int32), device)
+
+        self.num_pieces, self.num_chunks = len(pieces), len(table)
+        self.table = sent(table)  # start and end of each chunk
+        # Of each piece: start, end, first chunk, the piece that it follows or -1, first and last of its `followers`.
+        self.facts = sent(facts)
+        self.followers = sent([at for own in followers for at in own] or [0])
+        # Pieces that can be computed together, the longest first.
+        waves = [sorted(wave, key=lambda at: -pieces[at].length) for wave in _in_order(pieces)]
+        self.waves = [sent(wave) for wave in waves]
+
+
 class _Wave:
     """Pieces that are computed together: their tokens in chunks, padded with the index behind the row."""
 
@@ -150,6 +227,19 @@ class _Wave:
                 tokens[row, :count] = torch.arange(start, start + count)
                 row += 1
         self.on_host, self.tokens = tokens, to_device(tokens, device)  # [chunks, tokens of a chunk]
+
+
+def in_exact_types(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, *, unit: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """In fp32 or wider: a state is summed up over thousands of tokens. With `unit` queries and keys are divided by
+    their norms, and queries by the root of their width."""
+    exact = torch.promote_types(value.dtype, torch.float32)
+    q, k = query.to(exact), key.to(exact)
+    if unit:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    return q, k, value.to(exact), log_decay.to(exact), None if beta is None else beta.to(exact)
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,15 +42,16 @@ class _WithRecurrence:
 
     recurrence: PrefillRecurrence | DecodeRecurrence | None = None
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         assert self.recurrence is not None, "the cache has states for recurrent layers"
-        return self.recurrence.convolve(place, x, weight, bias)
+        return self.recurrence.convolve(place, x, weight, bias, silu=silu)
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
         assert self.recurrence is not None, "the cache has states for recurrent layers"
-        return self.recurrence.recur(place, query, key, value, log_decay, beta)
+        return self.recurrence.recur(place, query, key, value, log_decay, beta, unit=unit)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engines.native.kv_cache import zeros
 from posttrain.models.attention_interface import Place
 from posttrain.models.tensor_files import TensorFacts
-from posttrain.policy.recurrence import PackedRecurrence, RowPiece, convolution_step, recurrence_step
-from posttrain.policy.runtime import to_device
+from posttrain.policy.recurrence import (
+    PackedRecurrence,
+    RowPiece,
+    convolution_step,
+    in_exact_types,
+    recurrence_step,
+)
+from posttrain.policy.runtime import to_device, triton_kernels
 
 NUM_PROMPT_SLOTS = 8  # beside one for each sample of a batch: prompts whose samples have not all started
 
@@ -60,15 +67,16 @@ class PrefillRecurrence:
         held = self.states.pools[place].index_select(0, self.slots)
         return torch.where(self.continues.view(-1, *[1] * (held.dim() - 1)), held, 0)
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         before, pool = self._before(place), self.states.pools[place]
         pool.index_copy_(0, self.slots, self.packed.last_tokens(x, weight.shape[1], before).to(pool.dtype))
-        return self.packed.convolve(x, weight, bias, before)
+        return self.packed.convolve(x, weight, bias, before, silu=silu)
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
-        out, after = self.packed.recur(query, key, value, log_decay, beta, self._before(place))
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
+        out, after = self.packed.recur(query, key, value, log_decay, beta, self._before(place), unit=unit)
         self.states.pools[place].index_copy_(0, self.slots, after)
         return out
 
@@ -79,17 +87,28 @@ class DecodeRecurrence:
     def __init__(self, states: RecurrentStates, slots: Tensor) -> None:
         self.states = states
         self.slots = slots
+        self.kernels = triton_kernels("engines.native.kernels") if states.device.type == "cuda" else None
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         pool = self.states.pools[place]
+        if self.kernels is not None and pool.dtype != torch.float64:
+            stepped: Tensor = self.kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
+            return stepped
         out, after = convolution_step(pool.index_select(0, self.slots), x, weight, bias)
         pool.index_copy_(0, self.slots, after)
-        return out
+        return F.silu(out) if silu else out
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
         pool = self.states.pools[place]
+        if self.kernels is not None and pool.dtype == torch.float32:
+            stepped: Tensor = self.kernels.recurrence_step(
+                pool, self.slots, query, key, value, log_decay, beta, unit=unit
+            )
+            return stepped
+        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         out, after = recurrence_step(pool.index_select(0, self.slots), query, key, value, log_decay, beta)
         pool.index_copy_(0, self.slots, after)
         return out

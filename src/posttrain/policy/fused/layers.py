@@ -53,6 +53,9 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     kernels = triton_kernels("policy.fused.kernels")
     if not isinstance(layers, nn.ModuleList) or kernels is None or not kernels.runs_on(parameter.device):
         return 0
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RMSNormGated") and hasattr(module, "variance_epsilon"):
+            _fuse_gated_norm(module)
     rotary = getattr(decoder, "rotary_emb", None)
     if not isinstance(rotary, nn.Module):
         return 0
@@ -98,6 +101,16 @@ def _fuse_norm(norm: Any) -> bool:
         return False
     norm.forward = fused
     return True
+
+
+@torch.no_grad()
+def _fuse_gated_norm(norm: Any) -> None:
+    """The norm of a gated delta net. Those of Mamba-2 multiply with the gate before, and fail the test."""
+    if isinstance(norm.forward, FusedGatedNorm):
+        return
+    fused, states = FusedGatedNorm(norm), trial_states(norm.weight)[0].to(norm.weight.dtype)
+    if is_near(fused(states, states.flip(0)), norm(states, states.flip(0)), norm.weight.dtype):
+        norm.forward = fused
 
 
 def _defer_sums(decoder: Any) -> None:
@@ -360,6 +373,20 @@ class FusedLayer:
             part = Rotate.apply(part.contiguous(), cos, sin, part.shape[1] // self.head_dim)
             turned.append(part)
         return [part.unflatten(1, (-1, self.head_dim)) for part in (*turned, parts[2])]
+
+
+class FusedGatedNorm:
+    """The forward of the norm after a gated delta rule."""
+
+    def __init__(self, norm: Any) -> None:
+        self.norm = norm
+
+    def __call__(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        from posttrain.policy.fused.gated_norm import GatedNorm
+
+        rows = [x.reshape(-1, x.shape[-1]) for x in (hidden_states, gate)]
+        out: Tensor = GatedNorm.apply(*rows, local_parameter(self.norm), self.norm.variance_epsilon)
+        return out.view(hidden_states.shape)
 
 
 class FusedNorm:

@@ -119,9 +119,9 @@ class _Observer(LayerObserver):
         super().__init__()
         self.widths: dict[int, int] = {}
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         self.widths[place[0]] = x.shape[1]
-        return super().convolve(place, x, weight, bias)
+        return super().convolve(place, x, weight, bias, silu=silu)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         self.widths[layer] = query.shape[1] * query.shape[2]

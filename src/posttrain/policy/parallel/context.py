@@ -74,12 +74,13 @@ class SharedAttention:
         all_tokens = torch.cat([out, padding]).unflatten(0, (self.size, -1))
         return _exchange(all_tokens, self.group).transpose(0, 1).flatten(1, 2)
 
-    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         raise InputError(f"{FIELD} = {self.size}: layer {place[0]} is recurrent, and its sequences cannot be split")
 
     def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
-    ) -> Tensor:
+        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
+        *, unit: bool = False,
+    ) -> Tensor:  # fmt: skip
         raise AssertionError("a convolution comes before")
 
 

@@ -7,6 +7,7 @@ torch.
 | `shared_prefix.py` | the same where samples of a group share their prompt's pages: those are read once per group |
 | `attend.py` | the kernels of both, in Triton |
 | `rope_write.py` | head norm, rotation, and keys and values into their slots, in one launch |
+| `recurrent.py` | a token of each sequence in recurrent layers, whose states advance in their slots |
 | `drafting.py` | the rows of a step with drafts, and their acceptance |
 | `stepping.py` | slots of new tokens, and the state for the next step |
 | `sampling.py` | the draw of `sampler.py` with one pass over the logits |
@@ -18,6 +19,7 @@ groups may change between replays, shapes may not.
 
 from posttrain.engines.native.kernels.drafting import accept, plan_rows
 from posttrain.engines.native.kernels.paged import paged_attention, runs_here, supports
+from posttrain.engines.native.kernels.recurrent import convolution_step, recurrence_step
 from posttrain.engines.native.kernels.rope_write import write_kv_rope
 from posttrain.engines.native.kernels.sampling import sample_rows
 from posttrain.engines.native.kernels.shapes import TILES, AttentionTile, attention_tile, num_splits
@@ -37,11 +39,13 @@ __all__ = [
     "PrefixTiles",
     "accept",
     "attention_tile",
+    "convolution_step",
     "move_on",
     "num_splits",
     "paged_attention",
     "places",
     "plan_rows",
+    "recurrence_step",
     "runs_here",
     "sample_rows",
     "samples_per_tile",

@@ -1,0 +1,128 @@
+"""The kernels of recurrent layers on a GPU: against float64, and in models that sample and train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recurrence_references import Heads, assert_convolves, assert_decodes, assert_recurs
+from tiny_models import VOCAB_SIZE, byte_tokenizer, gradients, tiny_model
+from torch import Tensor, nn
+
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.packed import PackedRow
+from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+QWEN = Heads(2, 4, 128, 128)  # widths of Qwen3.5
+NEMOTRON = Heads(2, 8, 128, 64, corrects=False)
+GRANITE = Heads(1, 4, 256, 64, corrects=False)
+SMALL = Heads(2, 4, 8, 8)
+ODD = Heads(1, 3, 72, 40)
+HEADS = [QWEN, NEMOTRON, GRANITE, SMALL, ODD]
+# Largest and mean error of a tensor, in parts of its largest and its mean number.
+TOLERANCE = {BF16: 3e-2, FP32: 1e-4}
+SETTINGS = NativeSettings(page_size=4, max_batch_size=7, max_prefill_tokens=64)
+SAMPLING = Sampling(90, temperature=0.9)
+KEY = NoiseKey(2, 3)
+FAMILIES = ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_token_of_each_sequence(heads: Heads, dtype: torch.dtype) -> None:
+    assert_decodes(heads, dtype, 1e-5 if dtype == FP32 else 1e-2, "cuda", rows=37)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "follows"),
+    [
+        ([1, 63, 64, 65, 130], [None] * 5),
+        ([900], [None]),
+        ([100, 200, 1, 64, 70], [None, 0, 0, 0, 1]),  # several answers to a prompt, and a turn that goes on
+    ],
+    ids=str,
+)
+def test_a_packed_row_and_its_gradients(
+    lengths: list[int], follows: list[int | None], heads: Heads, dtype: torch.dtype
+) -> None:
+    assert_recurs(lengths, follows, heads, dtype, TOLERANCE[dtype], unit=heads.corrects, device="cuda", steps=False)
+
+
+def test_keys_that_repeat() -> None:
+    """The same key over and over, and hardly any decay: powers of A would reach 1e17, its inverse stays small."""
+    from posttrain.policy.fused import recurrence
+    from posttrain.policy.recurrence import PackedRecurrence, RowPiece
+
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 2, 64, generator=generator).expand(128, -1, -1)
+    query, value = (torch.randn(128, n, 64, generator=generator) for n in (2, 4))
+    given = [x.cuda() for x in (query, key, value, torch.full((128, 4), -1e-4), torch.full((128, 4), 0.99))]
+    packed = PackedRecurrence([RowPiece(0, 128)], torch.device("cuda"))
+    out, _ = recurrence.recur(packed.chunks, *given, None, unit=True)
+    expected, _ = packed.recur(*(x.double() for x in given), unit=True)
+    assert (out - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("bias", "silu", "width"), [(True, True, 4), (False, False, 3)])
+def test_a_convolution_of_a_packed_row(dtype: torch.dtype, *, bias: bool, silu: bool, width: int) -> None:
+    follows = [None, 0, 0, None, 3]
+    for channels in (40, 512):
+        assert_convolves([300, 65, 1, 2, 90], follows, channels, dtype, TOLERANCE[dtype], "cuda", bias=bias, silu=silu,
+                         width=width)  # fmt: skip
+
+
+def make_tasks() -> list[Task]:
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (6, 70, 8, 1)]
+    return [Task(draw, f"t:{draw}", "", tuple(prompt.tolist())) for draw, prompt in enumerate(prompts)]
+
+
+def logprobs_of(model: nn.Module, completions: list[list[Completion]]) -> Tensor:
+    responses = [completion.token_ids for group in completions for completion in group]
+    mask = torch.ones(sum(len(response) for response in responses))
+    prompt_of = [prompt for prompt, group in enumerate(completions) for _ in group]
+    batch = TokenBatch.build([task.prompt_ids for task in make_tasks()], responses, prompt_of, {"mask": mask})
+    row = PackedRow.build(batch, next(model.parameters()).device)
+    with attention_context(row.attention):
+        logprobs: Tensor = TokenLogprobs(model)(row, SAMPLING.temperature).float()
+        logprobs.sum().backward()
+    return logprobs.detach().cpu()
+
+
+def sampled(completions: list[list[Completion]]) -> Tensor:
+    return torch.tensor([logprob for group in completions for c in group for logprob in c.logprobs])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_samples_what_it_trains_on(family: str) -> None:
+    """Captured decode steps and prompts in parts against the trainer, in fp32; gradients against a CPU."""
+    model = tiny_model(family).cuda()
+    engine = NativeEngine(model, byte_tokenizer(), SETTINGS)
+    completions = engine.generate(make_tasks(), 5, SAMPLING, KEY)
+    assert engine._use_graphs, "no capture failed"
+    torch.testing.assert_close(sampled(completions), logprobs_of(model, completions), atol=2e-3, rtol=1e-3)
+    on_cpu = tiny_model(family)
+    logprobs_of(on_cpu, completions)
+    expected = gradients(on_cpu)
+    for name, grad in gradients(model).items():
+        error = (grad.cpu() - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-3)
+        assert error <= 5e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_logprobs_equal_the_trainers(family: str) -> None:
+    model = tiny_model(family, dtype=BF16).cuda()
+    completions = NativeEngine(model, byte_tokenizer(), SETTINGS).generate(make_tasks(), 5, SAMPLING, KEY)
+    difference = (sampled(completions) - logprobs_of(model, completions)).abs()
+    assert difference.exp().mean() <= 1.02
+    first = gradients(model)
+    model.zero_grad()
+    logprobs_of(model, completions)
+    # Of the recurrence: torch's own lookups add with atomics.
+    names = [name for name in first if "conv" in name or "A_log" in name or "dt_bias" in name]
+    assert all(torch.equal(gradients(model)[name], first[name]) for name in names)
