@@ -43,11 +43,11 @@ class ExpertTile:
     group: int
 
 
-# By rows; `bench/experts.py --tiles` times candidates. Few rows: bound by the bytes of the weights, two programs per
-# multiprocessor with enough bytes in flight. Many rows: bound by the tensor cores.
+# By rows; on an H200 the fastest of `bench/experts.py --tiles` for 32 rows an expert (Qwen3-30B-A3B) and for 64
+# (gpt-oss-20b). Few rows: bound by the bytes of the weights. Many rows: bound by the tensor cores.
 TILES = {
     16: ExpertTile(16, 128, 64, 4, 5, 8),
-    32: ExpertTile(32, 128, 64, 4, 4, 8),
+    32: ExpertTile(32, 256, 64, 8, 3, 8),
     64: ExpertTile(64, 128, 64, 4, 4, 8),
     128: ExpertTile(128, 128, 64, 8, 4, 8),
 }
@@ -55,9 +55,9 @@ _FEW_WARPS, _SMALLEST = 4, 16
 
 
 def tile_of(num_pairs: int, num_experts: int) -> ExpertTile:
-    """The smallest tile in which most experts fit if pairs are spread evenly, so that weights are read once."""
-    wanted = 1.5 * num_pairs / num_experts
-    return next((tile for rows, tile in TILES.items() if wanted <= rows), TILES[128])
+    """The smallest tile that has the rows of an expert if pairs are spread evenly. An expert with more takes further
+    tiles, which find its weights in L2."""
+    return next((tile for rows, tile in TILES.items() if num_pairs <= rows * num_experts), TILES[128])
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _product(
     assert factors.is_contiguous()
     assert bias is None or bias.is_contiguous()
     out = torch.empty(num_pairs, width if gate is None else width // 2, dtype=x.dtype, device=x.device)
-    columns = next((size for size in (tile.width, 64) if width % size == 0), tile.width)
+    columns = next((size for size in (tile.width, 128, 64) if width % size == 0), tile.width)
     columns = min(columns, max(triton.next_power_of_2(width), _SMALLEST))
     how = Gate() if gate is None else gate
     _grouped_product[(num_tiles * triton.cdiv(width, columns),)](
