@@ -20,7 +20,7 @@ from posttrain.config.data import TRACE_GROUPS, DatasetConfig
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.sources import Row, looks_like_path
-from posttrain.files.json_files import JsonMapping
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 
 def first_listed_answer(row: Row) -> str:
@@ -161,9 +161,9 @@ Spec = TypeVar("Spec", bound=NamedDataset)
 
 def spec_of(kind: type[Spec], row: JsonMapping, functions: Mapping[str, object]) -> Spec:
     """From a row of a YAML file, which names functions by their words."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    named = {name: functions[values[name]] for name in _MAY_BE_FUNCTIONS if isinstance(values.get(name), str)}
-    return kind(**{**values, **named})
+    values: JsonObject = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    values |= {name: functions[row[name]] for name in _MAY_BE_FUNCTIONS if isinstance(row.get(name), str)}
+    return kind(**values)
 
 
 _MAY_BE_FUNCTIONS = ("question", "answer", "assemble", "choices")

@@ -183,8 +183,11 @@ class AgentEndpoint:
             session.counts["out_of_turns"] = 1
             return request, self._last_word()
         messages = [message.plain() for message in request.messages]
+        limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
+        sampling = replace(self.sampling, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
         try:
-            call = session.tree.call(messages, request.used_tools, self._sampling_of(request))
+            call = session.tree.call(messages, request.used_tools, sampling)
         except DataError as error:
             raise RefusedRequest(str(error), "messages") from error
         if (length := len(call.prompt_ids)) >= self.max_total_tokens:
@@ -222,11 +225,6 @@ class AgentEndpoint:
         if known is not None:
             self.reply([(pending, known)])
         return pending
-
-    def _sampling_of(self, request: ChatRequest) -> Sampling:
-        limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
-        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
-        return replace(self.sampling, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
 
     def _last_word(self) -> ChatAnswer:
         """To requests over the limit. It is not the model's, and not trained."""

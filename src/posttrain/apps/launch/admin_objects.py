@@ -20,22 +20,19 @@ _LONGEST_NAME = 8  # of a Lustre file system
 def render_setup(profile: ClusterProfile) -> list[Object]:
     """In the order in which the objects are to be created."""
     instance = find_instance(profile.nodes, profile.cluster.kind)
+    # Where the profile gives it the role of a provider; otherwise it exists, or is the administrator's to create.
+    name, annotations = profile.pods.service_account, dict(profile.pods.service_account_annotations)
+    metadata = {"name": name, "namespace": profile.cluster.namespace, "annotations": annotations}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": profile.cluster.namespace}},
         *_storage(profile),
-        *_service_account(profile),
+        *([account] if annotations else []),
         *(_karpenter(profile, instance) if profile.cluster.kind == "eks" else []),
         *(_gke_networks() if instance.rdma else []),
         *(_kueue(profile, instance) if profile.scheduler.kueue_queue is not None else []),
         *(_volcano(profile, instance) if profile.scheduler.kind == "volcano" else []),
     ]
-
-
-def _service_account(profile: ClusterProfile) -> list[Object]:
-    """Where the profile gives it the role of a provider; otherwise it exists, or is the administrator's to create."""
-    name, annotations = profile.pods.service_account, dict(profile.pods.service_account_annotations)
-    metadata = {"name": name, "namespace": profile.cluster.namespace, "annotations": annotations}
-    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}] if annotations else []
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

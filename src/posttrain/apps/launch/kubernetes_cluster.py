@@ -57,9 +57,8 @@ class KubernetesCluster:
         except (ConfigException, OSError) as error:
             why = reason_of(error).rstrip(".")
             raise ClusterUnreachable(
-                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
-                "gcloud container "
-                "clusters get-credentials), or name a context of it in the profile (cluster.context)"
+                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, gcloud "
+                "container clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
         self._server = settings.host
@@ -101,9 +100,8 @@ class KubernetesCluster:
         except ApiException as error:
             if error.status in (0, 401):
                 raise ClusterUnreachable(
-                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso "
-                    "login, gcloud "
-                    "auth login), or name another context"
+                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso login, "
+                    "gcloud auth login), or name another context"
                 ) from error
             raise
         return response if stream else json.loads(response.data or b"{}")
@@ -171,8 +169,7 @@ class KubernetesCluster:
                 run = body["metadata"]["labels"][RUN_LABEL]
                 raise InputError(
                     f"{what} exists already in namespace {body['metadata']['namespace']}: `posttrain launch stop "
-                    f"{run}` removes "
-                    "the run of this name, or give --name"
+                    f"{run}` removes the run of this name, or give --name"
                 ) from error
             raise InputError(f"{what} was refused: {_message_of(error)}. Nothing of the run is left") from error
 

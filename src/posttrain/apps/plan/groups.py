@@ -9,7 +9,6 @@ from posttrain.apps.plan.phases import scoring_phase
 from posttrain.apps.plan.plan import RunEstimate, estimate_run
 from posttrain.config import GrpoRunConfig, RunConfig
 from posttrain.config.placement import ENGINE, REFERENCE, ResourcesConfig, group_of_reward
-from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.model_shape import find_shape
@@ -88,12 +87,8 @@ def _reward(found: RunEstimate, config: RunConfig, name: str) -> list[Phase]:
         in_host_memory=False,
         scores_answers=True,
     )
-    batch = replace(found.workload.score, max_tokens=_batch_tokens(reward))
+    batch = replace(found.workload.score, max_tokens=max(reward.max_batch_tokens, reward.max_model_len or 0))
     return [scoring_phase(RankMemory(shape, settings), replace(found.workload, score=batch), {})]
-
-
-def _batch_tokens(reward: RewardModelRewardConfig) -> int:
-    return max(reward.max_batch_tokens, reward.max_model_len or 0)
 
 
 def proposed_placement(found: RunEstimate, config: RunConfig) -> list[str]:

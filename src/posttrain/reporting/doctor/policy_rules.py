@@ -263,17 +263,12 @@ def reward_collapse(run: RunHistory) -> Sighting | None:
         return None
     now = statistics.median(values[-LONG_PERSISTENCE:])
     lowest = min(run.values("train/reward_min"), default=0.0)
-    before = _best_level(values[-MAX_WINDOW:])
+    recent, size = values[-MAX_WINDOW:], LONG_PERSISTENCE
+    before = max(statistics.median(recent[i : i + size]) for i in range(0, len(recent) - size + 1, size))
     if before - lowest <= 0.05 or (now - lowest) >= 0.5 * (before - lowest):
         return None
     text = f"the reward has fallen from {before:.3g} to {now:.3g}"
     return Sighting("error", REWARD, now, text, (lower_lr(run), higher_kl_penalty(run)))
-
-
-def _best_level(values: Sequence[float]) -> float:
-    """The highest median of five rewards in a row."""
-    size = LONG_PERSISTENCE
-    return max(statistics.median(values[i : i + size]) for i in range(0, len(values) - size + 1, size))
 
 
 def reward_hacking(run: RunHistory) -> Sighting | None:
