@@ -23,6 +23,7 @@ from posttrain.apps.launch.pod_template import (
     RUN_LABEL,
     Object,
     control_name,
+    object_of,
     with_new_value,
 )
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
@@ -267,12 +268,8 @@ class KubernetesCluster:
         """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         grace_s = int(min(notice_s, pod["spec"].get("terminationGracePeriodSeconds", 30)))
-        eviction: Object = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": namespace},
-            "deleteOptions": {} if evict else {"gracePeriodSeconds": grace_s},
-        }
+        options = {} if evict else {"gracePeriodSeconds": grace_s}
+        eviction = object_of("policy/v1", "Eviction", name, namespace, deleteOptions=options)
         try:
             self._found("POST", f"{self._in_namespace(pod, 'pods')}/{name}/eviction", eviction)
         except _NotFound:
