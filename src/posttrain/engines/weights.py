@@ -197,12 +197,7 @@ class WeightSender:
     def _share(self, to: Handover) -> str:
         """Ensure a bucket that engines can open. Returns why there is none, if one was expected."""
         self._lots = ()
-        if not (
-            to.on_one_machine
-            and to.over_gpu_memory
-            and self._parts
-            and all(part.tensor.is_cuda for part in self._parts)
-        ):
+        if not (to.on_one_machine and to.over_gpu_memory and _is_on_gpu(self._parts)):
             return ""
         lots, size = _lots([part.tensor for part in self._parts])
         if self._bucket is None:
@@ -315,6 +310,10 @@ def _own_parts(model: nn.Module) -> list[_Part]:
         if is_sent and local.numel():
             found.append(_Part(name, first_of_part(tensor), local))
     return found
+
+
+def _is_on_gpu(parts: Sequence[_Part]) -> bool:
+    return bool(parts) and all(part.tensor.is_cuda for part in parts)
 
 
 def _lots(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[PartOffset, ...], ...], int]:

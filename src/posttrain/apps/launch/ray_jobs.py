@@ -13,7 +13,7 @@ import secrets
 import shlex
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -55,7 +55,11 @@ _MEANINGS: dict[int, str] = {
 
 def render_job(request: LaunchRequest) -> list[Object]:
     """The uploaded package, and the job. The request's files are named relative to the working directory."""
-    package = _package({"config.yaml": request.config_text.encode(), **request.files})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:  # the same files give the same bytes
+        for path, content in sorted({"config.yaml": request.config_text.encode(), **request.files}.items()):
+            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED)
+    package = packed.getvalue()
     name = f"_ray_pkg_{sha256_of(package)[:32]}.zip"
     checkpoints, logs = run_folders(request.config_text)
     variables = {
@@ -76,15 +80,6 @@ def render_job(request: LaunchRequest) -> list[Object]:
         {"kind": "package", "metadata": {"name": name}, "content": package},
         {"kind": "Ray job", "metadata": {"name": request.name}, "spec": job},
     ]
-
-
-def _package(files: Mapping[str, bytes]) -> bytes:
-    """Deterministic: the same files give the same bytes."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in sorted(files.items()):
-            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
 
 
 class RayJobs:

@@ -118,7 +118,9 @@ def generation_slowing(run: RunHistory) -> Sighting | None:
         return None
     if not 0.8 * before <= length <= 1.25 * before:
         return None
-    if now / start <= 1.5 * _slowing(run.values(TRAINING_RATE)):
+    first, last = run.values(TRAINING_RATE)[2:7], run.values(TRAINING_RATE)[-10:]
+    others = statistics.median(first) / statistics.median(last) if first and statistics.median(last) else 1.0
+    if now / start <= 1.5 * max(1.0, others):
         return None  # everything is slower: the machine is busy
     text = (
         f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length; "
@@ -126,12 +128,6 @@ def generation_slowing(run: RunHistory) -> Sighting | None:
     )
     fixes = (run.fix("policy.generation.native_cfg.gpu_memory_utilization", "more, or fewer answers at once"),)
     return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
-
-
-def _slowing(rates: Sequence[float]) -> float:
-    """How many times as long a stage takes per token as at the start; at least 1."""
-    first, last = rates[2:7], rates[-10:]
-    return max(1.0, statistics.median(first) / statistics.median(last)) if first and statistics.median(last) else 1.0
 
 
 def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:
