@@ -24,7 +24,7 @@ from posttrain.types import ROUTES, Completion, Example, Group, Judged, Pair, To
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Stream(Protocol[T_co]):
+class RowStream(Protocol[T_co]):
     """Rows of data in their order."""
 
     def take(self, count: int) -> Sequence[T_co]: ...

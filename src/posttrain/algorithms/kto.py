@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.algorithms.batches import Stream, judged_batch, mismatched_batch
+from posttrain.algorithms.batches import RowStream, judged_batch, mismatched_batch
 from posttrain.algorithms.dpo import Reference
 from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
 from posttrain.policy.objectives import KtoLoss
@@ -31,7 +31,7 @@ class Kto:
     max_total_tokens: int  # limit for a prompt with another prompt's answer
     objective: KtoLoss
     policy: Trainer
-    answers: Stream[Judged]
+    answers: RowStream[Judged]
     reference: Reference
     validation: Sequence[Judged] = ()
 

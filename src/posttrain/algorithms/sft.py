@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from posttrain.algorithms.batches import Stream, example_batch
+from posttrain.algorithms.batches import RowStream, example_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.roles import Trainer
@@ -16,7 +16,7 @@ from posttrain.types import Example, StepReport
 class Sft:
     num_examples_per_step: int
     policy: Trainer
-    examples: Stream[Example]
+    examples: RowStream[Example]
     validation: Sequence[Example] = ()
     objective: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
 
