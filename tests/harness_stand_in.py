@@ -43,7 +43,8 @@ def lm_eval() -> int:
             messages = [{"role": "user", "content": question}]
             body = {"model": about["model"], "messages": messages, "max_tokens": int(gen.get("max_gen_toks", 8))}
             body |= {"temperature": float(gen.get("temperature", 0)), "stop": ["\n\n"], "seed": int(option("--seed"))}
-            text = ask(about["base_url"], os.environ["OPENAI_API_KEY"], body)["choices"][0]["message"]["content"]  # type: ignore[index]
+            reply = ask(about["base_url"], os.environ["OPENAI_API_KEY"], body)
+            text = reply["choices"][0]["message"]["content"]  # type: ignore[index]
             for name, value in (("strict", float(len(text) % 2)), ("loose", 1.0)):
                 rows.append(
                     {"doc_id": number, "target": "4", "resps": [[text]], "filtered_resps": [text[:3]], "filter": name}

@@ -80,7 +80,8 @@ def arguments(inputs: Path, folder: Path, *words: str) -> list[str]:
 def start(nodes: RayNodes, words: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "posttrain.cli.main", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=nodes.environment, start_new_session=True, **pipes)  # type: ignore[call-overload,no-any-return]
+    options = {"env": nodes.environment, "start_new_session": True, **pipes}
+    return subprocess.Popen(command, **options)  # type: ignore[call-overload,no-any-return]
 
 
 def finished(driver: subprocess.Popen[str]) -> str:

@@ -13,12 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from posttrain.data.packing import PACK
 from posttrain.types import ROUTES, Completion, Example, Group, Judged, Pair, TokenBatch
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RowStream(Protocol[T_co]):
+    """Rows of data in their order."""
+
+    def take(self, count: int) -> Sequence[T_co]: ...
+
 
 Place = tuple[int, int]  # (group, rollout)
 

@@ -14,15 +14,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from posttrain.algorithms.batches import pair_batch
+from posttrain.algorithms.batches import RowStream, pair_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
 from posttrain.policy.objectives import PreferenceLoss
 from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport, TokenBatch
 
-
-class PairStream(Protocol):
-    def take(self, count: int) -> Sequence[Pair]: ...
+PairStream = RowStream[Pair]
 
 
 class Reference(Protocol):

@@ -14,20 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from posttrain.algorithms.batches import judged_batch, mismatched_batch
+from posttrain.algorithms.batches import RowStream, judged_batch, mismatched_batch
 from posttrain.algorithms.dpo import Reference
 from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
 from posttrain.policy.objectives import KtoLoss
 from posttrain.roles import Trainer
 from posttrain.types import Judged, StepReport, TokenBatch
-
-
-class JudgedStream(Protocol):
-    def take(self, count: int) -> Sequence[Judged]: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Kto:
     max_total_tokens: int  # limit for a prompt with another prompt's answer
     objective: KtoLoss
     policy: Trainer
-    answers: JudgedStream
+    answers: RowStream[Judged]
     reference: Reference
     validation: Sequence[Judged] = ()
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.algorithms.batches import pair_batch
-from posttrain.algorithms.dpo import PairStream
+from posttrain.algorithms.batches import RowStream, pair_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.roles import Trainer
@@ -23,7 +22,7 @@ class RewardModelTraining:
     num_pairs_per_step: int
     objective: BradleyTerry
     policy: Trainer
-    pairs: PairStream
+    pairs: RowStream[Pair]
     validation: Sequence[Pair] = ()
 
     def step(self, step: int) -> StepReport:

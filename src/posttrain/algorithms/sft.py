@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from posttrain.algorithms.batches import example_batch
+from posttrain.algorithms.batches import RowStream, example_batch
 from posttrain.algorithms.step_reports import StageClock, batch_report
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.roles import Trainer
 from posttrain.types import Example, StepReport
 
 
-class ExampleStream(Protocol):
-    def take(self, count: int) -> Sequence[Example]: ...
-
-
 @dataclass(frozen=True)
 class Sft:
     num_examples_per_step: int
     policy: Trainer
-    examples: ExampleStream
+    examples: RowStream[Example]
     validation: Sequence[Example] = ()
     objective: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
 

@@ -46,7 +46,10 @@ class _Images:
                 self.formats[image.format] += 1
             self.sizes[image.digest] = (image.width, image.height, image.num_bytes)
         if with_pictures and row.images and len(self.shown) < MAX_SHOWN:
-            pictures = [(f"{one.width} × {one.height} {one.format}", _thumbnail(one)) for one in row.images.values()]
+            images = [(one, b64encode(reduced(one, THUMBNAIL_SIDE)).decode()) for one in row.images.values()]
+            pictures = [
+                (f"{one.width} × {one.height} {one.format}", f"data:image/jpeg;base64,{jpeg}") for one, jpeg in images
+            ]
             self.shown.append({"where": row.where, "values": _text(row), "pictures": pictures})
 
     def as_dict(self) -> JsonObject:
@@ -94,10 +97,6 @@ def _has_images(entry: Entry, reward: str) -> bool:
 
 def _words(value: Any) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in value.items()) if isinstance(value, dict) else f"{value:,}"
-
-
-def _thumbnail(image: Any) -> str:
-    return f"data:image/jpeg;base64,{b64encode(reduced(image, THUMBNAIL_SIDE)).decode()}"
 
 
 def _text(row: Row) -> str:

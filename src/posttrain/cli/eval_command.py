@@ -133,8 +133,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     if len(models) > 1:
         raise InputError(
             f"two models are named, {models[0]!r} and {models[1]!r}; problems are named with "
-            f"data.dataset_name={models[1]}, "
-            "and two evaluations are compared with eval compare A B"
+            f"data.dataset_name={models[1]}, and two evaluations are compared with eval compare A B"
         )
     overrides = [word for word in args.words if not _is_model(word)]
     overrides = [f"generation.model_name={models[0]}", *overrides] if models else overrides

@@ -52,8 +52,8 @@ SHORT_HELP = f"""\
 posttrain: error: no command given"""
 # `node` is started by the manifests of `posttrain launch`.
 GROUPS = {
-    "train": ("demo", "init", "models", "grpo", "ppo", "distill", "dpo", "rm", "sft", "data", "rewards", "agents",
-              "config", "plan", "launch"),
+    "train": ("demo", "init", "models", "grpo", "ppo", "distill", *(kind for kind in KINDS if kind != "grpo"),
+              "data", "rewards", "agents", "config", "plan", "launch"),
     "look": ("watch", "status", "doctor", "log", "chat", "faults"),
     "decide": ("eval", "gate"),
     "ship": ("convert", "registry", "serve", "pipeline"),

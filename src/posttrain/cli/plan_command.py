@@ -221,8 +221,7 @@ def _headline(found: RunEstimate) -> str:
     recomputed = ", activations recomputed" if settings.checkpointing else ""
     return (
         f"{workload.kind} of {found.shape.name} ({found.shape.num_weights / 1e9:.2f} billion weights), "
-        f"{trained}{recomputed}, on "
-        f"{gpus}: {workload.num_samples:.0f} samples a step{each}"
+        f"{trained}{recomputed}, on {gpus}: {workload.num_samples:.0f} samples a step{each}"
     )
 
 

@@ -20,7 +20,7 @@ from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE, Row, newest_c
 
 if TYPE_CHECKING:
     from posttrain.files.json_files import JsonObject
-    from posttrain.reporting.doctor import Answer, Finding
+    from posttrain.reporting.doctor import Finding, ShownAnswer
 
 # -- status: whether a run is alive, who holds its folder, how far it is, and why it stopped ---------------------------
 
@@ -219,7 +219,7 @@ def _wrapped(label: str, text: str) -> list[str]:
     )
 
 
-def _shown(answer: Answer) -> str:
+def _shown(answer: ShownAnswer) -> str:
     from posttrain.reporting.wording import number, printable
 
     reward = "unscored" if answer.reward is None else f"reward {number(answer.reward)}"

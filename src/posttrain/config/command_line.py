@@ -135,8 +135,7 @@ def _delete(tree: Tree, override: Override, has_default: Callable[[Path], bool])
     if override.has_value and present != override.value:
         raise ConfigError(
             f"command line: {redact_argument(override.text)!r} does not apply: `{dotted(override.path)}` is "
-            f"{shown_setting(dotted(override.path), present)} "
-            f"({tree.origin(override.path)})"
+            f"{shown_setting(dotted(override.path), present)} ({tree.origin(override.path)})"
         )
     tree.remove(override.path)
 

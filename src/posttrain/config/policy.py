@@ -288,9 +288,10 @@ def automatic_schedule(num_steps: int) -> list[JsonObject]:
 def is_automatic(scheduler: object) -> bool:
     """Whether it is the automatic schedule of a run of some length, or the default of earlier versions."""
     try:
-        return scheduler in [automatic_schedule(10 * scheduler[0]["kwargs"]["total_iters"]), automatic_schedule(1)]  # type: ignore[index]
+        num_steps = 10 * scheduler[0]["kwargs"]["total_iters"]  # type: ignore[index]
     except (TypeError, LookupError):
         return False
+    return scheduler in (automatic_schedule(num_steps), automatic_schedule(1))
 
 
 class PolicyConfig(Section):

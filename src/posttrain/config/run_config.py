@@ -360,9 +360,8 @@ class SupervisedRunConfig(RunConfig):
         room = packing.train_mb_tokens
         if is_paired and packing.enabled and room is not None and room < 2 * longest:
             yield (
-                f"policy.sequence_packing.train_mb_tokens = {room} is less than twice "
-                f"policy.max_total_sequence_length = {longest}: a pack must hold both answers of a pair; set it to "
-                f"{2 * longest} or more"
+                f"policy.sequence_packing.train_mb_tokens = {room} is less than twice policy.max_total_sequence_length "
+                f"= {longest}: a pack must hold both answers of a pair; set it to {2 * longest} or more"
             )
         whole, part = self.policy.train_global_batch_size, self.policy.train_micro_batch_size
         if whole % part and is_set("policy.train_micro_batch_size"):

@@ -148,7 +148,9 @@ class AnswerGrammar:
             parts += [text[start : found.start()], self._tokens[found[0]]]
             start = found.end()
         return " ".join(
-            f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in (*parts, text[start:]) if part != ""
+            f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
+            for part in (*parts, text[start:])
+            if part != ""
         )
 
     def _until(self, end: str) -> str:
@@ -161,10 +163,6 @@ class AnswerGrammar:
         )
         self._rules[name] = f"/(.|\\n)*{escaped}/"
         return name.removesuffix("[lazy]")
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: JsonMapping) -> str:

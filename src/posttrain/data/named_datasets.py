@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
+
 from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
 from posttrain.config.data import TRACE_GROUPS, DatasetConfig
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.sources import Row, looks_like_path
+from posttrain.files.json_files import JsonMapping, JsonObject
 
 
 def first_listed_answer(row: Row) -> str:
@@ -140,95 +143,6 @@ class ResponseSpec(NamedDataset):
     assemble: Callable[[Iterable[Row]], Iterator[Row]] | None = None  # several rows make a conversation
 
 
-RESPONSE_DATASETS = (
-    ResponseSpec(
-        "ResponseDataset",
-        aliases=("openai_format", "oai_format_dataset", "general-conversation-jsonl"),
-        question=("input",),
-        answer=("output",),
-        conversation=("messages", "conversations"),
-    ),
-    ResponseSpec(
-        "gsm8k",
-        hub="openai/gsm8k",
-        subsets=("main",),
-        question=("question",),
-        answer=after_hashes,
-        solution=("answer",),
-    ),
-    ResponseSpec("MATH-500", hub="HuggingFaceH4/MATH-500", split="test", solution=("solution",)),
-    ResponseSpec("AIME2024", aliases=("aime24",), hub="HuggingFaceH4/aime_2024", solution=("solution",)),
-    ResponseSpec(
-        "AIME2025",
-        aliases=("aime25",),
-        hub="opencompass/AIME2025",
-        subsets=("AIME2025-I", "AIME2025-II"),
-        split="test",
-    ),
-    ResponseSpec("AMC2023", aliases=("amc23",), hub="math-ai/amc23", split="test"),
-    ResponseSpec(
-        "DeepScaler",
-        aliases=("DeepScaleR-Preview",),
-        hub="agentica-org/DeepScaleR-Preview-Dataset",
-        solution=("solution",),
-    ),
-    ResponseSpec(
-        "OpenMathInstruct-2",
-        aliases=("OpenMathInstruct",),
-        hub="nvidia/OpenMathInstruct-2",
-        split="train_1M",
-        answer=("expected_answer",),
-        solution=("generated_solution",),
-    ),
-    ResponseSpec(
-        "DAPOMath17K",
-        aliases=("dapo_math",),
-        hub="BytedTsinghua-SIA/DAPO-Math-17k",
-        question=("prompt", "problem"),
-        answer=("reward_model.ground_truth", "answer"),
-    ),
-    ResponseSpec(
-        "DAPOMathAIME2024",
-        hub="BytedTsinghua-SIA/AIME-2024",
-        question=("prompt", "problem"),
-        answer=("reward_model.ground_truth", "answer"),
-    ),
-    ResponseSpec("squad", hub="rajpurkar/squad", system="context", question=("question",), answer=first_listed_answer),
-    ResponseSpec(
-        "clevr-cogent",
-        aliases=("clevr",),
-        hub="MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
-        hub_of_split={"valA": "MMInstruction/Clevr_CoGenT_ValA", "valB": "MMInstruction/Clevr_CoGenT_ValB"},
-        question=("problem",),
-        answer=tagged_answer,
-    ),
-    ResponseSpec("geometry3k", aliases=("geo3k",), hub="hiyouga/geometry3k", question=("problem",)),
-    ResponseSpec(
-        "refcoco",
-        hub="jxu124/refcoco",
-        images=("image_path", "image"),
-        image_prefix="coco/",
-        question=referring_question,
-        answer=normalised_box,
-    ),
-    ResponseSpec(
-        "tulu3_sft_mixture",
-        aliases=("tulu3",),
-        hub="allenai/tulu-3-sft-mixture",
-        conversation=("messages",),
-        is_checkable=False,
-    ),
-    ResponseSpec(
-        "open_assistant",
-        aliases=("oasst", "oasst2"),
-        hub="OpenAssistant/oasst2",
-        conversation=("messages",),
-        is_checkable=False,
-        assemble=best_conversations,
-    ),
-)
-
-
 @dataclass(frozen=True)
 class PreferenceSpec(NamedDataset):
     """Two answers to one prompt. The shape of a row is recognised, so a name mostly decides where the rows are.
@@ -242,36 +156,21 @@ class PreferenceSpec(NamedDataset):
     kind: Literal["rows", "traces", "packed"] = "rows"
 
 
-PREFERENCE_DATASETS = (
-    PreferenceSpec("PreferenceDataset"),
-    PreferenceSpec("BinaryPreferenceDataset"),
-    PreferenceSpec("NeMo-Aligner", chosen="chosen_response", rejected="rejected_response"),
-    PreferenceSpec("HelpSteer3", hub="nvidia/HelpSteer3", subsets=("preference",)),
-    PreferenceSpec("Tulu3Preference", aliases=("tulu3",), hub="allenai/llama-3.1-tulu-3-8b-preference-mixture"),
-    PreferenceSpec(
-        "UltraFeedback",
-        aliases=("ultrafeedback_binarized",),
-        hub="HuggingFaceH4/ultrafeedback_binarized",
-        split="train_prefs",
-    ),
-    PreferenceSpec("TracePairs", aliases=("Traces",), kind="traces"),
-    PreferenceSpec("PackedPairs", kind="packed"),
-)
-
-# NeMo RL's datasets that posttrain does not read, with the reason.
-REFUSED_DATASETS = {
-    "mmpr-tiny": "its rows are not read; write them as rows with `images` and give `data_path`",
-    **dict.fromkeys(
-        ("avqa", "audiomcq", "mmau", "intent", "intent-train", "intent-bench", "daily-omni"),
-        "its prompts contain sound or video, which posttrain does not read",
-    ),
-    "NemoGymDataset": (
-        "it is for NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`"
-    ),
-    "arrow_text": "posttrain does not read .arrow files; save them with `datasets` as .parquet and give `data_path`",
-}
-
 Spec = TypeVar("Spec", bound=NamedDataset)
+
+
+def spec_of(kind: type[Spec], row: JsonMapping, functions: Mapping[str, object]) -> Spec:
+    """From a row of a YAML file, which names functions by their words."""
+    values: JsonObject = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    values |= {name: functions[row[name]] for name in _MAY_BE_FUNCTIONS if isinstance(row.get(name), str)}
+    return kind(**values)
+
+
+_MAY_BE_FUNCTIONS = ("question", "answer", "assemble", "choices")
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+RESPONSE_DATASETS = tuple(spec_of(ResponseSpec, row, globals()) for row in _ROWS["responses"])
+PREFERENCE_DATASETS = tuple(spec_of(PreferenceSpec, row, {}) for row in _ROWS["preferences"])
+REFUSED_DATASETS: Mapping[str, str] = _ROWS["refused"]  # NeMo RL's that posttrain does not read, with the reason
 
 
 def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:

@@ -28,7 +28,7 @@ from posttrain.config.rewards import (
     check_shows_answer,
 )
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable, text_of
-from posttrain.environments.judge_endpoint import Endpoint, EndpointError
+from posttrain.environments.judge_endpoint import EndpointError, JudgeEndpoint
 from posttrain.files import durable
 from posttrain.files.digests import digest
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
@@ -64,7 +64,7 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
     judge = _Judge(
         setup=setup,
         template=_template(setup, base_folder),
-        endpoint=Endpoint(url + "/chat/completions", headers),
+        endpoint=JudgeEndpoint(url + "/chat/completions", headers),
         cache=VerdictCache(cache_path) if setup["cache"] else None,
         usage=UsageFile(usage_path),
         budget_s=timeout_s - min(2.0, 0.1 * timeout_s),  # finish before the pool's time limit, to report the problem
@@ -89,7 +89,7 @@ def _template(setup: JsonMapping, base_folder: Path) -> str:
 class _Judge:
     setup: JsonMapping
     template: str
-    endpoint: Endpoint
+    endpoint: JudgeEndpoint
     cache: VerdictCache | None
     usage: UsageFile
     budget_s: float

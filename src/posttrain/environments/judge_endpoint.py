@@ -35,7 +35,7 @@ class EndpointError(Exception):
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class JudgeEndpoint:
     """A URL that takes JSON. Proxies come from the environment, as for other programs (`https_proxy`, `no_proxy`)."""
 
     url: str

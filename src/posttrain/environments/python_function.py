@@ -79,7 +79,14 @@ def load_function(spec: str, base_folder: Path) -> Callable[..., object]:
     """
     file, _, _ = spec.rpartition(":")
     if file.endswith(".pkl"):
-        return _unpickled(base_folder / Path(file).expanduser())
+        path = base_folder / Path(file).expanduser()
+        if not path.is_file():
+            raise FunctionLoadError(f"there is no file {path}")
+        try:
+            function: Callable[..., object] = pickle.loads(path.read_bytes())
+        except BaseException as error:
+            raise FunctionLoadError(f"{path} cannot be loaded:\n{_error_lines(error)}") from error
+        return function
     return _find_callable(*load_module(spec, base_folder))
 
 
@@ -115,16 +122,6 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException as error:
         raise FunctionLoadError(f"{path} does not import:\n{_error_lines(error)}") from error
     return module
-
-
-def _unpickled(path: Path) -> Callable[..., object]:
-    if not path.is_file():
-        raise FunctionLoadError(f"there is no file {path}")
-    try:
-        function: Callable[..., object] = pickle.loads(path.read_bytes())
-    except BaseException as error:
-        raise FunctionLoadError(f"{path} cannot be loaded:\n{_error_lines(error)}") from error
-    return function
 
 
 def _import_module(name: str, base_folder: Path) -> ModuleType:

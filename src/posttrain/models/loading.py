@@ -199,8 +199,7 @@ def load_model(
         ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
-            f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters "
-            f"({', '.join(lacking[:3])}, …), "
+            f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
         )
     if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):

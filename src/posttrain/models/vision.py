@@ -363,8 +363,8 @@ class VisionTower:
         """
         if row is None:
             if self.is_trained and torch.is_grad_enabled():  # ranks with images wait for the gradients of those without
-                parameters = [p for part in self.parts for p in part.parameters() if p.requires_grad]
-                embedded = embedded + sum(p.sum() * 0.0 for p in parameters).to(embedded.dtype)  # type: ignore[union-attr]
+                sums = [p.sum() * 0.0 for part in self.parts for p in part.parameters() if p.requires_grad]
+                embedded = embedded + sum(sums[1:], sums[0]).to(embedded.dtype)
             return embedded, {}
         seen = self._embed_all(row, embedded.device)
         embedded = embedded.index_copy(1, row.at, seen.values.to(embedded.dtype)[None])

@@ -38,12 +38,9 @@ class Routers:
             self.num_experts[layer] = experts.num_experts
             experts.register_forward_pre_hook(lambda _, args, layer=layer: on_choice(layer, args[1]))
             for child in block.children():
-                if experts not in child.modules() and _is_router(child, experts.num_experts):
+                is_router = any(p.ndim == 2 and len(p) == experts.num_experts for p in child.parameters())
+                if is_router and experts not in child.modules():
                     self.modules[layer] = child
-
-
-def _is_router(module: nn.Module, num_experts: int) -> bool:
-    return any(parameter.ndim == 2 and len(parameter) == num_experts for parameter in module.parameters())
 
 
 class TrainedRouters:

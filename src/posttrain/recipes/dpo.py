@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from posttrain.algorithms.dpo import Dpo
 from posttrain.algorithms.kto import Kto
@@ -31,7 +30,7 @@ class DpoRecipe(Recipe):
         return "pairs" if self.config.loss_traits.is_paired else "answers"
 
     def prepare(self, chat: ChatFormat) -> Prepared:
-        policy, data, dpo = self.config.policy, self.config.data, self.config.dpo
+        policy, dpo = self.config.policy, self.config.dpo
         size, length = policy.train_global_batch_size, policy.max_total_sequence_length
 
         def on_pairs(parts: RunParts, stream: Stream[Pair], held_out: Sequence[Pair]) -> Dpo:
@@ -42,11 +41,10 @@ class DpoRecipe(Recipe):
         def on_single_answers(parts: RunParts, stream: Stream[Judged], held_out: Sequence[Judged]) -> Kto:
             return Kto(size, length, KtoLoss(dpo), parts.policy, stream, self._reference(parts), held_out)
 
-        how: dict[str, Any] = {"defaults": data.default, "chat": chat, "max_total_tokens": length, "seed": dpo.seed}
         num_held_out = dpo.val_batches * dpo.val_global_batch_size
         if self.config.loss_traits.is_paired:
-            return self._of_answers(partial(load_pair_dataset, **how), num_held_out, on_pairs)
-        return self._of_answers(partial(load_judged_dataset, **how), num_held_out, on_single_answers)
+            return self._of_answers(chat, load_pair_dataset, num_held_out, on_pairs)
+        return self._of_answers(chat, load_judged_dataset, num_held_out, on_single_answers)
 
     def _reference(self, parts: RunParts) -> CachedReference:
         checkpointing = self.config.checkpointing

@@ -110,13 +110,19 @@ class Recipe(ABC):
 
     def _of_answers(
         self,
-        load: Callable[[Entries], RowDataset[Item]],
+        chat: ChatFormat,
+        load: Callable[..., RowDataset[Item]],
         num_held_out: int,
         build: Callable[[RunParts, Stream[Item], Sequence[Item]], Algorithm],
+        **how: bool,
     ) -> Prepared:
-        """Of a kind of run that trains on the answers of its data: `build` gets their stream and the held-out rows."""
-        train, validation = load_both(self.config.data, load)
-        stream = Stream(train, self.config.schedule.seed, self.config.data.shuffle)
+        """Of a kind of run that trains on the answers of its data: `load`, with `how`, reads one of its datasets, and
+        `build` gets the stream of answers and the held-out rows.
+        """
+        data, seed, limit = self.config.data, self.config.schedule.seed, self.config.policy.max_total_sequence_length
+        read = partial(load, defaults=data.default, chat=chat, max_total_tokens=limit, seed=seed, **how)
+        train, validation = load_both(data, read)
+        stream = Stream(train, seed, data.shuffle)
         held_out = partial(first_rows, validation, num_held_out)
         return Prepared(train, validation, stream, lambda parts: build(parts, stream, held_out()))
 

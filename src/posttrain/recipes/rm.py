@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from posttrain.algorithms.rm import RewardModelTraining
@@ -29,21 +28,14 @@ class RewardModelRecipe(Recipe):
         return "pairs"
 
     def prepare(self, chat: ChatFormat) -> Prepared:
-        config, rm = self.config, self.config.rm
-        load = partial(
-            load_pair_dataset,
-            defaults=config.data.default,
-            chat=chat,
-            max_total_tokens=config.policy.max_total_sequence_length,
-            seed=rm.seed,
-        )
+        rm = self.config.rm
 
         def build(parts: RunParts, stream: Stream[Pair], held_out: Sequence[Pair]) -> RewardModelTraining:
             objective = BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards)
-            size = config.policy.train_global_batch_size
+            size = self.config.policy.train_global_batch_size
             return RewardModelTraining(size, objective, parts.policy, stream, held_out)
 
-        return self._of_answers(load, rm.val_batches * rm.val_global_batch_size, build)
+        return self._of_answers(chat, load_pair_dataset, rm.val_batches * rm.val_global_batch_size, build)
 
 
 RECIPE = RewardModelRecipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from posttrain.algorithms.sft import Sft
@@ -27,20 +26,13 @@ class SftRecipe(Recipe):
         return "examples"
 
     def prepare(self, chat: ChatFormat) -> Prepared:
-        config, sft = self.config, self.config.sft
-        load = partial(
-            load_example_dataset,
-            defaults=config.data.default,
-            chat=chat,
-            max_total_tokens=config.policy.max_total_sequence_length,
-            only_unmask_final=sft.only_unmask_final,
-            seed=sft.seed,
-        )
+        sft = self.config.sft
 
         def build(parts: RunParts, stream: Stream[Example], held_out: Sequence[Example]) -> Sft:
-            return Sft(config.policy.train_global_batch_size, parts.policy, stream, held_out)
+            return Sft(self.config.policy.train_global_batch_size, parts.policy, stream, held_out)
 
-        return self._of_answers(load, sft.val_batches * sft.val_global_batch_size, build)
+        num_held_out, last_only = sft.val_batches * sft.val_global_batch_size, sft.only_unmask_final
+        return self._of_answers(chat, load_example_dataset, num_held_out, build, only_unmask_final=last_only)
 
 
 RECIPE = SftRecipe

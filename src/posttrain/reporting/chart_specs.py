@@ -1,6 +1,6 @@
 """The charts that every view of a run shows: the report and the dashboard. Thresholds are those of the doctor.
 
-`assets/chart.js` draws them; here is what they show.
+`assets/chart.js` draws them; `chart_specs.yaml` says what they show.
 """
 
 from __future__ import annotations
@@ -9,98 +9,29 @@ import math
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from posttrain.files.json_files import JsonObject
-from posttrain.reporting.doctor.common_rules import SPIKE_ERROR, SPIKE_WARNING
+from posttrain.reporting.doctor import common_rules, policy_rules, sampling_rules
 from posttrain.reporting.doctor.history import START
-from posttrain.reporting.doctor.policy_rules import (
-    ENTROPY_ERROR,
-    ENTROPY_WARNING,
-    KL_ERROR,
-    KL_WARNING,
-    SIGNAL_ERROR,
-    SIGNAL_WARNING,
-    TRUNCATION_ERROR,
-    TRUNCATION_WARNING,
-)
-from posttrain.reporting.doctor.sampling_rules import CLIP_WARNING, MISMATCH_ERROR, MISMATCH_WARNING
 from posttrain.reporting.presentation import Band, ChartSpec, Headline
 from posttrain.reporting.run_data import Series
 
 MAX_CURVES = 8  # as many as there are colours
 MAX_POINTS = 400
 
-CHARTS = (
-    ChartSpec(
-        "Rewards of the pairs",
-        (("train/rewards_chosen_mean", "chosen"), ("train/rewards_rejected_mean", "rejected")),
-        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. "
-        "The gap should open.",
-    ),
-    ChartSpec(
-        "KL to the reference",
-        (("train/kl_penalty", "KL"), ("train/kl_to_start", "estimate, not in the loss")),
-        "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is diverging.",
-        (Band("warning", above=KL_WARNING), Band("error", above=KL_ERROR)),
-    ),
-    ChartSpec(
-        "Mean generation length",
-        (("train/mean_generation_length", "training"), ("validation/mean_generation_length", "validation")),
-        "Response tokens per sample.",
-    ),
-    ChartSpec(
-        "Groups with signal",
-        (("train/groups_with_signal", "share of groups"),),
-        "Only groups with different rewards give a gradient.",
-        (Band("warning", below=SIGNAL_WARNING), Band("error", below=SIGNAL_ERROR)),
-    ),
-    ChartSpec(
-        "Truncated answers",
-        (("train/truncation_rate", "share of answers"),),
-        "A truncated answer ended at the length limit.",
-        (Band("warning", above=TRUNCATION_WARNING), Band("error", above=TRUNCATION_ERROR)),
-    ),
-    ChartSpec(
-        "Gradient norm",
-        (("train/grad_norm", "norm"),),
-        "Before clipping. Spikes above 10 are a sign of instability.",
-        (Band("warning", above=SPIKE_WARNING), Band("error", above=SPIKE_ERROR)),
-    ),
-    ChartSpec("Loss", (("train/loss", "training"), ("validation/loss", "validation")), ""),
-    ChartSpec(
-        "Approximate entropy",
-        (("train/approx_entropy", "entropy"),),
-        "Per token. Near zero there is no exploration.",
-        (
-            Band("warning", below=ENTROPY_WARNING, of_start=True),
-            Band("error", below=ENTROPY_ERROR, of_start=True),
-        ),
-    ),
-    ChartSpec(
-        "Clipped tokens",
-        (("train/clip_fraction", "clipped tokens"),),
-        "Share of the tokens. Above 0.3 the updates of a step go further than the clip allows.",
-        (Band("warning", above=CLIP_WARNING),),
-    ),
-    ChartSpec(
-        "Sampler against trainer",
-        (("train/token_mult_prob_error", "mean exp |difference|"),),
-        "1 is perfect agreement of sampling and training log-probabilities.",
-        (Band("warning", above=MISMATCH_WARNING), Band("error", above=MISMATCH_ERROR)),
-    ),
-    ChartSpec(
-        "Throughput",
-        (
-            ("performance/tokens_per_sec_per_gpu", "end to end"),
-            ("performance/generation_tokens_per_sec_per_gpu", "generation"),
-            ("performance/policy_training_tokens_per_sec_per_gpu", "training"),
-        ),
-        "Tokens of full sequences per second and {device}.",
-    ),
-    ChartSpec("Learning rate", (("train/lr", "lr"),), ""),
-)
+_THRESHOLDS = {**vars(common_rules), **vars(policy_rules), **vars(sampling_rules)}
+
+
+def _spec(row: JsonObject) -> ChartSpec:
+    bands = [{name: _THRESHOLDS.get(value, value) for name, value in band.items()} for band in row.pop("bands", ())]
+    return ChartSpec(**{**row, "curves": tuple(map(tuple, row["curves"]))}, bands=tuple(Band(**band) for band in bands))
+
+
+CHARTS = tuple(map(_spec, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))))
 
 
 def charts_of(headline: Headline, keys: Collection[str]) -> list[ChartSpec]:

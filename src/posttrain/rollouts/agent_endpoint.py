@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import socket
-from typing import Any
 
 from posttrain.data.errors import DataError
 from posttrain.environments.agents.pool import AgentClock
@@ -33,6 +32,7 @@ _MAX_BODY_BYTES = 32 << 20
 _READ_LIMIT_S = 600.0  # of a connection that sends nothing
 _FULL_LIMIT_S = 10.0  # of a connection, for one of the others to end
 _POLL_S = 0.2
+Packet = socket | tuple[bytes, socket]  # as in `socketserver`
 MAX_WAIT_S = 10.0  # of a request, for agents that work meanwhile
 
 
@@ -183,8 +183,11 @@ class AgentEndpoint:
             session.counts["out_of_turns"] = 1
             return request, self._last_word()
         messages = [message.plain() for message in request.messages]
+        limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
+        sampling = replace(self.sampling, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
         try:
-            call = session.tree.call(messages, request.used_tools, self._sampling_of(request))
+            call = session.tree.call(messages, request.used_tools, sampling)
         except DataError as error:
             raise RefusedRequest(str(error), "messages") from error
         if (length := len(call.prompt_ids)) >= self.max_total_tokens:
@@ -223,11 +226,6 @@ class AgentEndpoint:
             self.reply([(pending, known)])
         return pending
 
-    def _sampling_of(self, request: ChatRequest) -> Sampling:
-        limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
-        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
-        return replace(self.sampling, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
-
     def _last_word(self) -> ChatAnswer:
         """To requests over the limit. It is not the model's, and not trained."""
         text = f"The limit of {self.max_calls} requests (grpo.max_rollout_turns) is reached."
@@ -243,19 +241,19 @@ class _Server(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(max_connections)
         super().__init__(("127.0.0.1", 0), _Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Packet, client_address: object) -> None:
         if self._free.acquire(timeout=_FULL_LIMIT_S):  # others wait, where one agent has opened all that there are
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Packet, client_address: object) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
-    def handle_error(self, request: socket | Any, client_address: Any) -> None:
+    def handle_error(self, request: Packet, client_address: object) -> None:
         """A connection that its client has closed."""
 
 

@@ -68,19 +68,16 @@ class AgentRollouts(FreshRollouts):
                 session.score = self.journal.ended(session.rollout, session.task, session.tree, session.counts)
         try:
             with self._kept_prefixes(self.engine):
-                self._repeat(sessions, step)
+                # The batches of the journal are sampled again, for the cached prefixes that later ones continue: with
+                # others, their last bits would differ.
+                tasks = {session.rollout: session.task for session in sessions}
+                for batch in self.journal.batches(tasks) if self.journal is not None else ():
+                    self._generate_calls(((tasks[rollout], rollout[1], call) for rollout, call in batch), step)
                 self._answer_agents([session for session in sessions if session.score is None], step)
         finally:
             for session in sessions:
                 self.endpoint.end(session)
         return [self._unscored(session, step) for session in sessions]
-
-    def _repeat(self, sessions: Sequence[AgentSession], step: int) -> None:
-        """Sample the batches of the journal again, for the cached prefixes that later ones continue: with others, their
-        last bits would differ."""
-        tasks = {session.rollout: session.task for session in sessions}
-        for batch in self.journal.batches(tasks) if self.journal is not None else ():
-            self._generate_calls(((tasks[rollout], rollout[1], call) for rollout, call in batch), step)
 
     def _answer_agents(self, sessions: Sequence[AgentSession], step: int) -> None:
         """Run the agents of these rollouts, and answer their requests until all have ended."""

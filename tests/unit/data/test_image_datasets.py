@@ -105,7 +105,8 @@ def scored(config: EnvironmentConfig, name: str, response: str, reference: objec
     found = {}
     for part, reward in config.reward_configs(name).items():
         item = ScoringItem("", response, reference)
-        found[part] = reward.weight * worker_scorer(reward.model_dump(mode="json", by_alias=True))(item)  # type: ignore[operator]
+        score = worker_scorer(reward.model_dump(mode="json", by_alias=True))
+        found[part] = reward.weight * score(item)  # type: ignore[operator]
     return found
 
 
@@ -159,7 +160,8 @@ def test_functions_of_nemo_rl_are_these_rewards() -> None:
 
 def box_reward(response: str, reference: object = "[0, 0, 4, 4]", **keys: Any) -> float:
     config = EnvironmentConfig.model_validate({"type": "box", **keys}).reward_configs("x")[""]
-    return worker_scorer(config.model_dump(mode="json", by_alias=True))(ScoringItem("", response, reference))  # type: ignore[return-value]
+    score = worker_scorer(config.model_dump(mode="json", by_alias=True))
+    return score(ScoringItem("", response, reference))  # type: ignore[return-value]
 
 
 def test_boxes_by_hand() -> None:

@@ -121,7 +121,8 @@ def test_a_placed_reference_sees_the_images_of_groups_that_were_sent_ahead(tmp_p
     setup = RankSetup(load_config("grpo", None, words).config.policy, seed=0, needs_reference=True)
     colocated = ShardedTrainer(LocalWorker(build_rank(setup)), BATCHING, BATCHING, seed=0)
     own = LocalWorker(build_rank(setup.for_reference()))
-    placed = ShardedTrainer(WithBeside(colocated.group.workers[0].rank, own), BATCHING, BATCHING, seed=0)  # type: ignore[attr-defined]
+    group = WithBeside(colocated.group.workers[0].rank, own)  # type: ignore[attr-defined]
+    placed = ShardedTrainer(group, BATCHING, BATCHING, seed=0)
     chat, answers = make_chat(folder), groups_of_answers()[0].answers
     # The same tokens, for images of one size.
     groups = [OpenGroup(make_task(chat, draw, [image_ref(8, 8, draw)], "?"), 1, answers) for draw in range(2)]

@@ -688,7 +688,7 @@ def test_an_error_of_the_endpoint_is_the_reason_of_its_rollout(
             raise RuntimeError(json.load(error)["error"]["message"])
     """
     agents = source(tmp_path, script, cleanup, num_samples=1)
-    monkeypatch.setattr(agents.endpoint, "_sampling_of", lambda request: 1 // 0)
+    monkeypatch.setattr(agents.endpoint, "_enter", lambda pending, is_retry: 1 // 0)
     (group,) = agents.take(1, step=1).groups
     assert "RuntimeError: internal error: ZeroDivisionError" in str(group.rollouts[0].score.error)
 

@@ -33,7 +33,7 @@ SHORTEST_S = 2.0  # before a kill: the start of Python is not interesting
 
 
 @dataclass(frozen=True)
-class Side:
+class TrainerRuns:
     """One trainer's run that was not killed, and its run that was; rewards by step."""
 
     name: str
@@ -74,7 +74,7 @@ def run(folder: Path, seed: int, num_kills: int, steps: int, against: str | None
     return 1 if sides[0].differences else 0
 
 
-def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: random.Random) -> Side:
+def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: random.Random) -> TrainerRuns:
     def command(name: str) -> list[str]:
         changed = (
             f"checkpointing.checkpoint_dir={folder / name}",
@@ -96,7 +96,7 @@ def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: rand
     whole, killed = folder / "whole", folder / "killed"
     first, second = _rows(whole), _rows(killed)
     differences = _differences(whole, killed, first, second, steps)
-    return Side("posttrain", _rewards(first), _rewards(second), num_kills, differences)
+    return TrainerRuns("posttrain", _rewards(first), _rewards(second), num_kills, differences)
 
 
 def _differences(
@@ -116,7 +116,7 @@ def _differences(
     return found
 
 
-def _trl(folder: Path, num_kills: int, steps: int, chance: random.Random) -> Side:
+def _trl(folder: Path, num_kills: int, steps: int, chance: random.Random) -> TrainerRuns:
     def command(name: str) -> list[str]:
         return [sys.executable, "-m", "posttrain.apps.demo.trl_side", str(folder), name, str(steps), str(SAVE_PERIOD)]
 
@@ -127,7 +127,7 @@ def _trl(folder: Path, num_kills: int, steps: int, chance: random.Random) -> Sid
     differences = [f"{different} of {steps} rewards"] if different else []
     if (whole / "weights.sha256").read_text() != (killed / "weights.sha256").read_text():
         differences.append("final weights")
-    return Side("TRL", first, second, num_kills, differences)
+    return TrainerRuns("TRL", first, second, num_kills, differences)
 
 
 def _both(name: str, whole: list[str], killed: list[str], folder: Path, num_kills: int, chance: random.Random) -> int:
@@ -174,7 +174,7 @@ def _rewards(rows: list[JsonMapping]) -> dict[int, float]:
     return {row["step"]: row["train/reward"] for row in rows if "train/reward" in row}
 
 
-def _drawn(sides: Sequence[Side]) -> str:
+def _drawn(sides: Sequence[TrainerRuns]) -> str:
     width = 820
     body = []
     for number, side in enumerate(sides):

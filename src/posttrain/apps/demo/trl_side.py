@@ -23,10 +23,10 @@ from posttrain.files.durable import write_text
 def right(completions: list[Any], output: list[str], **columns: Any) -> list[float]:
     texts = [completion[0]["content"] for completion in completions]
     found = [re.search(r"\\boxed\{(\d+)\}", text) for text in texts]
-    return [float(bool(one) and int(one[1]) == int(answer)) for one, answer in zip(found, output, strict=True)]  # type: ignore[index]
+    return [float(one is not None and int(one[1]) == int(answer)) for one, answer in zip(found, output, strict=True)]
 
 
-class Rows(TrainerCallback):
+class RewardRows(TrainerCallback):
     """A row per step. After a kill, a step that is done again replaces its row."""
 
     def __init__(self, file: Path) -> None:
@@ -71,7 +71,7 @@ def main(folder: Path, name: str, steps: int, save_period: int) -> None:
         args=settings,
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[Rows(run / "metrics.jsonl")],
+        callbacks=[RewardRows(run / "metrics.jsonl")],
     )
     trainer.train(resume_from_checkpoint=any(run.glob("checkpoint-*")) or None)
     weights = b"".join(value.contiguous().numpy().tobytes() for value in model.state_dict().values())

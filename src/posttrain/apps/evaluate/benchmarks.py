@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import yaml
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, unreadable
+from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, spec_of, unreadable
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
+from posttrain.files.json_files import JsonMapping
 
 Judge = Literal["math", "english_multichoice", "multilingual_multichoice"]
 LETTERS = string.ascii_uppercase
@@ -87,73 +91,19 @@ def shuffled_choices(row: Row, seed: int) -> Choices:
     return Choices(tuple(options[place] for place in order), LETTERS[order.index(0)])
 
 
-def _mathematics(name: str, *aliases: str, split: str | None = None, **changes: Any) -> Benchmark:
-    spec = find_spec(name, RESPONSE_DATASETS)
-    assert spec is not None
-    return replace(_of_spec(spec), aliases=(*spec.aliases, *aliases), split=split or spec.split, **changes)
-
-
 def _of_spec(spec: ResponseSpec) -> Benchmark:
     names = (item.name for item in fields(NamedDataset))
     return Benchmark(question=spec.question, answer=spec.answer, **{name: getattr(spec, name) for name in names})
 
 
-def _gpqa(variant: str, *aliases: str) -> Benchmark:
-    return Benchmark(
-        f"gpqa_{variant}",
-        aliases,
-        hub="Idavidrein/gpqa",
-        subsets=(f"gpqa_{variant}",),
-        split="train",
-        question=("Question",),
-        choices=shuffled_choices,
-        judge="multilingual_multichoice",
-        about=f"graduate-level science, four choices ({variant})",
-        is_gated=True,
-    )
+def _of_row(row: JsonMapping) -> Benchmark:
+    values = dict(row)
+    spec = find_spec(values.pop("like", ""), RESPONSE_DATASETS)
+    shared = vars(_of_spec(spec)) if spec is not None else {}
+    return spec_of(Benchmark, {**shared, **values}, globals())
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (
-    _mathematics("AIME2024", about="AIME 2024, 30 problems"),
-    _mathematics("AIME2025", about="AIME 2025, 30 problems"),
-    _mathematics("AMC2023", "AMC23", about="AMC 2023, 40 problems"),
-    Benchmark(
-        "math",
-        ("hendrycks_math",),
-        hub="DigitalLearningGmbH/MATH-lighteval",
-        answer=boxed_in_solution,
-        about="MATH, 5,000 problems",
-    ),
-    _mathematics("MATH-500", answer=boxed_in_solution, about="MATH, a sample of 500 problems"),
-    _mathematics("gsm8k", split="test", about="grade-school mathematics, 1,319 problems"),
-    Benchmark(
-        "olympiadbench",
-        hub="Hothan/OlympiadBench",
-        subsets=("OE_TO_maths_en_COMP",),
-        split="train",
-        answer=all_final_answers,
-        about="olympiad mathematics in English, text only",
-    ),
-    Benchmark(
-        "mmlu",
-        hub="cais/mmlu",
-        subsets=("all",),
-        question=("question", "Question"),
-        choices=listed_choices,
-        judge="english_multichoice",
-        about="57 subjects, four choices",
-    ),
-    Benchmark(
-        "mmlu_pro",
-        hub="TIGER-Lab/MMLU-Pro",
-        choices=listed_choices,
-        judge="english_multichoice",
-        about="14 subjects, up to ten choices",
-    ),
-    _gpqa("diamond", "gpqa"),
-    _gpqa("main"),
-    _gpqa("extended"),
-)
+BENCHMARKS = tuple(map(_of_row, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))))
 MULTILINGUAL_MMLU = (
     *("AR_XY", "BN_BD", "DE_DE", "ES_LA", "FR_FR", "HI_IN", "ID_ID"),
     *("IT_IT", "JA_JP", "KO_KR", "PT_BR", "SW_KE", "YO_NG", "ZH_CN"),

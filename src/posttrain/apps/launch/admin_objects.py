@@ -7,7 +7,7 @@ command.
 from __future__ import annotations
 
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE, RDMA_NETWORKS, Instance, find_instance
-from posttrain.apps.launch.pod_template import Object
+from posttrain.apps.launch.pod_template import Object, object_of
 from posttrain.apps.launch.storage_sizes import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
@@ -20,22 +20,18 @@ _LONGEST_NAME = 8  # of a Lustre file system
 def render_setup(profile: ClusterProfile) -> list[Object]:
     """In the order in which the objects are to be created."""
     instance = find_instance(profile.nodes, profile.cluster.kind)
+    # Where the profile gives it the role of a provider; otherwise it exists, or is the administrator's to create.
+    account = object_of("v1", "ServiceAccount", profile.pods.service_account or "", profile.cluster.namespace)
+    account["metadata"]["annotations"] = annotations = dict(profile.pods.service_account_annotations)
     return [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": profile.cluster.namespace}},
+        object_of("v1", "Namespace", profile.cluster.namespace),
         *_storage(profile),
-        *_service_account(profile),
+        *([account] if annotations else []),
         *(_karpenter(profile, instance) if profile.cluster.kind == "eks" else []),
         *(_gke_networks() if instance.rdma else []),
         *(_kueue(profile, instance) if profile.scheduler.kueue_queue is not None else []),
         *(_volcano(profile, instance) if profile.scheduler.kind == "volcano" else []),
     ]
-
-
-def _service_account(profile: ClusterProfile) -> list[Object]:
-    """Where the profile gives it the role of a provider; otherwise it exists, or is the administrator's to create."""
-    name, annotations = profile.pods.service_account, dict(profile.pods.service_account_annotations)
-    metadata = {"name": name, "namespace": profile.cluster.namespace, "annotations": annotations}
-    return [{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}] if annotations else []
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------
@@ -48,18 +44,13 @@ def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
             "cluster.name is missing: `setup` finds subnets and security groups by the tag karpenter.sh/discovery: NAME"
         )
     discovered = [{"tags": {"karpenter.sh/discovery": profile.cluster.name}}]
-    node_class: Object = {
-        "apiVersion": "karpenter.k8s.aws/v1",
-        "kind": "EC2NodeClass",
-        "metadata": {"name": pool},
-        "spec": {
-            "amiSelectorTerms": [{"alias": "al2023@latest"}],
-            "role": nodes.role or f"KarpenterNodeRole-{profile.cluster.name}",
-            "subnetSelectorTerms": discovered,
-            "securityGroupSelectorTerms": discovered,
-            "instanceStorePolicy": "RAID0",  # the root volume alone leaves 17Gi for images
-            "metadataOptions": {"httpTokens": "required", "httpPutResponseHopLimit": 2},  # pods poll for Spot notices
-        },
+    machines = {
+        "amiSelectorTerms": [{"alias": "al2023@latest"}],
+        "role": nodes.role or f"KarpenterNodeRole-{profile.cluster.name}",
+        "subnetSelectorTerms": discovered,
+        "securityGroupSelectorTerms": discovered,
+        "instanceStorePolicy": "RAID0",  # the root volume alone leaves 17Gi for images
+        "metadataOptions": {"httpTokens": "required", "httpPutResponseHopLimit": 2},  # pods poll for Spot notices
     }
     capacity = nodes.capacity.replace("_", "-")
     requirements = [
@@ -71,24 +62,21 @@ def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
     taints = [{"key": GPU_RESOURCE, "effect": "NoSchedule"}]
     if nodes.capacity == "spot":
         taints.append({"key": "karpenter.sh/capacity-type", "value": "spot", "effect": "NoSchedule"})
-    node_pool: Object = {
-        "apiVersion": "karpenter.sh/v1",
-        "kind": "NodePool",
-        "metadata": {"name": pool},
-        "spec": {
-            "disruption": {"consolidationPolicy": "WhenEmpty", "consolidateAfter": "5m"},
-            "limits": {GPU_RESOURCE: instance.gpus * nodes.max_nodes},
-            "template": {
-                "spec": {
-                    "expireAfter": "Never",  # 720h is the default, and ends a run
-                    "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": pool},
-                    "requirements": requirements,
-                    "taints": taints,
-                }
-            },
-        },
+    node = {
+        "expireAfter": "Never",  # 720h is the default, and ends a run
+        "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": pool},
+        "requirements": requirements,
+        "taints": taints,
     }
-    return [node_class, node_pool]
+    bought = {
+        "disruption": {"consolidationPolicy": "WhenEmpty", "consolidateAfter": "5m"},
+        "limits": {GPU_RESOURCE: instance.gpus * nodes.max_nodes},
+        "template": {"spec": node},
+    }
+    return [
+        object_of("karpenter.k8s.aws/v1", "EC2NodeClass", pool, spec=machines),
+        object_of("karpenter.sh/v1", "NodePool", pool, spec=bought),
+    ]
 
 
 def _gke_networks() -> list[Object]:
@@ -97,12 +85,10 @@ def _gke_networks() -> list[Object]:
     for name in RDMA_NETWORKS:
         vpc, mode = ("rdma", "RDMA") if name.startswith("rdma") else (name, "NetDevice")
         settings = {"vpc": vpc, "vpcSubnet": name, "deviceMode": mode}
-        objects.append(
-            {"apiVersion": _GKE_NETWORKING, "kind": "GKENetworkParamSet", "metadata": {"name": name}, "spec": settings}
-        )
+        objects.append(object_of(_GKE_NETWORKING, "GKENetworkParamSet", name, spec=settings))
         reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": name}
         network = {"type": "Device", "parametersRef": reference}
-        objects.append({"apiVersion": _GKE_NETWORKING, "kind": "Network", "metadata": {"name": name}, "spec": network})
+        objects.append(object_of(_GKE_NETWORKING, "Network", name, spec=network))
     return objects
 
 
@@ -162,43 +148,23 @@ def _kueue(profile: ClusterProfile, instance: Instance) -> list[Object]:
     objects: list[Object] = []
     if profile.scheduler.topology:
         levels = [{"nodeLabel": label} for label in profile.scheduler.topology]
-        objects.append(
-            {"apiVersion": KUEUE_VERSION, "kind": "Topology", "metadata": {"name": pool}, "spec": {"levels": levels}}
-        )
+        objects.append(object_of(KUEUE_VERSION, "Topology", pool, spec={"levels": levels}))
         flavor["topologyName"] = pool
     resources = [{"name": name, "nominalQuota": amount} for name, amount in quota.items()]
+    groups = [{"coveredResources": list(quota), "flavors": [{"name": pool, "resources": resources}]}]
+    queue, namespace = profile.scheduler.kueue_queue or "", profile.cluster.namespace
     return [
         *objects,
-        {"apiVersion": KUEUE_VERSION, "kind": "ResourceFlavor", "metadata": {"name": pool}, "spec": flavor},
-        {
-            "apiVersion": KUEUE_VERSION,
-            "kind": "ClusterQueue",
-            "metadata": {"name": pool},
-            "spec": {
-                "namespaceSelector": {},
-                "resourceGroups": [
-                    {"coveredResources": list(quota), "flavors": [{"name": pool, "resources": resources}]}
-                ],
-            },
-        },
-        {
-            "apiVersion": KUEUE_VERSION,
-            "kind": "LocalQueue",
-            "metadata": {"name": profile.scheduler.kueue_queue, "namespace": profile.cluster.namespace},
-            "spec": {"clusterQueue": pool},
-        },
+        object_of(KUEUE_VERSION, "ResourceFlavor", pool, spec=flavor),
+        object_of(KUEUE_VERSION, "ClusterQueue", pool, spec={"namespaceSelector": {}, "resourceGroups": groups}),
+        object_of(KUEUE_VERSION, "LocalQueue", queue, namespace, spec={"clusterQueue": pool}),
     ]
 
 
 def _volcano(profile: ClusterProfile, instance: Instance) -> list[Object]:
-    return [
-        {
-            "apiVersion": "scheduling.volcano.sh/v1beta1",
-            "kind": "Queue",
-            "metadata": {"name": profile.scheduler.queue or profile.nodes.pool},
-            "spec": {"weight": 1, "reclaimable": False, "capability": _quota(profile, instance)},
-        }
-    ]
+    spec = {"weight": 1, "reclaimable": False, "capability": _quota(profile, instance)}
+    name = profile.scheduler.queue or profile.nodes.pool
+    return [object_of("scheduling.volcano.sh/v1beta1", "Queue", name, spec=spec)]
 
 
 # -- storage -----------------------------------------------------------------------------------------------------------
@@ -211,18 +177,14 @@ def _storage(profile: ClusterProfile) -> list[Object]:
     if profile.cluster.kind not in ("eks", "gke"):
         return []
     storage, on_aws = profile.storage, profile.cluster.kind == "eks"
-    claim: Object = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": storage.claim, "namespace": profile.cluster.namespace},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "storageClassName": "" if storage.file_system else storage.claim,
-            "resources": {"requests": {"storage": f"{storage.size_gib}Gi"}},
-        },
+    spec: Object = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "" if storage.file_system else storage.claim,
+        "resources": {"requests": {"storage": f"{storage.size_gib}Gi"}},
     }
+    claim = object_of("v1", "PersistentVolumeClaim", storage.claim, profile.cluster.namespace, spec=spec)
     if storage.file_system is not None:
-        claim["spec"]["volumeName"] = storage.claim
+        spec["volumeName"] = storage.claim
         return [_static_volume(profile, on_aws), claim]
     _check_size(profile, on_aws)
     return [_storage_class(profile, on_aws), claim]
@@ -257,17 +219,14 @@ def _storage_class(profile: ClusterProfile, on_aws: bool) -> Object:
     else:
         name = "".join(character for character in storage.claim if character.isalnum())[:_LONGEST_NAME]
         parameters = {"perUnitStorageThroughput": str(storage.throughput), "filesystem": name}
-    made: Object = {
-        "apiVersion": "storage.k8s.io/v1",
-        "kind": "StorageClass",
-        "metadata": {"name": storage.claim},
+    settings: Object = {
         "provisioner": FSX if on_aws else LUSTRE,
         "parameters": parameters,
         "reclaimPolicy": "Retain",  # checkpoints outlive the claim
         "volumeBindingMode": "Immediate",
         **({"mountOptions": ["flock"]} if on_aws else {}),
     }
-    return made
+    return object_of("storage.k8s.io/v1", "StorageClass", storage.claim, **settings)
 
 
 def _static_volume(profile: ClusterProfile, on_aws: bool) -> Object:
@@ -278,21 +237,14 @@ def _static_volume(profile: ClusterProfile, on_aws: bool) -> Object:
         attributes = {"dnsname": storage.address, "mountname": storage.export_name}
     else:
         attributes = {"ip": storage.address, "filesystem": storage.export_name}
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": storage.claim},
-        "spec": {
-            "capacity": {"storage": f"{storage.size_gib}Gi"},
-            "accessModes": ["ReadWriteMany"],
-            "persistentVolumeReclaimPolicy": "Retain",
-            "storageClassName": "",
-            **({"mountOptions": ["flock"]} if on_aws else {}),
-            "claimRef": {"namespace": profile.cluster.namespace, "name": storage.claim},
-            "csi": {
-                "driver": FSX if on_aws else LUSTRE,
-                "volumeHandle": storage.file_system,
-                "volumeAttributes": attributes,
-            },
-        },
+    driver = FSX if on_aws else LUSTRE
+    spec = {
+        "capacity": {"storage": f"{storage.size_gib}Gi"},
+        "accessModes": ["ReadWriteMany"],
+        "persistentVolumeReclaimPolicy": "Retain",
+        "storageClassName": "",
+        **({"mountOptions": ["flock"]} if on_aws else {}),
+        "claimRef": {"namespace": profile.cluster.namespace, "name": storage.claim},
+        "csi": {"driver": driver, "volumeHandle": storage.file_system, "volumeAttributes": attributes},
     }
+    return object_of("v1", "PersistentVolume", storage.claim, spec=spec)

@@ -141,8 +141,7 @@ def _examine_machines(spec: Object, get: Get) -> Check:
         if fitting and all(int(one.get(resource, 0)) < int(limits.get(resource, 0)) for one in fitting):
             return Check(
                 what,
-                f"{len(fitting)} machines have the labels of the run, and none offers {resource}: "
-                f"{limits[resource]}; is "
-                f"{plugin} installed?",
+                f"{len(fitting)} machines have the labels of the run, and none offers {resource}: {limits[resource]}; "
+                f"is {plugin} installed?",
             )
     return Check(f"machines: {len(fitting)} with the labels of the run")

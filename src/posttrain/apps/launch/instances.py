@@ -108,9 +108,8 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
         near = get_close_matches(nodes.instance_type, INSTANCES, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(
-            f"nodes.instance_type = {nodes.instance_type!r} is not in the table: {hint}Known: "
-            f"{', '.join(INSTANCES)}. For "
-            "another machine leave it out, and give nodes.gpus, nodes.cpu, nodes.memory_gib and nodes.selector"
+            f"nodes.instance_type = {nodes.instance_type!r} is not in the table: {hint}Known: {', '.join(INSTANCES)}. "
+            "For another machine leave it out, and give nodes.gpus, nodes.cpu, nodes.memory_gib and nodes.selector"
         )
     expected = _PROVIDER_OF_KIND.get(cluster_kind)
     if expected is not None and found.provider != expected:

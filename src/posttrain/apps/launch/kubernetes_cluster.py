@@ -23,6 +23,7 @@ from posttrain.apps.launch.pod_template import (
     RUN_LABEL,
     Object,
     control_name,
+    object_of,
     with_new_value,
 )
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
@@ -57,9 +58,8 @@ class KubernetesCluster:
         except (ConfigException, OSError) as error:
             why = reason_of(error).rstrip(".")
             raise ClusterUnreachable(
-                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
-                "gcloud container "
-                "clusters get-credentials), or name a context of it in the profile (cluster.context)"
+                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, gcloud "
+                "container clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
         self._server = settings.host
@@ -101,9 +101,8 @@ class KubernetesCluster:
         except ApiException as error:
             if error.status in (0, 401):
                 raise ClusterUnreachable(
-                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso "
-                    "login, gcloud "
-                    "auth login), or name another context"
+                    f"{self._server} does not accept this login ({_message_of(error)}): log in again (aws sso login, "
+                    "gcloud auth login), or name another context"
                 ) from error
             raise
         return response if stream else json.loads(response.data or b"{}")
@@ -171,8 +170,7 @@ class KubernetesCluster:
                 run = body["metadata"]["labels"][RUN_LABEL]
                 raise InputError(
                     f"{what} exists already in namespace {body['metadata']['namespace']}: `posttrain launch stop "
-                    f"{run}` removes "
-                    "the run of this name, or give --name"
+                    f"{run}` removes the run of this name, or give --name"
                 ) from error
             raise InputError(f"{what} was refused: {_message_of(error)}. Nothing of the run is left") from error
 
@@ -270,12 +268,8 @@ class KubernetesCluster:
         """Uses the Eviction API, like a drain. A cloud's metadata service cannot simulate it."""
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         grace_s = int(min(notice_s, pod["spec"].get("terminationGracePeriodSeconds", 30)))
-        eviction: Object = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": namespace},
-            "deleteOptions": {} if evict else {"gracePeriodSeconds": grace_s},
-        }
+        options = {} if evict else {"gracePeriodSeconds": grace_s}
+        eviction = object_of("policy/v1", "Eviction", name, namespace, deleteOptions=options)
         try:
             self._found("POST", f"{self._in_namespace(pod, 'pods')}/{name}/eviction", eviction)
         except _NotFound:

@@ -79,9 +79,8 @@ def request_run(
         _check_on_mount("logger.log_dir", config.logger.log_dir, mount)
     if instance.gpus and config.cluster.gpus_per_node > instance.gpus:
         raise InputError(
-            f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
-            f"{instance.name or 'a machine of the profile'} has "
-            f"{instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another "
+            f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: {instance.name or 'a machine of the profile'} "
+            f"has {instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another "
             "nodes.instance_type"
         )
     if config.cluster.launcher == "local" and config.cluster.num_workers > 1:
@@ -118,9 +117,8 @@ def _check_sandbox(value: Any, key: str) -> None:
 def _check_on_mount(key: str, folder: str, mount: PurePosixPath) -> None:
     if not PurePosixPath(os.path.normpath(folder)).is_relative_to(mount):
         raise InputError(
-            f"{key} = {folder!r} is outside the shared file system at {mount} (storage.mount): it would be lost "
-            "with the pod; "
-            f"set {key}={mount}/{PurePosixPath(folder).name or 'run'}"
+            f"{key} = {folder!r} is outside the shared file system at {mount} (storage.mount): it would be lost with "
+            f"the pod; set {key}={mount}/{PurePosixPath(folder).name or 'run'}"
         )
 
 
@@ -148,20 +146,17 @@ def _config_and_files(
     text, found = loaded.to_yaml_and_credentials()
     if credentials := [name for name in found if name in text]:  # not references to secrets
         raise InputError(
-            f"the config contains {len(credentials)} credential{'s' if len(credentials) > 1 else ''}, which would "
-            "be readable in "
-            "the cluster: put each into a Secret, name it in the profile (secrets: {NAME: {secret: …, key: …}}), "
-            "and write "
-            "${oc.env:NAME} in the config"
+            f"the config contains {len(credentials)} credential{'s' if len(credentials) > 1 else ''}, which would be "
+            "readable in the cluster: put each into a Secret, name it in the profile (secrets: {NAME: {secret: …, key: "
+            "…}}), and write ${oc.env:NAME} in the config"
         )
     for variable in _REFERENCE.findall(text):
         if variable in os.environ and profile.cluster.kind == "slurm":
             continue  # sbatch passes the environment on
         if variable not in profile.secrets and variable not in profile.env:
             raise InputError(
-                f"the config reads the environment variable {variable}, and the pods would not have it: add it to "
-                "the profile, "
-                f"secrets: {{{variable}: {{secret: NAME, key: KEY}}}} or env: {{{variable}: …}}"
+                f"the config reads the environment variable {variable}, and the pods would not have it: add it to the "
+                f"profile, secrets: {{{variable}: {{secret: NAME, key: KEY}}}} or env: {{{variable}: …}}"
             )
     files: dict[str, bytes] = {}
     new_names: dict[tuple[str, str], str] = {}
@@ -188,9 +183,8 @@ def _local_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> list[Nam
         if named.part and not os.path.isfile(os.path.expanduser(named.text.rpartition(":")[0])):
             if named.files[0].is_relative_to(Path.cwd()):
                 raise InputError(
-                    f"{named.key} = {named.text!r}: the module is a file here, {named.files[0]}, and not in the "
-                    "image; write it "
-                    f"as {os.path.relpath(named.files[0])}:{named.part}, then it travels with the config"
+                    f"{named.key} = {named.text!r}: the module is a file here, {named.files[0]}, and not in the image; "
+                    f"write it as {os.path.relpath(named.files[0])}:{named.part}, then it travels with the config"
                 )
             continue  # an installed package: in the image, or the run reports that it is missing
         found.append(named)
@@ -204,8 +198,7 @@ def _check_size(named: Named, path: Path, files: Mapping[str, bytes], text: str,
         raise InputError(
             f"{named.key} = {named.text!r}: {path} has {size / 1024:,.0f} KiB; config and files together may have "
             f"{MAX_CONFIG_BYTES // 1024} KiB. Copy it to the shared file system and set "
-            f"{named.key}={profile.storage.mount}/…, "
-            "or name a dataset or model of the hub"
+            f"{named.key}={profile.storage.mount}/…, or name a dataset or model of the hub"
         )
 
 

@@ -37,6 +37,18 @@ CONTAINER_SECURITY: Object = {
 }
 
 
+def object_of(version: str, kind: str, name: str, namespace: str | None = None, **parts: object) -> Object:
+    """An object with its parts, such as `spec`. Without a namespace it belongs to the cluster."""
+    metadata = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
+
+
+def object_of_run(request: LaunchRequest, version: str, kind: str, name: str, **parts: object) -> Object:
+    made = object_of(version, kind, name, request.profile.cluster.namespace, **parts)
+    made["metadata"]["labels"] = labels_of(request)
+    return made
+
+
 def labels_of(request: LaunchRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "posttrain", "app.kubernetes.io/managed-by": "posttrain", RUN_LABEL: request.name}
 
@@ -49,18 +61,8 @@ def config_map(request: LaunchRequest) -> Object:
             texts[key] = content.decode()
         except UnicodeDecodeError:
             binary[key] = base64.b64encode(content).decode()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": f"{request.name}-config",
-            "namespace": request.profile.cluster.namespace,
-            "labels": labels_of(request),
-        },
-        "immutable": True,
-        "data": texts,
-        **({"binaryData": binary} if binary else {}),
-    }
+    files: Object = {"data": texts, "binaryData": binary} if binary else {"data": texts}
+    return object_of_run(request, "v1", "ConfigMap", f"{request.name}-config", immutable=True, **files)
 
 
 def network_policy(request: LaunchRequest) -> Object:
@@ -71,16 +73,8 @@ def network_policy(request: LaunchRequest) -> Object:
         space = {NAMESPACE_LABEL: request.profile.scheduler.operator_namespace}
         operator = {"namespaceSelector": {"matchLabels": space}, "podSelector": {"matchLabels": _OPERATOR_LABELS}}
         ingress.append({"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]})
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {
-            "name": control_name(request.name),
-            "namespace": request.profile.cluster.namespace,
-            "labels": labels_of(request),
-        },
-        "spec": {**own, "policyTypes": ["Ingress"], "ingress": ingress},
-    }
+    spec = {**own, "policyTypes": ["Ingress"], "ingress": ingress}
+    return object_of_run(request, "networking.k8s.io/v1", "NetworkPolicy", control_name(request.name), spec=spec)
 
 
 def control_name(run: str) -> str:
@@ -90,16 +84,7 @@ def control_name(run: str) -> str:
 
 def control_secret(request: LaunchRequest) -> Object:
     """Without its value, which `with_new_value` adds on the way to the cluster: manifests are printed and kept."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": control_name(request.name),
-            "namespace": request.profile.cluster.namespace,
-            "labels": labels_of(request),
-        },
-        "type": "Opaque",
-    }
+    return object_of_run(request, "v1", "Secret", control_name(request.name), type="Opaque")
 
 
 def with_new_value(body: Object) -> Object:

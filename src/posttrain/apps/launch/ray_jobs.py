@@ -13,7 +13,7 @@ import secrets
 import shlex
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -55,7 +55,11 @@ _MEANINGS: dict[int, str] = {
 
 def render_job(request: LaunchRequest) -> list[Object]:
     """The uploaded package, and the job. The request's files are named relative to the working directory."""
-    package = _package({"config.yaml": request.config_text.encode(), **request.files})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:  # the same files give the same bytes
+        for path, content in sorted({"config.yaml": request.config_text.encode(), **request.files}.items()):
+            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED)
+    package = packed.getvalue()
     name = f"_ray_pkg_{sha256_of(package)[:32]}.zip"
     checkpoints, logs = run_folders(request.config_text)
     variables = {
@@ -76,15 +80,6 @@ def render_job(request: LaunchRequest) -> list[Object]:
         {"kind": "package", "metadata": {"name": name}, "content": package},
         {"kind": "Ray job", "metadata": {"name": request.name}, "spec": job},
     ]
-
-
-def _package(files: Mapping[str, bytes]) -> bytes:
-    """Deterministic: the same files give the same bytes."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in sorted(files.items()):
-            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
 
 
 class RayJobs:
@@ -114,18 +109,16 @@ class RayJobs:
         except (OSError, HTTPException) as error:
             raise ClusterUnreachable(
                 f"{self._address} does not answer ({reason_of(error)}): does the Ray cluster run, and is its port "
-                "forwarded "
-                "(kubectl port-forward service/NAME-head-svc 8265)? scheduler.ray_address of the profile names "
-                "another address"
+                "forwarded (kubectl port-forward service/NAME-head-svc 8265)? scheduler.ray_address of the profile "
+                "names another address"
             ) from error
         finally:
             connection.close()
         if status in (401, 403):
             sent = "the one that was sent is another" if token else "none was found here"
             raise ClusterUnreachable(
-                f"{self._address} asks for the token of the Ray cluster, and {sent}: set RAY_AUTH_TOKEN, or write "
-                "it to "
-                f"{_TOKEN_FILE}; `ray get-auth-token` prints it on the head"
+                f"{self._address} asks for the token of the Ray cluster, and {sent}: set RAY_AUTH_TOKEN, or write it "
+                f"to {_TOKEN_FILE}; `ray get-auth-token` prints it on the head"
             )
         if status == 404 and path != "/api/version":
             return None
@@ -136,8 +129,7 @@ class RayJobs:
         except ValueError as error:
             raise InputError(
                 f"{self._address}{path} is not an answer of Ray's Jobs API ({error}): the address is that of the "
-                "dashboard, "
-                "port 8265 of the head"
+                "dashboard, port 8265 of the head"
             ) from error
 
     # -- create --------------------------------------------------------------------------------------------------------
@@ -227,9 +219,8 @@ class RayJobs:
 
     def interrupt(self, workload: Object, pod: Object, notice_s: float, evict: bool) -> str:
         raise InputError(
-            f"{name_of(workload)} is a job of {self.title}, and has no machines of its own: interrupt those of "
-            "the cluster, with "
-            "the name of the RayCluster and without --on (launch list shows both)"
+            f"{name_of(workload)} is a job of {self.title}, and has no machines of its own: interrupt those of the "
+            "cluster, with the name of the RayCluster and without --on (launch list shows both)"
         )
 
     def checkpoints(self, workload: Object) -> list[JsonObject]:

@@ -24,7 +24,8 @@ def checkpoint_rows(checkpoints: Path, logs: Path) -> list[JsonObject]:
     metrics: dict[int, JsonObject] = {}
     if (logs / METRICS_FILE).is_file():
         for row in read_rows(logs / METRICS_FILE):
-            values = {key: row[key] for key in _SHOWN if _is_shown(row.get(key))}
+            known = {key: row[key] for key in _SHOWN if isinstance(row.get(key), int | float)}
+            values = {key: value for key, value in known.items() if abs(value) < 1e100}
             metrics.setdefault(int(row["step"]), {}).update(values)
     found: list[JsonObject] = []
     for folder in checkpoints.glob("step_*") if checkpoints.is_dir() else ():
@@ -38,10 +39,6 @@ def checkpoint_rows(checkpoints: Path, logs: Path) -> list[JsonObject]:
         step = int(match[1])
         found.append({"step": step, "saved": saved, "bytes": num_bytes, "metrics": metrics.get(step, {})})
     return sorted(found, key=lambda row: int(row["step"]))
-
-
-def _is_shown(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def run_folders(config_text: str) -> tuple[PurePosixPath, PurePosixPath]:

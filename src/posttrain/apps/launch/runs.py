@@ -245,8 +245,7 @@ def choose_pod(pods: Sequence[RunPod], rank: int, attempt: int | None) -> RunPod
     if not chosen:
         there = ", ".join(str(pod.attempt) for pod in of_rank)
         raise InputError(
-            f"--attempt {attempt}: there are pods of rank {rank} of attempt {there}. A scheduler removes the pods "
-            "of earlier "
-            "attempts, and their output with them, unless the cluster ships logs elsewhere"
+            f"--attempt {attempt}: there are pods of rank {rank} of attempt {there}. A scheduler removes the pods of "
+            "earlier attempts, and their output with them, unless the cluster ships logs elsewhere"
         )
     return chosen[-1]

@@ -23,8 +23,8 @@ from posttrain.apps.launch.pod_template import (
     RUN_LABEL,
     Object,
     config_map,
-    labels_of,
     network_policy,
+    object_of_run,
     pod_template,
 )
 from posttrain.config.cluster_profile import ClusterProfile
@@ -51,11 +51,11 @@ def render_run(request: LaunchRequest) -> list[Object]:
     return [config_map(request), network_policy(request), *_RENDERERS[request.profile.scheduler.kind](request)]
 
 
-def _metadata(request: LaunchRequest) -> Object:
-    labels = labels_of(request)
+def _workload(request: LaunchRequest, version: str, kind: str, spec: Object) -> Object:
+    made = object_of_run(request, version, kind, request.name, spec=spec)
     if request.profile.scheduler.kueue_queue is not None:
-        labels[KUEUE_QUEUE] = request.profile.scheduler.kueue_queue
-    return {"name": request.name, "namespace": request.profile.cluster.namespace, "labels": labels}
+        made["metadata"]["labels"][KUEUE_QUEUE] = request.profile.scheduler.kueue_queue
+    return made
 
 
 def _suspended(request: LaunchRequest) -> Object:
@@ -97,25 +97,16 @@ def _job(request: LaunchRequest) -> list[Object]:
         ],
     )
     job["template"]["spec"]["subdomain"] = request.name
-    service: Object = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**_metadata(request), "labels": labels_of(request)},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # pods look for rank 0 before it is ready
-            "selector": {RUN_LABEL: request.name},
-            "ports": _ports(request),
-        },
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # pods look for rank 0 before it is ready
+        "selector": {RUN_LABEL: request.name},
+        "ports": _ports(request),
     }
+    spec = {**_suspended(request), "ttlSecondsAfterFinished": KEEP_FINISHED_S, **job}
     return [
-        service,
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": _metadata(request),
-            "spec": {**_suspended(request), "ttlSecondsAfterFinished": KEEP_FINISHED_S, **job},
-        },
+        object_of_run(request, "v1", "Service", request.name, spec=service),
+        _workload(request, "batch/v1", "Job", spec),
     ]
 
 
@@ -151,20 +142,14 @@ def _jobset(request: LaunchRequest) -> list[Object]:
             },
         ],
     }
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": _metadata(request),
-            "spec": {
-                **_suspended(request),
-                "ttlSecondsAfterFinished": KEEP_FINISHED_S,
-                "network": {"enableDNSHostnames": True, "subdomain": request.name, "publishNotReadyAddresses": True},
-                "failurePolicy": failure_policy,
-                "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}],
-            },
-        }
-    ]
+    spec = {
+        **_suspended(request),
+        "ttlSecondsAfterFinished": KEEP_FINISHED_S,
+        "network": {"enableDNSHostnames": True, "subdomain": request.name, "publishNotReadyAddresses": True},
+        "failurePolicy": failure_policy,
+        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}],
+    }
+    return [_workload(request, "jobset.x-k8s.io/v1alpha2", "JobSet", spec)]
 
 
 def _volcano(request: LaunchRequest) -> list[Object]:
@@ -193,7 +178,7 @@ def _volcano(request: LaunchRequest) -> list[Object]:
     }
     if request.profile.scheduler.priority_class is not None:
         spec["priorityClassName"] = request.profile.scheduler.priority_class
-    return [{"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": _metadata(request), "spec": spec}]
+    return [_workload(request, "batch.volcano.sh/v1alpha1", "Job", spec)]
 
 
 def ray_cluster_spec(request: LaunchRequest) -> Object:
@@ -242,17 +227,12 @@ def _rayjob(request: LaunchRequest) -> list[Object]:
         "ttlSecondsAfterFinished": 600,
         "rayClusterSpec": ray_cluster_spec(request),
     }
-    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": _metadata(request), "spec": spec}]
+    return [_workload(request, "ray.io/v1", "RayJob", spec)]
 
 
 def _raycluster(request: LaunchRequest) -> list[Object]:
-    cluster = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": _metadata(request),
-        "spec": {**_suspended(request), **ray_cluster_spec(request)},
-    }
-    return _with_log_shipping(request, cluster)
+    spec = {**_suspended(request), **ray_cluster_spec(request)}
+    return _with_log_shipping(request, _workload(request, "ray.io/v1", "RayCluster", spec))
 
 
 def _fluent_bit_config(profile: ClusterProfile) -> str:
@@ -292,12 +272,9 @@ def _with_log_shipping(request: LaunchRequest, cluster: Object) -> list[Object]:
             }
         )
         spec["volumes"].append({"name": "log-config", "configMap": {"name": name}})
-    config = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": request.profile.cluster.namespace, "labels": labels_of(request)},
-        "data": {"fluent-bit.conf": _fluent_bit_config(request.profile)},
-    }
+    config = object_of_run(
+        request, "v1", "ConfigMap", name, data={"fluent-bit.conf": _fluent_bit_config(request.profile)}
+    )
     return [config, cluster]
 
 

@@ -9,7 +9,6 @@ from posttrain.apps.plan.phases import scoring_phase
 from posttrain.apps.plan.plan import RunEstimate, estimate_run
 from posttrain.config import GrpoRunConfig, RunConfig
 from posttrain.config.placement import ENGINE, REFERENCE, ResourcesConfig, group_of_reward
-from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.model_shape import find_shape
@@ -53,18 +52,18 @@ def planned_groups(found: RunEstimate, config: RunConfig) -> list[PlannedGroup]:
     ]
 
 
+_ONLY_SCORES: JsonObject = {  # settings of GPUs whose model is whole, and not trained
+    "row_shares": 1,
+    "expert_shares": 1,
+    "num_engines": 0,
+    "lora_rank": None,
+    "trains": False,
+    "in_host_memory": False,
+}
+
+
 def _reference(found: RunEstimate, size: int) -> Phase:
-    settings = replace(
-        found.settings,
-        ranks=size,
-        layer_shares=size,
-        row_shares=1,
-        expert_shares=1,
-        num_engines=0,
-        lora_rank=None,
-        trains=False,
-        in_host_memory=False,
-    )
+    settings = replace(found.settings, ranks=size, layer_shares=size, **_ONLY_SCORES)
     return scoring_phase(RankMemory(found.shape, settings), found.workload, {})
 
 
@@ -80,20 +79,11 @@ def _reward(found: RunEstimate, config: RunConfig, name: str) -> list[Phase]:
         element=4 if reward.precision == "float32" else 2,
         ranks=1,
         layer_shares=1,
-        row_shares=1,
-        expert_shares=1,
-        num_engines=0,
-        lora_rank=None,
-        trains=False,
-        in_host_memory=False,
         scores_answers=True,
+        **_ONLY_SCORES,
     )
-    batch = replace(found.workload.score, max_tokens=_batch_tokens(reward))
+    batch = replace(found.workload.score, max_tokens=max(reward.max_batch_tokens, reward.max_model_len or 0))
     return [scoring_phase(RankMemory(shape, settings), replace(found.workload, score=batch), {})]
-
-
-def _batch_tokens(reward: RewardModelRewardConfig) -> int:
-    return max(reward.max_batch_tokens, reward.max_model_len or 0)
 
 
 def proposed_placement(found: RunEstimate, config: RunConfig) -> list[str]:

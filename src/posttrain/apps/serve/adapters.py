@@ -145,8 +145,10 @@ def load_adapter_tokenizer(
         raise InputError(
             f"--adapter {name}: the tokenizer in {adapter.tokenizer} has another vocabulary than that of {main.text}"
         )
-    template = ChatFormat(own).template
-    if needed := _needed(extra, own, template):
+    # Of the further tokens, those that a conversation needs: in the template, by their role, or as the end of a turn.
+    template = ChatFormat(own).template or ""
+    named = {token for role, token in own.special_tokens_map.items() if role in template or role == "eos_token"}
+    if needed := min((token for token in extra if token in named or token in template), default=None):
         raise InputError(
             f"--adapter {name}: its conversations are written with {needed!r}, a token that {main.text} does not have; "
             "merge the adapter into the base model that it was trained on (posttrain convert --merge-lora) and serve "
@@ -175,10 +177,3 @@ def warn_of_unused_template(
             f"warning: adapter {name} has its own chat template, and vLLM uses that of {main.text} for every adapter: "
             "its answers may be worse than they should be; --backend native uses the adapter's own"
         )
-
-
-def _needed(extra: set[str], tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
-    """One of the `extra` tokens that a conversation needs: in the template, by its role, or as the end of a turn."""
-    source = template or ""
-    named = [token for role, token in tokenizer.special_tokens_map.items() if role in source or role == "eos_token"]
-    return min((token for token in extra if token in named or token in source), default=None)

@@ -150,17 +150,14 @@ class VllmSampler:
         if self._is_adapted:
             self._push_adapter()
         else:
-            self._push(version)
+            self._is_ready, self._is_awake = False, True
+            self.process.call("begin_update", shapes=self._shapes)
+            send = self._send_memory if self._device.type == "cuda" else self._send_files
+            send(version, self._as_in_files(_whole(base_weights(self._model))))
+            wrong = self.process.call("end_update", version=version)
+            if wrong is not None:
+                raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
         self.version = version
-
-    def _push(self, version: int) -> None:
-        self._is_ready, self._is_awake = False, True
-        self.process.call("begin_update", shapes=self._shapes)
-        send = self._send_memory if self._device.type == "cuda" else self._send_files
-        send(version, self._as_in_files(_whole(base_weights(self._model))))
-        wrong = self.process.call("end_update", version=version)
-        if wrong is not None:
-            raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
 
     def _as_in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """In the layout of the model's files, which is vLLM's: of stacked experts one tensor for each."""

@@ -61,7 +61,13 @@ def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
     agent, folder = setup["agent"], Path(setup["base_folder"])
     run: Callable[[TurnTask, Endpoint], object]
     if agent == "verifiers":
-        run = _verifiers(setup["kwargs"])
+        kwargs = setup["kwargs"]
+        try:
+            inspect.signature(Verifiers).bind(**kwargs)
+        except TypeError as error:
+            named = ", ".join(kwargs) or "{}"
+            raise BadSetup(f"verifiers cannot be used with agent_kwargs {named}: {error}") from error
+        run = Verifiers(**kwargs)
     elif isinstance(agent, str):
         run = _function(agent, setup["kwargs"], folder)
     else:
@@ -93,14 +99,6 @@ def code_files(agent: str | Sequence[str], folder: Path) -> list[Path]:
                 found |= {path, *path.parent.glob("*.py")}
                 break
     return sorted(path for path in found if os.path.isfile(path) and os.access(path, os.R_OK))
-
-
-def _verifiers(kwargs: JsonMapping) -> Verifiers:
-    try:
-        inspect.signature(Verifiers).bind(**kwargs)
-    except TypeError as error:
-        raise BadSetup(f"verifiers cannot be used with agent_kwargs {', '.join(kwargs) or '{}'}: {error}") from error
-    return Verifiers(**kwargs)
 
 
 def _function(spec: str, kwargs: JsonMapping, folder: Path) -> Callable[[TurnTask, Endpoint], object]:

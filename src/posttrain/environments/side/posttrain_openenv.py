@@ -27,11 +27,11 @@ def start(setup: Any) -> tuple[Any, Callable[[Any], Any]]:
     version = require("openenv", "0.10", "0.11")
     url = setup["base_url"] or serve_package(setup["package"], setup["app"])
     wait_until_healthy(url, HEALTH_LIMIT_S if setup["package"] else 10.0)
-    side = Side(url, setup["limit_s"])
+    side = OpenEnvSide(url, setup["limit_s"])
     return {"version": version, "schema": ask(f"{url}/schema")}, side.answer
 
 
-class Side:
+class OpenEnvSide:
     def __init__(self, url: str, limit_s: float) -> None:
         self.url, self.limit_s = url, limit_s
         self.sessions: dict[str, Any] = {}

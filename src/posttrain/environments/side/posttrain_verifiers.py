@@ -22,12 +22,12 @@ def start(setup: Any) -> tuple[Any, Callable[[Any], Any]]:
         if not path.is_file():
             raise Problem(f"there is no file {path}")
         sys.path.insert(0, str(path.resolve().parent))
-    return {"version": version}, Side(
+    return {"version": version}, VerifiersSide(
         {**setup, "taskset": path.stem if path.suffix == ".py" else setup["taskset"]}
     ).answer
 
 
-class Side:
+class VerifiersSide:
     def __init__(self, setup: Any) -> None:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -69,7 +69,9 @@ class Mesh:
         if self.size == 1 and not offloads:
             return Axes()
         if not dist.is_initialized():
-            _form_group_of_one(device)
+            backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         sizes = {"replicas": self.replicas, "dp": self.num_shards // self.replicas, "tp": self.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -106,12 +108,6 @@ class Axes:
     rows: DeviceMesh | None = None  # context parallel ranks
     expert_parameters: DeviceMesh | None = None  # those that FSDP spreads the experts' parameters over
     experts: DeviceMesh | None = None  # expert parallel ranks, and tensor parallel ones
-
-
-def _form_group_of_one(device: torch.device) -> None:
-    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 def _silence_gathering() -> None:

@@ -5,7 +5,7 @@ that die. Counts are means over the rollouts of a step.
 from __future__ import annotations
 
 from posttrain.reporting.doctor.findings import Severity
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.rule import Sighting, percent
 
 CALLS, MALFORMED, FAILED = "train/tool_calls", "train/malformed_tool_calls", "train/failed_tool_calls"
@@ -17,7 +17,7 @@ CUT_WARNING, CUT_ERROR = 0.2, 0.5
 DEATHS_WARNING, DEATHS_ERROR = 0.05, 0.3
 
 
-def tools_unused(run: History) -> Sighting | None:
+def tools_unused(run: RunHistory) -> Sighting | None:
     """Of agents only if their requests offer tools."""
     calls = run.tail(CALLS, PERSISTENCE)
     if len(calls) < PERSISTENCE or any(calls) or any(run.tail(MALFORMED, PERSISTENCE)):
@@ -29,7 +29,7 @@ def tools_unused(run: History) -> Sighting | None:
     return Sighting("warning", CALLS, 0.0, text, fixes)
 
 
-def tool_errors(run: History) -> Sighting | None:
+def tool_errors(run: RunHistory) -> Sighting | None:
     calls, malformed, failed = (sum(run.tail(key, PERSISTENCE)) for key in (CALLS, MALFORMED, FAILED))
     if not calls + malformed or len(run.values(CALLS)) < PERSISTENCE:
         return None
@@ -45,7 +45,7 @@ def tool_errors(run: History) -> Sighting | None:
     return Sighting("error" if share > ERRORS_ERROR else "warning", key, run.now(key), text, fixes)
 
 
-def episodes_cut(run: History) -> Sighting | None:
+def episodes_cut(run: RunHistory) -> Sighting | None:
     keys = (OUT_OF_TURNS, OUT_OF_TOKENS)
     key = max(keys, key=lambda one: run.now(one) or 0.0)
     now = run.now(key) or 0.0
@@ -58,7 +58,7 @@ def episodes_cut(run: History) -> Sighting | None:
     return Sighting("error" if run.all_above(key, CUT_ERROR, PERSISTENCE) else "warning", key, now, text, fixes)
 
 
-def agents_die(run: History) -> Sighting | None:
+def agents_die(run: RunHistory) -> Sighting | None:
     count = min(PERSISTENCE, len(run.values("train/unscored")))
     failed, sampled = run.tail("train/unscored", count), run.tail("train/num_samples", count)
     if run.now(AGENT_CALLS) is None or not failed or not sum(sampled):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from posttrain.reporting.doctor.findings import Severity
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent, short
 
 LOSS, NORM, SKIPPED = "train/loss", "train/grad_norm", "train/update_skipped"
@@ -16,7 +16,7 @@ DEAD_NORM = 1e-5
 WINDOW = 50  # steps whose median is the usual norm
 
 
-def not_finite(run: History) -> Sighting | None:
+def not_finite(run: RunHistory) -> Sighting | None:
     key = next((key for key in (LOSS, NORM) if run.is_null(key)), SKIPPED)
     if key == SKIPPED and not run.now(SKIPPED):
         return None
@@ -25,7 +25,7 @@ def not_finite(run: History) -> Sighting | None:
     return Sighting("error" if lasts else "warning", key, run.now(key), text, (lower_lr(run),))
 
 
-def grad_spike(run: History) -> Sighting | None:
+def grad_spike(run: RunHistory) -> Sighting | None:
     norm = run.now(NORM)
     values = run.values(NORM)
     if norm is None or len(values) <= 5 or norm <= SPIKE_WARNING:
@@ -47,7 +47,7 @@ def grad_spike(run: History) -> Sighting | None:
     return None
 
 
-def grad_dead(run: History) -> Sighting | None:
+def grad_dead(run: RunHistory) -> Sighting | None:
     if run.now("train/groups_with_signal") == 0 or not run.all_below(NORM, DEAD_NORM, 5):
         return None  # without signal there is no gradient: a separate rule covers that
     norm = run.now(NORM)
@@ -55,7 +55,7 @@ def grad_dead(run: History) -> Sighting | None:
     return Sighting("error", NORM, norm, text, ("check that parameters are trainable and that the data has a signal",))
 
 
-def loss_diverges(run: History) -> Sighting | None:
+def loss_diverges(run: RunHistory) -> Sighting | None:
     """Not for GRPO, whose loss does not measure progress."""
     start, now = run.start(LOSS), run.recent(LOSS)
     if start is None or now is None or start <= 0:
@@ -70,7 +70,7 @@ def loss_diverges(run: History) -> Sighting | None:
     return None
 
 
-def overfit(run: History) -> Sighting | None:
+def overfit(run: RunHistory) -> Sighting | None:
     """The loss on held-out rows rises, validation after validation, while that of training falls."""
     losses = run.values("validation/loss")
     if len(losses) < 4 or run.now("validation/loss") is None:
@@ -89,7 +89,7 @@ def overfit(run: History) -> Sighting | None:
     return Sighting(severity, "validation/loss", now, text, fixes)
 
 
-def experts_unbalanced(run: History) -> Sighting | None:
+def experts_unbalanced(run: RunHistory) -> Sighting | None:
     """Most tokens go to few experts, which they did not at the start."""
     start, now = run.start(LOAD), run.recent(LOAD)
     if start is not None and now is not None and now > LOAD_WARNING and now > 2 * start:

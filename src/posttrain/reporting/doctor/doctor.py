@@ -13,7 +13,7 @@ from posttrain.files.json_files import JsonMapping
 from posttrain.reporting.doctor.agent_rules import AGENT_CHECKS
 from posttrain.reporting.doctor.common_rules import COMMON_CHECKS
 from posttrain.reporting.doctor.findings import Finding, Shown, rank, worst_first
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.policy_rules import ABOUT_GROUPS, ABOUT_REWARDS, POLICY_CHECKS
 from posttrain.reporting.doctor.preference_rules import PREFERENCE_CHECKS
 from posttrain.reporting.doctor.rule import Check, Rule
@@ -39,7 +39,7 @@ class Doctor:
         settings: Mapping[str, object] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        self.history = History(kind, settings, names)
+        self.history = RunHistory(kind, settings, names)
         known = settings or {}
         only_taught = known.get("teacher.model_name") is not None and not known.get("teacher.reward_weight")
         has_critic = known.get("grpo.adv_estimator.name") == "gae"

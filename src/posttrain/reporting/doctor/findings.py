@@ -17,7 +17,7 @@ MAX_TEXT = 400  # characters of an answer that are kept as evidence
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """A rollout that shows the problem."""
 
     id: str  # of its task
@@ -36,7 +36,7 @@ class Finding:
     text: str  # one sentence: what is wrong
     fixes: tuple[str, ...]  # settings as key=value, the likeliest first; what is no setting is a sentence
     source: str  # of the threshold
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ShownAnswer, ...] = ()
     last_step: int | None = None  # at which the condition held last; None while nothing after `step` is known
 
     @property
@@ -52,7 +52,7 @@ class Finding:
     def from_json(cls, row: JsonMapping) -> Finding:
         known: JsonObject = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         known["fixes"] = tuple(row.get("fixes", ()))
-        known["answers"] = tuple(Answer(**answer) for answer in row.get("answers", ()))
+        known["answers"] = tuple(ShownAnswer(**answer) for answer in row.get("answers", ()))
         return cls(**known)
 
 
@@ -89,7 +89,7 @@ def kept_findings(rows: Iterable[JsonMapping]) -> list[Finding]:
     return worst_first(list(found.values()))
 
 
-def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[Answer, ...]:
+def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[ShownAnswer, ...]:
     """At most three answers. `groups` are the rows of `rollouts/step_N.jsonl.gz`."""
     if shown == "equal" and groups:
         groups = sorted(groups, key=lambda one: len({answer.get("reward") for answer in one.get("completions", ())}))[
@@ -107,11 +107,11 @@ def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[Answ
     return tuple(_answer(group, answer) for group, answer in rollouts[:MAX_ANSWERS])
 
 
-def _answer(group: JsonMapping, answer: JsonMapping) -> Answer:
+def _answer(group: JsonMapping, answer: JsonMapping) -> ShownAnswer:
     text = str(answer.get("error") or answer.get("text") or "")
     reward, num_tokens = answer.get("reward"), answer.get("num_tokens")
     cut = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
-    return Answer(
+    return ShownAnswer(
         id=str(group.get("id", "")),
         text=cut,
         reward=float(reward) if isinstance(reward, int | float) else None,

@@ -13,7 +13,7 @@ from posttrain.files.json_files import JsonMapping
 START = 5  # values whose median is the start of a series
 
 
-class History:
+class RunHistory:
     def __init__(
         self,
         kind: str,

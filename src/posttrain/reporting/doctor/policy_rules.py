@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from posttrain.reporting.doctor.findings import Severity
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.rule import (
     LR,
     MAX_NEW_TOKENS,
@@ -45,7 +45,7 @@ MIN_STEPS_OF_TREND = 50
 MAX_WINDOW = 1000  # steps that a level is looked for in
 
 
-def kl_runaway(run: History) -> Sighting | None:
+def kl_runaway(run: RunHistory) -> Sighting | None:
     kl = run.now(run.kl)
     if kl is None:
         return None
@@ -65,7 +65,7 @@ def kl_runaway(run: History) -> Sighting | None:
     return None
 
 
-def entropy_collapse(run: History) -> Sighting | None:
+def entropy_collapse(run: RunHistory) -> Sighting | None:
     start, now = run.start(ENTROPY), run.recent(ENTROPY, PERSISTENCE)
     if start is None or now is None or start < NO_ENTROPY:
         return None  # it was low from the start
@@ -83,7 +83,7 @@ def entropy_collapse(run: History) -> Sighting | None:
     return Sighting(severity, ENTROPY, now, text, (lower_lr(run), higher_kl_penalty(run)), "equal")
 
 
-def exploding_advantages(run: History) -> Sighting | None:
+def exploding_advantages(run: RunHistory) -> Sighting | None:
     largest = max(run.tail(ADVANTAGE, LONG_PERSISTENCE), default=0.0)
     group = run.number_setting("grpo.num_generations_per_prompt") or 1.0
     if largest <= max(ADVANTAGE_WARNING, 1.01 * math.sqrt(group)):  # sqrt: the bound of the default estimator
@@ -94,7 +94,7 @@ def exploding_advantages(run: History) -> Sighting | None:
     return Sighting("warning", ADVANTAGE, largest, text, (fix,))
 
 
-def no_signal(run: History) -> Sighting | None:
+def no_signal(run: RunHistory) -> Sighting | None:
     signal = run.now(SIGNAL)
     if signal is None:
         return None
@@ -120,13 +120,13 @@ def no_signal(run: History) -> Sighting | None:
     return Sighting(severity, SIGNAL, signal, f"{what}{gives}: {cause}", fixes, "equal")
 
 
-def _is_solved(run: History) -> bool:
+def _is_solved(run: RunHistory) -> bool:
     """Nearly all rewards are the highest that the run has seen, and the run had lower ones before."""
     best, reward, lowest = run.values("train/reward_max"), run.now(REWARD), run.values(REWARD)
     return bool(best) and reward is not None and reward >= 0.9 * max(best) > 0 and min(lowest) < 0.8 * max(best)
 
 
-def _has_hard_prompts(run: History) -> bool:
+def _has_hard_prompts(run: RunHistory) -> bool:
     """Few groups have a signal, as at the start, but enough of them to learn from."""
     signal, sampled = run.recent(SIGNAL), run.now("train/num_samples")
     group = run.number_setting("grpo.num_generations_per_prompt")
@@ -136,7 +136,7 @@ def _has_hard_prompts(run: History) -> bool:
     return is_as_before and signal * sampled / group >= ENOUGH_GROUPS
 
 
-def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[str, ...]]:
+def _cause_of_no_signal(run: RunHistory, *, is_solved: bool) -> tuple[str, tuple[str, ...]]:
     distinct, truncation = run.now(DISTINCT), run.now(TRUNCATION) or 0.0
     temperature = run.number_setting("policy.generation.temperature")
     group = int(run.number_setting("grpo.num_generations_per_prompt") or 0)
@@ -178,11 +178,11 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     )
 
 
-def _template_fixes(run: History) -> tuple[str, ...]:
+def _template_fixes(run: RunHistory) -> tuple[str, ...]:
     return (run.fix(TEMPLATE, "default"),) if run.setting(TEMPLATE) not in (None, "default") else ()
 
 
-def wrong_template(run: History) -> Sighting | None:
+def wrong_template(run: RunHistory) -> Sighting | None:
     """The first steps of a model that was given another template than its own: it neither stops nor earns a reward."""
     if run.num_steps != PERSISTENCE or not _template_fixes(run):
         return None
@@ -198,7 +198,7 @@ def wrong_template(run: History) -> Sighting | None:
     return Sighting(severity, TRUNCATION, truncation, text, _template_fixes(run), "cut")
 
 
-def truncated(run: History) -> Sighting | None:
+def truncated(run: RunHistory) -> Sighting | None:
     now = run.now(TRUNCATION)
     is_error = run.all_above(TRUNCATION, TRUNCATION_ERROR, LONG_PERSISTENCE)
     if now is None or not (is_error or run.all_above(TRUNCATION, TRUNCATION_WARNING, TRUNCATION_PERSISTENCE)):
@@ -219,7 +219,7 @@ def truncated(run: History) -> Sighting | None:
     return Sighting("note" if falls else severity, TRUNCATION, now, text, fixes, "cut")
 
 
-def length_explosion(run: History) -> Sighting | None:
+def length_explosion(run: RunHistory) -> Sighting | None:
     start, now = run.start(LENGTH), run.recent(LENGTH)
     if start is None or now is None or now < MIN_LENGTH or now <= 2 * start:
         return None
@@ -229,7 +229,7 @@ def length_explosion(run: History) -> Sighting | None:
     return Sighting(severity, LENGTH, now, text, fixes, "longest")
 
 
-def reward_flat(run: History) -> Sighting | None:
+def reward_flat(run: RunHistory) -> Sighting | None:
     values = run.values(REWARD)
     if len(values) < MIN_STEPS_OF_TREND or _is_solved(run):
         return None
@@ -256,27 +256,22 @@ def theil_sen(values: Sequence[float], max_points: int = 100) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-def reward_collapse(run: History) -> Sighting | None:
+def reward_collapse(run: RunHistory) -> Sighting | None:
     """The reward has fallen to less than half of what it was for some time."""
     values = run.values(REWARD)
     if len(values) < 3 * LONG_PERSISTENCE or run.now(REWARD) is None:
         return None
     now = statistics.median(values[-LONG_PERSISTENCE:])
     lowest = min(run.values("train/reward_min"), default=0.0)
-    before = _best_level(values[-MAX_WINDOW:])
+    recent, size = values[-MAX_WINDOW:], LONG_PERSISTENCE
+    before = max(statistics.median(recent[i : i + size]) for i in range(0, len(recent) - size + 1, size))
     if before - lowest <= 0.05 or (now - lowest) >= 0.5 * (before - lowest):
         return None
     text = f"the reward has fallen from {before:.3g} to {now:.3g}"
     return Sighting("error", REWARD, now, text, (lower_lr(run), higher_kl_penalty(run)))
 
 
-def _best_level(values: Sequence[float]) -> float:
-    """The highest median of five rewards in a row."""
-    size = LONG_PERSISTENCE
-    return max(statistics.median(values[i : i + size]) for i in range(0, len(values) - size + 1, size))
-
-
-def reward_hacking(run: History) -> Sighting | None:
+def reward_hacking(run: RunHistory) -> Sighting | None:
     """The reward rises while signs of health fail: a guess, which the answers of the step confirm or refute."""
     start, now = run.start(REWARD), run.recent(REWARD)
     if start is None or now is None or now <= start + 0.1 * max(abs(start), 0.1):
@@ -309,7 +304,7 @@ def reward_hacking(run: History) -> Sighting | None:
     return None
 
 
-def _validation_falls(run: History) -> bool:
+def _validation_falls(run: RunHistory) -> bool:
     """Whether the last two validations are below the best one by more than chance."""
     values = run.values("validation/accuracy")
     if len(values) < 3:
@@ -321,7 +316,7 @@ def _validation_falls(run: History) -> bool:
     return values[-1] < min(0.8 * best, best - chance) and values[-2] < min(0.9 * best, best - chance)
 
 
-def unscored(run: History) -> Sighting | None:
+def unscored(run: RunHistory) -> Sighting | None:
     count = min(LONG_PERSISTENCE, len(run.values("train/unscored")))
     failed, sampled = run.tail("train/unscored", count), run.tail("train/num_samples", count)
     if not failed or not sum(sampled) or run.now("train/agent_calls") is not None:  # of agents: agents_die

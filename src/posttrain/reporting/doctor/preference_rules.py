@@ -6,7 +6,7 @@ import math
 import statistics
 
 from posttrain.reporting.doctor.findings import Severity
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent
 
 ACCURACY, CHOSEN, REJECTED = "train/accuracy", "train/rewards_chosen_mean", "train/rewards_rejected_mean"
@@ -15,7 +15,7 @@ CHANCE = math.log(2)
 MOVED = 0.01  # nats: below, rounding ties pairs whose answers differ
 
 
-def both_fall(run: History) -> Sighting | None:
+def both_fall(run: RunHistory) -> Sighting | None:
     """Chosen answers lose probability too. Common, and harmless while small beside the gap."""
     chosen, rejected = run.recent(CHOSEN), run.recent(REJECTED)
     first_chosen, first_rejected = run.start(CHOSEN), run.start(REJECTED)
@@ -29,7 +29,7 @@ def both_fall(run: History) -> Sighting | None:
     return Sighting(severity, CHOSEN, chosen, text, (run.fix("dpo.sft_loss_weight", "0.1"), lower_lr(run)))
 
 
-def too_easy(run: History) -> Sighting | None:
+def too_easy(run: RunHistory) -> Sighting | None:
     early = 5 <= run.num_steps <= 20
     if not early or not run.all_above(ACCURACY, 0.98, 3):
         return None
@@ -46,7 +46,7 @@ def too_easy(run: History) -> Sighting | None:
     return Sighting(severity, ACCURACY, run.now(ACCURACY), text, fixes)
 
 
-def memorised(run: History) -> Sighting | None:
+def memorised(run: RunHistory) -> Sighting | None:
     train, held_out = run.recent(ACCURACY), run.values("validation/accuracy")
     if train is None or len(held_out) < 2 or train < 0.95 or held_out[-1] > train - 0.2:
         return None
@@ -57,7 +57,7 @@ def memorised(run: History) -> Sighting | None:
     return Sighting(severity, "validation/accuracy", held_out[-1], text, fixes)
 
 
-def equal_pairs(run: History) -> Sighting | None:
+def equal_pairs(run: RunHistory) -> Sighting | None:
     """Both answers of a pair are the same text: they stay tied regardless of training."""
     ties = run.tail("train/tie_rate", 5)
     if run.num_steps < 6 or not ties or min(ties) <= 0.05:  # in the first step every pair is tied
@@ -74,7 +74,7 @@ def equal_pairs(run: History) -> Sighting | None:
     )
 
 
-def worse_than_chance(run: History) -> Sighting | None:
+def worse_than_chance(run: RunHistory) -> Sighting | None:
     key = LOSS if run.values(LOSS) else "train/loss"
     if run.setting("dpo.preference_loss") not in (None, "dpo") or not run.all_above(key, 1.5 * CHANCE, 5):
         return None
@@ -83,7 +83,7 @@ def worse_than_chance(run: History) -> Sighting | None:
     return Sighting("error", key, now, text, (lower_lr(run, 100 if now > 10 * CHANCE else 10),))
 
 
-def not_learning(run: History) -> Sighting | None:
+def not_learning(run: RunHistory) -> Sighting | None:
     accuracy = run.values(ACCURACY)
     if len(accuracy) < 50:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from posttrain.config.runs import KINDS
 from posttrain.reporting.doctor.findings import Severity, Shown
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 
 LR = "policy.optimizer.kwargs.lr"
 KL_PENALTY = "loss_fn.reference_policy_kl_penalty"
@@ -27,7 +27,7 @@ class Sighting:
     shown: Shown = "any"
 
 
-Check = Callable[[History], Sighting | None]
+Check = Callable[[RunHistory], Sighting | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rule:
         return "all" if self.kinds == KINDS else ", ".join(kind.upper() for kind in self.kinds)
 
 
-def lower_lr(run: History, factor: float = 10.0) -> str:
+def lower_lr(run: RunHistory, factor: float = 10.0) -> str:
     """The learning rate divided by `factor`, on two digits."""
     lr = run.number_setting(LR)
     if lr is None:
@@ -56,14 +56,14 @@ def lower_lr(run: History, factor: float = 10.0) -> str:
     return run.fix(LR, "a tenth of it" if lr is None else short(lr / factor))
 
 
-def higher_kl_penalty(run: History) -> str:
+def higher_kl_penalty(run: RunHistory) -> str:
     penalty = run.number_setting(KL_PENALTY)
     if penalty is None and run.values("train/kl_penalty"):  # it has a price, and the settings are not known
         return run.fix(KL_PENALTY, "five times as much")
     return run.fix(KL_PENALTY, short(5 * penalty if penalty else 0.01))
 
 
-def longer_answers(run: History) -> str:
+def longer_answers(run: RunHistory) -> str:
     limit = run.number_setting(MAX_NEW_TOKENS)
     if limit is None:
         limit = max(run.values("train/max_generation_length"), default=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from posttrain.reporting.doctor.history import History
+from posttrain.reporting.doctor.history import RunHistory
 from posttrain.reporting.doctor.rule import Sighting, lower_lr, percent
 
 WEIGHT, SAMPLE_SIZE, STALE = (
@@ -26,7 +26,7 @@ CLIP_WARNING = 0.3
 PERSISTENCE = 3  # steps
 
 
-def sampler_mismatch(run: History) -> Sighting | None:
+def sampler_mismatch(run: RunHistory) -> Sighting | None:
     """Not of tokens that older weights sampled: those are expected to differ."""
     if run.now(STALE) or run.now(MISMATCH) is None:
         return None
@@ -59,7 +59,7 @@ def _moving_average(values: Sequence[float], weight: float = 0.2) -> float:
     return 1.0 if average is None else average
 
 
-def off_policy(run: History) -> Sighting | None:
+def off_policy(run: RunHistory) -> Sighting | None:
     weight, size = run.now(WEIGHT), run.now(SAMPLE_SIZE)
     low, high = WEIGHT_LIMITS
     age = run.number_setting(MAX_AGE)
@@ -84,7 +84,7 @@ def off_policy(run: History) -> Sighting | None:
     return _stale_answers(run, tuple(fixes))
 
 
-def _stale_answers(run: History, fixes: tuple[str, ...]) -> Sighting | None:
+def _stale_answers(run: RunHistory, fixes: tuple[str, ...]) -> Sighting | None:
     """Without correction the weights of stale answers are 1; how far the policy has moved since shows instead."""
     shift = run.now(SHIFT)
     if shift is None or not run.now(STALE) or not run.all_above(SHIFT, SHIFT_WARNING, PERSISTENCE):
@@ -96,7 +96,7 @@ def _stale_answers(run: History, fixes: tuple[str, ...]) -> Sighting | None:
     return Sighting("error" if lasts else "warning", SHIFT, shift, text, fixes)
 
 
-def clip_fraction(run: History) -> Sighting | None:
+def clip_fraction(run: RunHistory) -> Sighting | None:
     key = "train/clip_fraction"
     if not run.all_above(key, CLIP_WARNING, PERSISTENCE):
         return None
@@ -107,7 +107,7 @@ def clip_fraction(run: History) -> Sighting | None:
     )
 
 
-def generation_slowing(run: History) -> Sighting | None:
+def generation_slowing(run: RunHistory) -> Sighting | None:
     """Seconds per sampled token against those of the first steps, at about equal length."""
     seconds, tokens = run.values("timing/train/generation"), run.values("train/num_generated_tokens")
     if run.num_steps < 20 or len(seconds) != len(tokens):
@@ -118,7 +118,9 @@ def generation_slowing(run: History) -> Sighting | None:
         return None
     if not 0.8 * before <= length <= 1.25 * before:
         return None
-    if now / start <= 1.5 * _slowing(run.values(TRAINING_RATE)):
+    first, last = run.values(TRAINING_RATE)[2:7], run.values(TRAINING_RATE)[-10:]
+    others = statistics.median(first) / statistics.median(last) if first and statistics.median(last) else 1.0
+    if now / start <= 1.5 * max(1.0, others):
         return None  # everything is slower: the machine is busy
     text = (
         f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length; "
@@ -126,12 +128,6 @@ def generation_slowing(run: History) -> Sighting | None:
     )
     fixes = (run.fix("policy.generation.native_cfg.gpu_memory_utilization", "more, or fewer answers at once"),)
     return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
-
-
-def _slowing(rates: Sequence[float]) -> float:
-    """How many times as long a stage takes per token as at the start; at least 1."""
-    first, last = rates[2:7], rates[-10:]
-    return max(1.0, statistics.median(first) / statistics.median(last)) if first and statistics.median(last) else 1.0
 
 
 def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from posttrain.apps.launch.local.pods import Machine, Object, Pod
@@ -45,6 +46,7 @@ class Controller(ABC):
     name: str
     machine: Machine
     ending: WorkloadEnding | None = None
+    is_restarting = False
 
     @property
     @abstractmethod
@@ -62,10 +64,10 @@ class Controller(ABC):
         """The workload and its pods have ended."""
         return self.ending is not None and all(pod.is_over for pod in self.all_pods)
 
-    def end(self, ending: WorkloadEnding) -> None:
+    def end(self, kind: str, reason: str, message: str = "") -> None:
         if self.ending is None:
-            self.ending = ending
-            self.machine.note(ending.reason, f"{self.kind} {self.name}: {ending.message or ending.kind}")
+            self.ending = WorkloadEnding(kind, reason, message)
+            self.machine.note(reason, f"{self.kind} {self.name}: {message or kind}")
 
     def end_pods(self) -> bool:
         """Whether none is alive."""
@@ -73,6 +75,13 @@ class Controller(ABC):
         for pod in alive:
             self.machine.end(pod)
         return not alive
+
+    def end_or_restart(self, start_all: Callable[[], None]) -> None:
+        """Where the pods of all attempts are started together: the end of `reconcile`."""
+        none_alive = (self.ending is not None or self.is_restarting) and self.end_pods()
+        if self.is_restarting and none_alive:
+            self.is_restarting = False
+            start_all()
 
 
 # -- Job ---------------------------------------------------------------------------------------------------------------
@@ -139,11 +148,7 @@ class JobController(Controller):
             self.succeeded.add(index)
             self._backoff.num_failures = 0
             if self._is_success():
-                self.end(
-                    WorkloadEnding(
-                        "Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached"
-                    )
-                )
+                self.end("Complete", "SuccessPolicy" if "successPolicy" in self.spec else "CompletionsReached")
             return
         rule = self._failure_rule(pod)
         if rule is not None and rule[1]["action"] == "FailJob":
@@ -153,14 +158,12 @@ class JobController(Controller):
                 if "onExitCodes" in rule[1]
                 else f"Pod {pod.name} has condition DisruptionTarget"
             )
-            self.end(WorkloadEnding("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}"))
+            self.end("Failed", POD_FAILURE_POLICY, f"{what} matching FailJob rule at index {rule[0]}")
             return
         if rule is None or rule[1]["action"] != "Ignore":
             self.num_failed += 1
             if self.num_failed > self.spec.get("backoffLimit", 6):
-                self.end(
-                    WorkloadEnding("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
-                )
+                self.end("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
                 return
         self._start_at[index] = now + self._backoff.next_s()
 
@@ -217,7 +220,6 @@ class JobSetController(Controller):
     num_restarts: int = 0
     num_counted_restarts: int = 0
     jobs: list[JobController] = field(default_factory=list)
-    is_restarting: bool = False
     kind = "JobSet"
 
     @property
@@ -234,12 +236,8 @@ class JobSetController(Controller):
             if failed is not None:
                 self._on_failure(failed)
             elif all(job.is_over for job in self.jobs):
-                self.end(WorkloadEnding("Completed", "AllJobsCompleted", "jobset completed successfully"))
-        if self.ending is not None or self.is_restarting:
-            none_alive = self.end_pods()
-            if self.is_restarting and none_alive:
-                self.is_restarting = False
-                self._create_jobs()
+                self.end("Completed", "AllJobsCompleted", "jobset completed successfully")
+        self.end_or_restart(self._create_jobs)
 
     def _create_jobs(self) -> None:
         subdomain = self.spec.get("network", {}).get("subdomain", self.name)
@@ -269,11 +267,11 @@ class JobSetController(Controller):
             (rule["action"] for rule in policy.get("rules", []) if _matches(rule, job.ending)), "RestartJobSet"
         )
         if action == "FailJobSet":
-            self.end(WorkloadEnding("Failed", "FailJobSetFailurePolicyAction", job.ending.message))
+            self.end("Failed", "FailJobSetFailurePolicyAction", job.ending.message)
             return
         if action == "RestartJobSet":
             if self.num_counted_restarts >= policy.get("maxRestarts", 0):
-                self.end(WorkloadEnding("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}"))
+                self.end("Failed", "ReachedMaxRestarts", f"jobset failed due to {job.ending.message}")
                 return
             self.num_counted_restarts += 1
         self.num_restarts += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.apps.launch.local.controllers import Backoff, Controller, WorkloadEnding
+from posttrain.apps.launch.local.controllers import Backoff, Controller
 from posttrain.apps.launch.local.pods import Command, Machine, Object, Pod
 from posttrain.apps.launch.pod_template import RAY_PORT
 
@@ -18,7 +18,6 @@ class VolcanoController(Controller):
     machine: Machine
     num_retries: int = 0
     pods: list[tuple[Object, Pod]] = field(default_factory=list)  # with their tasks, of this attempt
-    is_restarting: bool = False
     _seen: set[str] = field(default_factory=set)
 
     @property
@@ -30,11 +29,7 @@ class VolcanoController(Controller):
             self._start_all()
         if self.ending is None and not self.is_restarting:
             self._judge()
-        if self.ending is not None or self.is_restarting:
-            none_alive = self.end_pods()
-            if self.is_restarting and none_alive:
-                self.is_restarting = False
-                self._start_all()
+        self.end_or_restart(self._start_all)
 
     def _start_all(self) -> None:
         self.pods = []
@@ -81,7 +76,7 @@ class VolcanoController(Controller):
             succeeded = sum(pod.exit_code == 0 for _, pod in self.pods)
             enough = succeeded >= int(self.spec.get("minSuccess") or self.spec.get("minAvailable") or len(self.pods))
             phase = "Completed" if enough else "Failed"
-            self.end(WorkloadEnding(phase, phase, f"{succeeded} of {len(self.pods)} pods succeeded"))
+            self.end(phase, phase, f"{succeeded} of {len(self.pods)} pods succeeded")
 
     def _action(self, task: Object, event: str, exit_code: int | None) -> str | None:
         for policy in [*task.get("policies", []), *self.spec.get("policies", [])]:
@@ -94,13 +89,13 @@ class VolcanoController(Controller):
         if action == "RestartJob":
             self.num_retries += 1
             if self.num_retries >= self.spec.get("maxRetry", 3):
-                self.end(WorkloadEnding("Failed", "Failed", f"maxRetry is reached: {why}"))
+                self.end("Failed", "Failed", f"maxRetry is reached: {why}")
                 return
             self.is_restarting = True
             self.machine.note("Restarting", f"Job {self.name}: retry {self.num_retries}: {why}")
         elif action is not None:
             phase = {"AbortJob": "Aborted", "CompleteJob": "Completed"}.get(action, "Terminated")
-            self.end(WorkloadEnding(phase, phase, why))
+            self.end(phase, phase, why)
 
     def status(self) -> Object:
         phase = "Restarting" if self.is_restarting else "Running"
@@ -142,7 +137,7 @@ class RayJobController(Controller):
         assert self.head is not None
         code = self.entrypoint.poll() if self.entrypoint is not None else None
         if code == 0:
-            self.end(WorkloadEnding("Complete", "JobSucceeded", "the entrypoint ended with 0"))
+            self.end("Complete", "JobSucceeded", "the entrypoint ended with 0")
         elif code is not None:
             self._on_failure(f"the entrypoint ended with {code}")
         elif self.head.is_over:
@@ -218,7 +213,7 @@ class RayJobController(Controller):
     def _on_failure(self, why: str) -> None:
         self.num_failures += 1
         if self.num_failures > self.spec.get("backoffLimit", 0):
-            self.end(WorkloadEnding("Failed", "AppFailed", why))
+            self.end("Failed", "AppFailed", why)
             return
         self.machine.note("Retrying", f"RayJob {self.name}: retry {self.num_failures}: {why}")
         self.end_pods()

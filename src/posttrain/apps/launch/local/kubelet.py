@@ -132,6 +132,8 @@ class Kubelet:
         container = pod.template["spec"]["containers"][0]
         folder = self._folder / "pods" / pod.uid
         (folder / "root").mkdir(parents=True)
+        # The hub's cache of this machine: pods use it in place of one on the claim, and write to it.
+        caches = [Path(one["value"]) for one in container.get("env", []) if one["name"] == "HF_HOME"][:1]
         return {
             "ip_command": self._ip,
             "network": f"link set lo up\naddr add {pod.ip}/16 dev eth0\nlink set eth0 up\n"
@@ -141,7 +143,7 @@ class Kubelet:
             "read_only_root": bool(container.get("securityContext", {}).get("readOnlyRootFilesystem")),
             "mounts": [
                 _folder_mount("/etc/cluster-dns", self._folder / "dns", read_only=True),
-                *(_folder_mount(str(path), path) for path in self._hub_cache(container)),
+                *(_folder_mount(str(path), path) for path in caches if path.is_dir()),
                 *self._mounts(pod, container, folder),
             ],
             "links": {"/etc/hosts": "/etc/cluster-dns/hosts", "/etc/resolv.conf": "/etc/cluster-dns/resolv.conf"},
@@ -160,11 +162,6 @@ class Kubelet:
             else:
                 env[one["name"]] = self._secrets[one["name"]]
         return env
-
-    def _hub_cache(self, container: Object) -> list[Path]:
-        """Of this machine: pods use it in place of one on the claim, and write to it."""
-        found = next((Path(one["value"]) for one in container.get("env", []) if one["name"] == "HF_HOME"), None)
-        return [found] if found is not None and found.is_dir() else []
 
     def _mounts(self, pod: Pod, container: Object, folder: Path) -> list[namespaces.Mount]:
         volumes = {volume["name"]: volume for volume in pod.template["spec"].get("volumes", [])}

@@ -67,9 +67,8 @@ def why_impossible() -> str | None:
         return None
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return (
-        f"this kernel, or the container around this process, does not let users make namespaces ({reason}). Where "
-        "it may be "
-        "changed: sysctl user.max_user_namespaces=10000, kernel.unprivileged_userns_clone=1 (Debian), "
+        f"this kernel, or the container around this process, does not let users make namespaces ({reason}). Where it "
+        "may be changed: sysctl user.max_user_namespaces=10000, kernel.unprivileged_userns_clone=1 (Debian), "
         "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in Docker --security-opt seccomp=unconfined"
     )
 
@@ -106,7 +105,10 @@ class LocalCluster:
             (folder / MANIFESTS).write_text(to_yaml(objects), encoding="utf-8")
             _write_shim(folder / "bin")
             values = {name: os.environ[name] for name in _secret_names(objects)}
-            self._start(folder, values | {name: new_secret() for name in _secret_files(objects)})
+            # Keys of the Secrets that pods mount, each with the name of its Secret. Launch makes their values.
+            mounted = [one["secret"] for one in _maps_in(list(objects)) if isinstance(one.get("secret"), dict)]
+            files = sorted({f"{one['secretName']}/{item['key']}" for one in mounted for item in one["items"]})
+            self._start(folder, values | {name: new_secret() for name in files})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -236,12 +238,6 @@ def _write_shim(folder: Path) -> None:
 def _secret_names(objects: Sequence[Object]) -> list[str]:
     """Variables whose values are in Secrets."""
     return sorted({one["name"] for one in _maps_in(list(objects)) if "secretKeyRef" in (one.get("valueFrom") or {})})
-
-
-def _secret_files(objects: Sequence[Object]) -> list[str]:
-    """Keys of the Secrets that pods mount, each with the name of its Secret. Launch makes their values."""
-    mounted = [one["secret"] for one in _maps_in(list(objects)) if isinstance(one.get("secret"), dict)]
-    return sorted({f"{one['secretName']}/{item['key']}" for one in mounted for item in one["items"]})
 
 
 def _maps_in(value: Any) -> Iterator[Object]:

@@ -65,9 +65,8 @@ def _efa(settings: NodeSettings, root: Path) -> list[str]:
     if found >= settings.efa_devices:
         return []
     return [
-        f"{found} EFA devices (/dev/infiniband/uverbs*), and {settings.efa_devices} are needed: the container "
-        "needs the limit "
-        f"vpc.amazonaws.com/efa: {settings.efa_devices} and the node the EFA device plugin"
+        f"{found} EFA devices (/dev/infiniband/uverbs*), and {settings.efa_devices} are needed: the container needs "
+        f"the limit vpc.amazonaws.com/efa: {settings.efa_devices} and the node the EFA device plugin"
     ]
 
 
@@ -82,9 +81,8 @@ def _shared_memory(settings: NodeSettings, root: Path) -> list[str]:
     if size >= _SHM_SHARE * settings.shm_gib * _GIB:
         return []
     return [
-        f"/dev/shm has {size / _GIB:.1f} GiB, and {settings.shm_gib} are needed: mount an emptyDir with medium: "
-        "Memory and "
-        f"sizeLimit: {settings.shm_gib}Gi there"
+        f"/dev/shm has {size / _GIB:.1f} GiB, and {settings.shm_gib} are needed: mount an emptyDir with medium: Memory "
+        f"and sizeLimit: {settings.shm_gib}Gi there"
     ]
 
 

@@ -292,7 +292,9 @@ def write_stop(path: Path, deadline: float) -> None:
 def why_no_progress(folder: Path) -> str | None:
     """Why the run in `folder` should not be started again; None: it may. The same attempts are reported once."""
     marker = folder / ATTEMPTS_FOLDER / _GIVEN_UP
-    counted = _counted_from(marker)
+    counted = 0
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        counted = int(json.loads(marker.read_text("utf-8"))["attempt"])
     last = [attempt for attempt in read_attempts(folder) if attempt.number > counted][-MAX_FRUITLESS:]
     if len(last) < MAX_FRUITLESS or any(a.first_checkpoint is not None or a.exit_code == 0 for a in last):
         return None
@@ -303,15 +305,7 @@ def why_no_progress(folder: Path) -> str | None:
     except OSError as error:
         left = f" ({marker} could not be written: {reason_of(error)})"
     return (
-        f"attempts {numbers} of the run in {folder} made no new checkpoint, so it is not started again{left}. "
-        "Their logs say "
-        "why; if steps are longer than the machines live, make them shorter (fewer prompts per step), or take "
-        "on-demand "
-        "machines. Launch it again to try three more times"
+        f"attempts {numbers} of the run in {folder} made no new checkpoint, so it is not started again{left}. Their "
+        "logs say why; if steps are longer than the machines live, make them shorter (fewer prompts per step), or take "
+        "on-demand machines. Launch it again to try three more times"
     )
-
-
-def _counted_from(marker: Path) -> int:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(marker.read_text("utf-8"))["attempt"])
-    return 0

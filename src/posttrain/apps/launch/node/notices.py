@@ -139,9 +139,8 @@ def watch(
             if not has_complained:
                 has_complained = True
                 say(
-                    f"the metadata service does not answer ({error}): of an interruption only SIGTERM will tell. "
-                    "On EKS the "
-                    "node's metadataOptions need httpPutResponseHopLimit: 2"
+                    f"the metadata service does not answer ({error}): of an interruption only SIGTERM will tell. On "
+                    "EKS the node's metadataOptions need httpPutResponseHopLimit: 2"
                 )
         if wait(PERIOD_S):
             return
