@@ -201,7 +201,7 @@ def test_doctor_config_and_cluster_pages(browser: Browser, address: str) -> None
         visit.go(f"/run/{run}/config?with={visit.run('good')}", ".differences")
         assert "1e-06" in page.locator(".differences").inner_text()
         visit.go(f"/run/{run}/cluster", "text=node-b")
-        assert page.locator("section", has_text="Ranks").locator("tbody tr").count() >= 4
+        assert page.locator("section", has_text="Workers").locator("tbody tr").count() >= 4
         for path in ("/pipelines", "/registry"):
             visit.go(path, ".empty")
 
