@@ -131,22 +131,19 @@ class AnswerGrammar:
             found = unread[0] if len(options) == 1 else "a choice of schemas"
             raise DataError(f"parameters: {found} is not supported by this model, which writes arguments one by one")
         properties, required = options[0].get("properties", {}), options[0].get("required", [])
-        if options[0].get("type", "object") != "object" or not isinstance(properties, dict):
-            raise DataError("parameters: an object is needed, whose properties are an object of schemas")
+        is_object = isinstance(properties, dict) and options[0].get("type", "object") == "object"
+        if not is_object or not all(isinstance(value, dict) for value in properties.values()):
+            raise DataError("parameters: an object is needed, whose properties are schemas, each an object")
         if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
             raise DataError(f"parameters: required is a list of names of properties, found {str(required)[:80]}")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         before, after = _VALUES[style]
         written = []
         for key, value in properties.items():
-            if not isinstance(value, dict):
-                raise DataError(f"parameters: the schema of {key} is an object, found {str(value)[:80]}")
             members = alternatives(value, schema)
             types = types_of(members)
-            if types and "string" not in types:
-                values = _json({**value, **shared})
-            else:
-                values = " | ".join(self._written(text) or '""' for text in _texts(key, members))
+            texts = _texts(key, members) if "string" in types or not types else None
+            values = _json({**value, **shared}) if texts is None else " | ".join(map(self._written, texts))
             end = f"({values}) {self._written(after)}" if values else self._until(after)
             written.append(f"({self._written(before.replace('KEY', key, 1))} {end}){'' if key in required else '?'}")
         self._rules[name] = " ".join(written) or '""'
@@ -158,9 +155,8 @@ class AnswerGrammar:
         for found in self._split.finditer(text):
             parts += [text[start : found.start()], self._tokens[found[0]]]
             start = found.end()
-        return " ".join(
-            f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in (*parts, text[start:]) if part != ""
-        )
+        shown = [part for part in (*parts, text[start:]) if part != ""] or [""]
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in shown)
 
     def _until(self, end: str) -> str:
         """Any text up to and including `end`."""
@@ -182,9 +178,8 @@ def _texts(key: str, members: Sequence[JsonObject]) -> list[str]:
     """The texts that a property may be, which its model writes without quotes; none: any."""
     texts: list[str] = []
     for member in members:
-        types, values = types_of([member]), values_of(member)
-        if values is None and types == {"null"}:
-            values = [None]
+        types = types_of([member])
+        values = [None] if types == {"null"} else values_of(member)
         is_known = types or not member.keys() - ANNOTATIONS
         if not is_known or member.keys() & {"$ref", "anyOf", "oneOf", "allOf"} or not isinstance(values, list | None):
             raise DataError(f"parameters: {key}: give it a type, and `enum` a list; texts may have no other conditions")
@@ -217,8 +212,7 @@ def check_schema(schema: object) -> None:
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             raise DataError(f"an object of the schema has {len(properties)} properties; at most {MAX_PROPERTIES}")
         if isinstance(step, int | float) and not isinstance(step, bool) and step:
-            is_small = abs(step) <= MAX_DIVISOR  # not if it is infinite, or no number
-            divisor *= abs(Fraction(str(step)).numerator) if is_small else MAX_DIVISOR + 1
+            divisor *= abs(Fraction(str(step)).numerator) if abs(step) <= MAX_DIVISOR else MAX_DIVISOR + 1  # NaN, too
         if divisor > MAX_DIVISOR:
             raise DataError(f"multipleOf is too large; at most {MAX_DIVISOR} in one schema, multiplied")
 

@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, NoReturn
 
 from posttrain.files.digests import sha256_of
@@ -25,7 +24,6 @@ Tools = Sequence[JsonMapping]  # JSON schemas, OpenAI's format
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$defs", "definitions",
 }  # fmt: skip
-_CHOICES = {"$ref", "anyOf"}
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,8 @@ def _typed(values: Mapping[str, str], name: str, tools: Tools) -> JsonObject:
     """Values that are written without quotes: the schema decides whether they are texts."""
     functions = (_object(tool.get("function")) for tool in tools)
     schema = next((_object(one.get("parameters")) for one in functions if one.get("name") == name), {})
-    properties = _object([*alternatives(schema, schema), {}][0].get("properties"))
+    given = (one["properties"] for one in alternatives(schema, schema) if "properties" in one)
+    properties = _object(next(given, None))
     types = {key: types_of(alternatives(properties.get(key), schema)) for key in values}
     return {key: _typed_value(value, types[key]) for key, value in values.items()}
 
@@ -243,23 +242,25 @@ def _object(value: object) -> JsonObject:
 
 
 def alternatives(schema: object, root: JsonMapping) -> list[JsonObject]:
-    """The schemas of which a value obeys one: members of `anyOf`, and what `$ref` names in `root`. A schema that says
-    more, or names nothing, stays as it is.
+    """The schemas of which a value obeys one: members of `anyOf`, and what `$ref` names in `root`. What a schema says
+    beside them is one more.
     """
     waiting, found, followed = [_object(schema)], list[JsonObject](), set[str]()
     while waiting:
-        one = waiting.pop()
-        ways, rest = one.keys() & _CHOICES, one.keys() - _CHOICES - ANNOTATIONS - {"type"}
-        members = one[ways.pop()] if len(ways) == 1 and not rest else None
-        if isinstance(members, str) and members.startswith("#/") and members not in followed:
-            followed.add(members)
-            target = reduce(lambda value, name: _object(value).get(name), members[2:].split("/"), root)
-            members = None if target is None else [target]
-        if isinstance(members, list):
-            own = {"type": one["type"]} if "type" in one else {}
-            waiting += [{**own, **_object(member)} for member in reversed(members)]
-        else:
-            found.append(one)
+        one = dict(waiting.pop())
+        members, ref = list(one.pop("anyOf")) if isinstance(one.get("anyOf"), list) else [], one.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#/") and ref not in followed:
+            followed.add(ref)
+            target: Any = root
+            for name in ref[2:].split("/"):
+                target = _object(target).get(name)
+            if isinstance(target, dict):
+                members.append(target)
+                del one["$ref"]
+        own, rest = one.keys() & {"type"}, one.keys() - ANNOTATIONS - {"type"}
+        waiting += [{key: one[key] for key in own} | _object(member) for member in reversed(members)]
+        if rest or not members:
+            found.append({key: one[key] for key in rest} if members else one)
     return found
 
 
