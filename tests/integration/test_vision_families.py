@@ -83,6 +83,36 @@ def test_a_resumed_run_on_images_has_the_same_bits(model: Path, data: Path, trai
     assert_resumes(lambda folder: grpo_command(model, data, folder), trained, tmp_path / "resumed", 2)
 
 
+@pytest.mark.full
+def test_asynchronous_rounds_on_images(model: Path, data: Path, trained: Path, tmp_path: Path) -> None:
+    """Without an age they are the synchronous run; with one, answers to images are carried over, and resume exactly."""
+
+    def rounds(folder: Path, age: int, *extra: str) -> list[str]:
+        asynchronous = ["grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={age}"]
+        return [*grpo_command(model, data, folder), *asynchronous, *extra]
+
+    assert run(rounds(tmp_path / "same", 0)) == 0
+    expected = weights(trained, 2)
+    assert all(torch.equal(expected[name], found) for name, found in weights(tmp_path / "same", 2).items())
+    aged = ["grpo.max_num_steps=4", "policy.generation.max_new_tokens=24"]
+    assert run(rounds(tmp_path / "aged", 2, *aged)) == 0
+    assert max(steps_of(tmp_path / "aged", "train/trajectory_age_max")) > 0
+    assert_resumes(lambda folder: rounds(folder, 2, *aged), tmp_path / "aged", tmp_path / "resumed", 4)
+
+
+@pytest.mark.full
+def test_distillation_on_images(model: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    teacher = save_vision_model(tmp_path / "teacher", request.node.callspec.params["model"], seed=1)
+    divergences = []
+    for name, place in (("seen", data), ("unseen", other_images(tmp_path / "other"))):
+        assert run(["distill", *grpo_command(model, place, tmp_path / name)[1:], f"teacher={teacher}"]) == 0
+        divergences.append(steps_of(tmp_path / name, "train/divergence"))
+    seen, other = divergences
+    assert len(seen) == 2
+    assert seen[1] < seen[0]
+    assert seen[0] != other[0]
+
+
 def command_of(make: Callable[..., list[str]], kind: str, model: Path, data: Path, folder: Path) -> list[str]:
     extra = [f"{kind}.val_period=0", "checkpointing.metric_name=null", "checkpointing.save_period=2"]
     return [*make(model, data, folder, steps=2), *LENGTHS, *extra]

@@ -160,7 +160,7 @@ def _check_way(tree: Tree, path: Path, override: Override) -> None:
     for length in range(1, len(path)):
         node = tree.get(path[:length])
         key = path[length]
-        if isinstance(node, list) and not (key.isdigit() and int(key) < len(node)):
+        if isinstance(node, list) and not (key.isdecimal() and int(key) < len(node)):
             raise ConfigError(
                 f"command line: {redact_argument(override.text)!r}: `{dotted(path[:length])}` is a list of "
                 f"{len(node)}; name an entry, e.g. {dotted(path[:length])}[0]"

@@ -249,8 +249,10 @@ class GrpoRunConfig(RunConfig):
 
     def _turn_credit_problems(self) -> Iterator[str]:
         key, grpo = "grpo.turn_credit.enabled = true", self.grpo
-        if not self._names_with_turns:
-            yield f"{key}: no environment in use has `turns` (env.NAME.turns), so there is one reward; set it to false"
+        names = self._names_with_turns
+        if all(self.env[name].turns is None for name in names):
+            why = f"an agent (env.{names[0]}.agent) has no" if names else "no environment in use has"
+            yield f"{key}: {why} `turns` (env.NAME.turns), so there is one reward; set it to false"
         if grpo.adv_estimator.name == "gdpo":
             yield f"{key}: gdpo credits the parts of one reward, and a turn has only its sum; use another adv_estimator"
         if grpo.adv_estimator.whiten_advantages == "rollouts":

@@ -38,7 +38,7 @@ class Node:
             return _FREE
         if self.shape == "named":
             return self.children[ANY_NAME]
-        if self.listed and key.isdigit():
+        if self.listed and key.isdecimal():
             return self
         return self.children.get(key) or (_FREE if self.open else None)
 

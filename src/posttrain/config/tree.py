@@ -60,7 +60,7 @@ class Tree:
     def get(self, path: Path, missing: object = None) -> Any:
         node: Any = self.values
         for key in path:
-            if isinstance(node, list) and key.isdigit() and int(key) < len(node):
+            if isinstance(node, list) and key.isdecimal() and int(key) < len(node):
                 node = node[int(key)]
             elif isinstance(node, dict) and key in node:
                 node = node[key]

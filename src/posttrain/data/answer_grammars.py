@@ -8,15 +8,14 @@ anything is compiled: some that are short take minutes.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from posttrain.data.errors import DataError
-from posttrain.data.tool_calls import AnswerFormat, Tools
-from posttrain.files.json_files import JsonMapping, is_deeper_than
+from posttrain.data.tool_calls import ANNOTATIONS, AnswerFormat, Tools, alternatives, types_of, values_of
+from posttrain.files.json_files import JsonMapping, JsonObject, is_deeper_than
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +63,7 @@ _VALUES = {
     "qwen3_coder": ("<parameter=KEY>\n", "\n</parameter>\n"),
     "glm45": ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
 }
+_READ_OF_PARAMETERS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 
 
 class AnswerGrammar:
@@ -125,19 +125,27 @@ class AnswerGrammar:
     def _arguments(self, name: str, schema: JsonMapping, style: str) -> str:
         if style not in _VALUES:
             return _json(schema)
+        check_schema(schema)
+        options = alternatives(schema, schema)
+        if len(options) != 1 or (unread := sorted(options[0].keys() - _READ_OF_PARAMETERS)):
+            found = unread[0] if len(options) == 1 else "a choice of schemas"
+            raise DataError(f"parameters: {found} is not supported by this model, which writes arguments one by one")
+        properties, required = options[0].get("properties", {}), options[0].get("required", [])
+        is_object = isinstance(properties, dict) and options[0].get("type", "object") == "object"
+        if not is_object or not all(isinstance(value, dict) for value in properties.values()):
+            raise DataError("parameters: an object is needed, whose properties are schemas, each an object")
+        if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
+            raise DataError(f"parameters: required is a list of names of properties, found {str(required)[:80]}")
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         before, after = _VALUES[style]
         written = []
-        for key, value in (schema.get("properties") or {}).items():
-            value = value if isinstance(value, dict) else {}
-            head = self._written(before.replace("KEY", key, 1))
-            if value.get("type") != "string":
-                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                body = f"{_json({**value, **shared})} {self._written(after)}"
-            elif texts := value.get("enum"):
-                body = f"({' | '.join(self._written(str(text)) for text in texts)}) {self._written(after)}"
-            else:
-                body = self._until(after)
-            written.append(f"({head} {body}){'' if key in schema.get('required', ()) else '?'}")
+        for key, value in properties.items():
+            members = alternatives(value, schema)
+            types = types_of(members)
+            texts = _texts(key, members) if "string" in types or not types else None
+            values = _json({**value, **shared}) if texts is None else " | ".join(map(self._written, texts))
+            end = f"({values}) {self._written(after)}" if values else self._until(after)
+            written.append(f"({self._written(before.replace('KEY', key, 1))} {end}){'' if key in required else '?'}")
         self._rules[name] = " ".join(written) or '""'
         return name
 
@@ -147,11 +155,8 @@ class AnswerGrammar:
         for found in self._split.finditer(text):
             parts += [text[start : found.start()], self._tokens[found[0]]]
             start = found.end()
-        return " ".join(
-            f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
-            for part in (*parts, text[start:])
-            if part != ""
-        )
+        shown = [part for part in (*parts, text[start:]) if part != ""] or [""]
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in shown)
 
     def _until(self, end: str) -> str:
         """Any text up to and including `end`."""
@@ -163,6 +168,29 @@ class AnswerGrammar:
         )
         self._rules[name] = f"/(.|\\n)*{escaped}/"
         return name.removesuffix("[lazy]")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _texts(key: str, members: Sequence[JsonObject]) -> list[str]:
+    """The texts that a property may be, which its model writes without quotes; none: any."""
+    texts: list[str] = []
+    for member in members:
+        types = types_of([member])
+        values = [None] if types == {"null"} else values_of(member)
+        is_known = types or not member.keys() - ANNOTATIONS
+        if not is_known or member.keys() & {"$ref", "anyOf", "oneOf", "allOf"} or not isinstance(values, list | None):
+            raise DataError(f"parameters: {key}: give it a type, and `enum` a list; texts may have no other conditions")
+        if values is not None:
+            texts += [text for text in values if isinstance(text, str) and "string" in types]
+            texts += ["null"] if None in values and "null" in types else []
+        elif not types or "string" in types:
+            return []
+    if not texts:
+        raise DataError(f"parameters: no text is a value of {key}")
+    return texts
 
 
 def _json(schema: JsonMapping) -> str:
@@ -178,15 +206,15 @@ def check_schema(schema: object) -> None:
         raise DataError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
     if (length := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
         raise DataError(f"the schema has {length} characters; at most {MAX_SCHEMA_CHARACTERS} are compiled")
-    divisor = Fraction(1)
+    divisor = 1
     for value in _objects(schema):
         properties, step = value.get("properties"), value.get("multipleOf")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             raise DataError(f"an object of the schema has {len(properties)} properties; at most {MAX_PROPERTIES}")
-        if isinstance(step, int | float) and math.isfinite(step) and step:
-            divisor *= Fraction(str(step)).numerator
-    if abs(divisor) > MAX_DIVISOR:
-        raise DataError(f"multipleOf {divisor} is too large; at most {MAX_DIVISOR} in one schema, multiplied")
+        if isinstance(step, int | float) and not isinstance(step, bool) and step:
+            divisor *= abs(Fraction(str(step)).numerator) if abs(step) <= MAX_DIVISOR else MAX_DIVISOR + 1  # NaN, too
+        if divisor > MAX_DIVISOR:
+            raise DataError(f"multipleOf is too large; at most {MAX_DIVISOR} in one schema, multiplied")
 
 
 def _objects(value: object) -> Iterator[JsonMapping]:

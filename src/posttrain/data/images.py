@@ -59,10 +59,12 @@ def open_image(ref: ImageRef) -> Image:
     return _decoded(ref.data, f"image {ref.digest[:12]}")
 
 
-def image_of(data: bytes, where: str, source: Callable[[], bytes] | None = None) -> ImageRef:
+def image_of(
+    data: bytes, where: str, source: Callable[[], bytes] | None = None, max_pixels: int = MAX_IMAGE_PIXELS
+) -> ImageRef:
     """Checks an image by decoding it. `where` begins the message of a DataError: row and file, or the place in a
     request. `source` reads the same bytes again; without it they stay in memory."""
-    image = _opened(data, where)
+    image = _opened(data, where, max_pixels)
     width, height = image.size
     try:
         if image.getexif().get(_EXIF_ORIENTATION) in _TURNED:
@@ -78,7 +80,7 @@ def image_of(data: bytes, where: str, source: Callable[[], bytes] | None = None)
     return ImageRef(sha256_of(data), width, height, kind, len(data), data if source is None else source)
 
 
-def _opened(data: bytes, where: str) -> Image:
+def _opened(data: bytes, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Image:
     """The image with its size known and no pixel decoded; DataError for one that is not read."""
     from PIL import Image
 
@@ -100,10 +102,10 @@ def _opened(data: bytes, where: str) -> Image:
     except Exception as error:
         raise DataError(f"{where}: the image is damaged ({_reason(error)})") from error
     width, height = image.size
-    if width * height > MAX_IMAGE_PIXELS:
+    if width * height > max_pixels:
         raise DataError(
             f"{where}: the image has {width} × {height} = {_pixels(width * height)}; "
-            f"at most {_pixels(MAX_IMAGE_PIXELS)} are read"
+            f"at most {_pixels(max_pixels)} are read{' after those before it' * (max_pixels < MAX_IMAGE_PIXELS)}"
         )
     if not width * height:
         raise DataError(f"{where}: the image has {width} × {height} pixels")

@@ -21,6 +21,9 @@ from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 Tools = Sequence[JsonMapping]  # JSON schemas, OpenAI's format
+ANNOTATIONS = {
+    "title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$defs", "definitions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -227,8 +230,10 @@ def _typed(values: Mapping[str, str], name: str, tools: Tools) -> JsonObject:
     """Values that are written without quotes: the schema decides whether they are texts."""
     functions = (_object(tool.get("function")) for tool in tools)
     schema = next((_object(one.get("parameters")) for one in functions if one.get("name") == name), {})
-    properties = _object(schema.get("properties"))
-    return {key: _typed_value(value, _object(properties.get(key))) for key, value in values.items()}
+    given = (one["properties"] for one in alternatives(schema, schema) if "properties" in one)
+    properties = _object(next(given, None))
+    types = {key: types_of(alternatives(properties.get(key), schema)) for key in values}
+    return {key: _typed_value(value, types[key]) for key, value in values.items()}
 
 
 def _object(value: object) -> JsonObject:
@@ -236,10 +241,46 @@ def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _typed_value(text: str, schema: JsonObject) -> Any:
-    members = schema.get("anyOf")
-    named = [schema.get("type"), *(_object(one).get("type") for one in (members if isinstance(members, list) else ()))]
-    types = {one for kind in named for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+def alternatives(schema: object, root: JsonMapping) -> list[JsonObject]:
+    """The schemas of which a value obeys one: members of `anyOf`, and what `$ref` names in `root`. What a schema says
+    beside them is one more.
+    """
+    waiting, found, followed = [_object(schema)], list[JsonObject](), set[str]()
+    while waiting:
+        one = dict(waiting.pop())
+        members, ref = list(one.pop("anyOf")) if isinstance(one.get("anyOf"), list) else [], one.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#/") and ref not in followed:
+            followed.add(ref)
+            target: Any = root
+            for name in ref[2:].split("/"):
+                target = _object(target).get(name)
+            if isinstance(target, dict):
+                members.append(target)
+                del one["$ref"]
+        own, rest = one.keys() & {"type"}, one.keys() - ANNOTATIONS - {"type"}
+        waiting += [{key: one[key] for key in own} | _object(member) for member in reversed(members)]
+        if rest or not members:
+            found.append({key: one[key] for key in rest} if members else one)
+    return found
+
+
+def values_of(schema: JsonMapping) -> list[Any] | None:
+    """Those of `const` or `enum`; None: it has neither."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def types_of(schemas: Sequence[JsonMapping]) -> set[str]:
+    """Those that schemas name, or those of their values, as far as texts and null are concerned."""
+    found: set[str] = set()
+    for schema in schemas:
+        named, values = schema.get("type"), values_of(schema)
+        if named is None and isinstance(values, list):
+            named = ["null" if one is None else "string" if isinstance(one, str) else "number" for one in values]
+        found |= {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    return found
+
+
+def _typed_value(text: str, types: set[str]) -> Any:
     if not types or ("string" in types and not ("null" in types and text == "null")):
         return text
     try:

@@ -51,6 +51,6 @@ def collective_timeout() -> timedelta | None:
     chosen = os.environ.get(NCCL_TIMEOUT_VARIABLE)
     if not chosen:
         return None
-    if not chosen.isdigit() or int(chosen) == 0:
+    if not chosen.isdecimal() or int(chosen) == 0:
         raise InputError(f"{NCCL_TIMEOUT_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
     return timedelta(seconds=int(chosen))

@@ -99,7 +99,7 @@ def _no_cluster(named: str, stale: str) -> str:
 def _why_unreachable(address: str) -> str:
     """Why no connection can be made to `address`; empty: one can."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         return "accepted: auto, local, HOST:PORT or ray://HOST:PORT"
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
@@ -212,7 +212,7 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
     where the cluster has a fixed size that is too small."""
     limit_s = deadline_s(RESERVE)
     size = os.environ.get(CLUSTER_SIZE_VARIABLE, "")
-    if address is not None and size.isdigit() and int(size) < layout.num_nodes:
+    if address is not None and size.isdecimal() and int(size) < layout.num_nodes:
         raise InputError(
             f"cluster.num_nodes={layout.num_nodes}: this cluster was launched with {size} "
             f"node{'s' if size != '1' else ''}, and no other joins it; {_offered()}. Lower cluster.num_nodes, or "

@@ -88,7 +88,7 @@ def _visible(nvml: ModuleType) -> dict[int, object]:
     words = [str(index) for index in range(nvml.nvmlDeviceGetCount())] if named is None else named.split(",")
     found = {}
     for number, word in enumerate(word.strip() for word in words if word.strip() not in ("", "-1")):
-        by_index = word.isdigit()
+        by_index = word.isdecimal()
         found[number] = nvml.nvmlDeviceGetHandleByIndex(int(word)) if by_index else nvml.nvmlDeviceGetHandleByUUID(word)
     return found
 

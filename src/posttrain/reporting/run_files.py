@@ -219,7 +219,7 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
 
 def archive(folder: Path, *, also: Sequence[str] = ()) -> Path:
     """Move the files of a run, and entries of other names, to `earlier_NNN/`."""
-    numbers = [int(path.name[8:]) for path in folder.glob("earlier_*") if path.name[8:].isdigit()]
+    numbers = [int(path.name[8:]) for path in folder.glob("earlier_*") if path.name[8:].isdecimal()]
     newest = max(numbers, default=0)
     configs = [path.name for which in ("until", "from") for path in folder.glob(f"config_{which}_step_*.yaml")]
     names = [name for name in [*also, *configs, *FILES_OF_A_RUN] if (folder / name).exists()]

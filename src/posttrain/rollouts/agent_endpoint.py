@@ -288,9 +288,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+        if not length.isdecimal() or len(length) > 20 or int(length) > _MAX_BODY_BYTES:
             self.close_connection = True
-            raise RefusedRequest(f"a body with a Content-Length of at most {_MAX_BODY_BYTES} is needed", status=413)
+            status = 413 if length.isdecimal() else 400
+            raise RefusedRequest(f"a body with a Content-Length of at most {_MAX_BODY_BYTES} is needed", status=status)
         return self.rfile.read(int(length))
 
     def _send(self, text: str, status: int = 200, kind: str = "application/json") -> None:

@@ -1,26 +1,32 @@
 """Requests and answers of OpenAI's chat API, as an agent sends and gets them during rollouts. No HTTP and no model.
 
 Sampling belongs to the trainer: temperature, top_p, seed and penalties of a request are replaced by the run's, and
-counted. What would change an answer in another way and is not supported is refused with its name.
+counted; so are conditions on calls, which are not enforced. What would change an answer in another way and is not
+supported is refused with its name.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 
 _REPLACED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
-    "parallel_tool_calls",
 )  # fmt: skip
+# Of messages, beside those of `_Message`: for the chat template, or labels that clients send back.
+_OF_MESSAGES = {
+    "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
+    "provider_specific_fields",
+}  # fmt: skip
 
 
 class RefusedRequest(Exception):
@@ -56,8 +62,9 @@ class _Tool(BaseModel):
 
 
 class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str = ""
 
 
 class _Message(BaseModel):
@@ -84,14 +91,15 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = []
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    parallel_tool_calls: bool = True
     return_token_ids: bool = False
     n: Literal[1] = 1
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logit_bias: dict[str, float] = Field({}, max_length=0)
-    num_overridden: int = 0  # sampling settings that the run's replace
+    num_overridden: int = 0  # sampling settings that the run's replace, and conditions on calls
 
     @field_validator("stop")
     @classmethod
@@ -103,24 +111,47 @@ class ChatRequest(BaseModel):
         return [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice != "none" else []
 
 
+def _problems(request: ChatRequest) -> Iterator[tuple[str, str]]:
+    """Fields, and why they are refused."""
+    names, chosen = [tool.function.name for tool in request.tools], request.tool_choice
+    if (chosen == "required" and not names) or (isinstance(chosen, _Tool) and chosen.function.name not in names):
+        yield "tool_choice", "asks for a call that is not in tools"
+    for at, message in enumerate(request.messages):
+        more = message.model_extra or {}
+        for name in (name for name in more if more[name] is not None and name not in _OF_MESSAGES):
+            yield f"messages.{at}.{name}", "is not supported here"
+        if message.content is None and message.role != "assistant":
+            yield f"messages.{at}.content", "is missing"
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type != "text" or "text" not in part.model_fields_set:
+                yield f"messages.{at}.content.{place}", "needs the type text and a text; images are not supported"
+            for name in (part.model_extra or {}).keys() - {"cache_control"}:
+                yield f"messages.{at}.content.{place}.{name}", "is not supported here"
+
+
 def read_request(body: bytes) -> ChatRequest:
     try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        given = parse_json(body)
+    except ValueError as error:
         raise RefusedRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise RefusedRequest("the body is not a JSON object")
     fields = {name: value for name, value in given.items() if value is not None and name not in _WITHOUT_EFFECT}
     num_overridden = sum(fields.pop(name, None) is not None for name in _REPLACED)
     num_overridden += fields.get("tool_choice", "auto") not in ("auto", "none")
+    num_overridden += fields.get("parallel_tool_calls") is False
     try:
-        return ChatRequest.model_validate({**fields, "num_overridden": num_overridden})
+        request = ChatRequest.model_validate({**fields, "num_overridden": num_overridden})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise RefusedRequest(f"{where} is not supported here", where) from None
         raise RefusedRequest(f"{where} = {str(first['input'])[:80]}: {first['msg']}", where) from None
+    for field, reason in _problems(request):
+        raise RefusedRequest(f"{field} {reason}", field)
+    request.num_overridden += any((tool.function.model_extra or {}).get("strict") for tool in request.tools)
+    return request
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,12 @@ def test_many_turns_without_an_environment_that_takes_them_are_mentioned() -> No
     assert not [warning for warning in load("env.calc.type=math") if "max_rollout_turns" in warning]
 
 
+def test_an_agent_alone_has_no_rewards_of_turns() -> None:
+    agent = ["env.calc.agent=mine.py:solve", "grpo.max_rollout_turns=3", "grpo.turn_credit.enabled=true"]
+    with pytest.raises(ConfigError, match=r"grpo\.turn_credit\.enabled = true: an agent \(env\.calc\.agent\) has no"):
+        load(*agent)
+
+
 def test_an_environment_that_gives_its_own_rewards_needs_no_judge() -> None:
     block = {"turns": "mine.py:Game", "num_workers": 3, "timeout_s": 2.5}
     assert read_settings({"game": block}, None) == {}

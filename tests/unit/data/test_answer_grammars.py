@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 
 import pytest
@@ -122,6 +123,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"properties": {f"p{n}": {} for n in range(MAX_PROPERTIES + 1)}}, "properties"),
         ({"type": "integer", "multipleOf": 9999991}, "multipleOf"),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 10**400}, "multipleOf"),
+        ({"type": "number", "multipleOf": -math.inf}, "multipleOf"),
+        ({"allOf": [{"multipleOf": 9999}] * 2000}, "multipleOf"),
     ],
 )
 def test_schemas_that_would_take_long_are_refused_before_they_are_compiled(schema: Any, reason: str) -> None:
@@ -133,6 +137,7 @@ def test_schemas_that_would_take_long_are_refused_before_they_are_compiled(schem
     ("schema", "reason"),
     [
         ({"type": "texts"}, "Invalid type"),
+        ({"type": "integer", "multipleOf": True}, "multipleOf"),
         ({"not": {"type": "string"}}, "Unimplemented keys"),
         ({"$ref": "http://example.com/a.json"}, "example.com"),
         ({"type": "string", "pattern": "("}, "regex|pattern|unclosed"),
@@ -162,3 +167,88 @@ def test_bad_schemas_are_refused_with_the_reason(schema: Any, reason: str) -> No
 def test_hard_schemas_are_compiled_or_refused_soon(schema: Any) -> None:
     with contextlib.suppress(DataError, InputError):
         check_grammar(PLAIN, AnswerGrammar(FORMATS["hermes"], PLAIN, prompt="").of_schema(schema))
+
+
+UNQUOTED = ["qwen3_coder", "glm45"]  # formats whose arguments are not one JSON object
+
+
+def written_call(name: str, **arguments: str) -> str:
+    if name == "glm45":
+        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
+        return f"<tool_call>find\n{pairs}</tool_call>"
+    pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function=find>\n{pairs}</function>\n</tool_call>"
+
+
+def find(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "find", "parameters": parameters}}
+
+
+def strict_grammar(name: str, parameters: Any) -> str:
+    writer = AnswerGrammar(FORMATS[name], PLAIN, prompt="")
+    return writer.of_calls([find(parameters)], None, must_call=True, may_repeat=False)
+
+
+@pytest.mark.parametrize("name", UNQUOTED)
+@pytest.mark.parametrize(
+    ("value", "right", "wrong"),
+    [
+        ({"type": "string", "const": "b"}, {"b": "b"}, ["c", '"b"']),
+        ({"const": "b"}, {"b": "b"}, ["c", '"b"']),
+        ({"enum": ["b", "c"]}, {"b": "b", "c": "c"}, ["d"]),
+        ({"enum": [""], "type": "string"}, {"": ""}, ["b"]),
+        ({"enum": [1, 2]}, {"1": 1}, ["3", "b"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"b": "b", "null": None}, []),
+        ({"anyOf": [{"enum": ["b"], "type": "string"}, {"type": "null"}]}, {"b": "b", "null": None}, ["c"]),
+        ({"$ref": "#/$defs/colour"}, {"red": "red"}, ["blue"]),
+        ({"$ref": "#/$defs/point", "title": "Where"}, {'{"x": 1}': {"x": 1}}, ["1", '{"x": "b"}']),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/point"}]}, {"1": 1, '{"x": 1}': {"x": 1}}, ["b"]),
+    ],
+)
+def test_arguments_without_quotes_obey_their_schema_and_are_read_by_it(
+    name: str, value: Any, right: dict[str, Any], wrong: list[str]
+) -> None:
+    defs = {
+        "colour": {"enum": ["red", "green"], "type": "string"},
+        "point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    }
+    parameters = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+    if name == "glm45":
+        parameters = {"$ref": "#/$defs/all", "$defs": {**defs, "all": parameters}}
+    else:
+        parameters["$defs"] = defs
+    grammar = strict_grammar(name, parameters)
+    for text, read in right.items():
+        assert accepts(grammar, written_call(name, a=text))
+        [call] = FORMATS[name].parse(written_call(name, a=text), [find(parameters)]).tool_calls
+        assert call.arguments == {"a": read}
+    assert not accepts(grammar, written_call(name))
+    assert not any(accepts(grammar, written_call(name, a=text)) for text in wrong)
+
+
+@pytest.mark.parametrize("name", UNQUOTED)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": [1]},
+        {"properties": {"a": 1}},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {}}, "required": ["b"]},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "enum": [1]}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": "string", "allOf": [{"const": "b"}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/missing"}}},
+        {"properties": {f"p{n}": {"type": "string"} for n in range(MAX_PROPERTIES + 1)}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "minProperties": 1},
+        {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"properties": {"a": {"type": "string", "minLength": 1, "anyOf": [{"const": "b"}]}}},
+        {"type": "array"},
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_parameters_that_calls_without_quotes_cannot_obey_are_refused(name: str, parameters: Any) -> None:
+    with pytest.raises(DataError):
+        strict_grammar(name, parameters)

@@ -180,6 +180,15 @@ def test_a_schema_that_is_none_gives_texts(parameters: object) -> None:
     assert call.arguments == {"what": "1"}
 
 
+def test_types_are_found_beside_other_conditions_and_behind_references() -> None:
+    count = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}], "minimum": 0, "x-unit": "s"}
+    schema = {"properties": {"count": count}, "$defs": {"n": {"type": "integer"}}, "anyOf": [{"required": ["count"]}]}
+    text = "<tool_call>find<arg_key>count</arg_key><arg_value>3</arg_value></tool_call>"
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    (call,) = FORMATS["glm45"].parse(text, [tool]).tool_calls
+    assert call.arguments == {"count": 3}
+
+
 @pytest.mark.parametrize("prompt", ["", "…<think>\n"])
 def test_reasoning_is_kept_apart(prompt: str) -> None:
     form = answer_format("<tool_call> <think> </think>", writes_tools=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +26,7 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import code_files
 from posttrain.rollouts.agent_endpoint import AgentSession, PendingCall
-from posttrain.rollouts.agent_requests import read_request
+from posttrain.rollouts.agent_requests import RefusedRequest, read_request
 from posttrain.rollouts.agents import AgentRollouts, build_conversations
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.fresh import FreshRollouts
@@ -627,6 +630,36 @@ else:
     assert scores[2].error == "the last line that the agent printed is not JSON: 'no json'"
 
 
+FLOOD = """
+import sys, tracemalloc
+from posttrain.environments.agents.runner import AgentItem, Endpoint, agent_runner
+from posttrain.environments.item import Unscored
+from posttrain.environments.turns.interface import TurnTask
+
+tracemalloc.start()
+code = 'import sys; [print("a" * 2**20) for _ in range(100)]; sys.stdin.read(); print(LAST)'
+runner = agent_runner({"agent": [sys.executable, "-c", code], "kwargs": {}, "base_folder": "."})
+try:
+    print(runner(AgentItem(TurnTask("t", (), ""), Endpoint("", "", ""), "")).fields)
+except Unscored as error:
+    print(error)
+print(tracemalloc.get_traced_memory()[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [("1.5", "1.5"), ("chr(120) * 2**24", "the last line that the agent printed has more than 8 MiB")],
+    ids=["a result", "no end"],
+)
+def test_of_what_a_command_prints_the_end_is_kept(last: str, expected: str) -> None:
+    script = FLOOD.replace("LAST", last)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    text, peak_bytes = said.stdout.splitlines()
+    assert expected in text
+    assert int(peak_bytes) < 50 << 20
+
+
 def test_answers_do_not_depend_on_which_agents_run_beside(tmp_path: Path, cleanup: ExitStack) -> None:
     agents = source(tmp_path, TALK, cleanup, num_samples=3)
     beside = {row.token_ids for row in rows_of(agents.take(2, step=1).groups[:1])}
@@ -675,6 +708,74 @@ REFUSED = {
     "stop": [3],
     "tools": [{"type": "function"}],
 }
+
+
+USER: dict[str, Any] = {"role": "user", "content": "?"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def refused(**body: Any) -> str | None:
+    with pytest.raises(RefusedRequest) as raised:
+        read_request(json.dumps({"messages": [USER], **body}).encode())
+    assert raised.value.status == 400
+    return raised.value.param
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user"}, "content"),
+        ({**USER, "cache": True}, "cache"),
+        ({**USER, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "content.0"),
+        ({**USER, "content": [{"type": "text", "text": "a", "bold": True}]}, "content.0.bold"),
+    ],
+)
+def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, field: str) -> None:
+    assert refused(messages=[USER, message]) == f"messages.1.{field}"
+
+
+def test_fields_that_do_not_fit_others_are_refused() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    assert refused(tool_choice=other, tools=[TOOL]) == refused(tool_choice="required") == "tool_choice"
+    assert str(refused(stream=True, stream_options={"include_usage": True, "x": True})).startswith("stream_options.x")
+
+
+def test_conditions_on_calls_are_counted_and_labels_of_clients_are_accepted() -> None:
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "function_call": None,
+        "annotations": [],
+        "provider_specific_fields": {},
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}],
+    }
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    messages = [USER, answer, {"role": "tool", "tool_call_id": "1", "content": parts}, {**USER, "name": "me"}]
+    for fields, count in (
+        ({"parallel_tool_calls": True, "stream": True, "stream_options": {"include_usage": True}}, 0),
+        ({"parallel_tool_calls": False, "tool_choice": TOOL}, 2),
+        ({"tools": [strict]}, 1),
+    ):
+        request = read_request(json.dumps({"messages": messages, "tools": [TOOL], **fields}).encode())
+        assert request.num_overridden == count
+        assert request.messages[2].plain()["content"] == "ab"
+
+
+@pytest.mark.parametrize(("length", "status"), [("²", 400), ("", 400), ("9" * 5000, 413)])
+def test_a_length_that_is_no_number_is_refused_and_the_connection_closed(
+    length: str, status: int, tmp_path: Path, cleanup: ExitStack
+) -> None:
+    agents = source(tmp_path, TALK, cleanup)
+    with socket.create_connection(("127.0.0.1", agents.endpoint._server.server_port), timeout=30) as connection:
+        connection.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\nGET".encode("latin-1")
+        )
+        with connection.makefile("rb") as stream:
+            answer = stream.read()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 def test_an_error_of_the_endpoint_is_the_reason_of_its_rollout(

@@ -183,7 +183,7 @@ def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
                 "counted by their products alone"
             )
         if counted.frozen:
-            yield f"{counted.frozen / 1e9:.2f} billion weights of towers for images and sound are held and not used"
+            yield f"{counted.frozen / 1e9:.2f} billion weights of towers are held; images are not counted"
     if found.settings.fp8:
         yield (
             f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured "

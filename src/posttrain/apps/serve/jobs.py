@@ -22,7 +22,7 @@ from posttrain.apps.serve.responses import ResponseChoice
 from posttrain.apps.serve.service import Job, Service, Version, new_id
 from posttrain.data.answer_grammars import AnswerGrammar
 from posttrain.data.errors import DataError
-from posttrain.data.images import decode_data_url, image_of
+from posttrain.data.images import MAX_IMAGE_PIXELS, decode_data_url, image_of
 from posttrain.data.tool_calls import AnswerReader
 from posttrain.engines.native.constraints import check_grammar
 from posttrain.engines.native.noise import prompt_seed
@@ -62,18 +62,18 @@ async def read_images(body: PromptFields) -> Images:
 
 
 def _decode(urls: Mapping[int, Mapping[int, str]]) -> Images:
-    def image(field: str, url: str) -> ImageRef:
+    images: dict[int, dict[int, ImageRef]] = {at: {} for at in urls}
+    left = MAX_IMAGE_PIXELS
+    for at, place, url in ((at, place, url) for at, those in urls.items() for place, url in those.items()):
+        field = f"messages.{at}.content.{place}.image_url.url"
         if not url.startswith("data:"):
             raise bad_request(f"{field}: only data: URLs are read, data:image/png;base64,…", field)
         try:
-            return image_of(decode_data_url(url, field), field)
+            found = images[at][place] = image_of(decode_data_url(url, field), field, max_pixels=left)
         except DataError as error:
             raise bad_request(str(error), field) from error
-
-    return {
-        at: {place: image(f"messages.{at}.content.{place}.image_url.url", url) for place, url in of_message.items()}
-        for at, of_message in urls.items()
-    }
+        left -= found.width * found.height
+    return images
 
 
 def chat_prompt(
@@ -185,6 +185,9 @@ def _job(
     images: tuple[ImageRef, ...] = (),
 ) -> Job:
     requests = []
+    size = version.session.limits.vocab_size
+    if not all(0 <= token < size for token in body.stop_token_ids or ()):
+        raise bad_request(f"stop_token_ids: the model's vocabulary has {size} tokens", "stop_token_ids")
     for index, prompt in enumerate(prompts):
         sampling = body.sampling(_num_new_tokens(service, body, version, len(prompt)), end_of_turn_ids)
         try:

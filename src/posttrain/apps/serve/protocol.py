@@ -20,6 +20,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_TOOLS = 128
+MAX_IMAGES = 64
 _SMALLEST_TOP_P = 1e-6
 _TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|Tool|literal\[.*\]")
 
@@ -375,6 +376,8 @@ def parse_chat(body: bytes) -> ChatBody:
 
 
 def check_prompt(body: PromptFields) -> None:
+    if (number := sum(len(message.image_urls) for message in body.messages)) > MAX_IMAGES:
+        raise bad_request(f"messages: {number} images; at most {MAX_IMAGES} in a request", "messages")
     for index, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
             raise bad_request(f"messages.{index}.content is missing", f"messages.{index}.content")

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from posttrain.processes import ending_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ANSWER_CHARACTERS = 500_000
+_MAX_LINE_BYTES = 8 << 20  # an answer of so many characters, each written as two escapes
 _KILL_GRACE_S = 5.0
 
 
@@ -118,15 +120,24 @@ def _command(words: Sequence[str], folder: Path) -> Callable[[TurnTask, Endpoint
         raise BadSetup(f"there is no program {words[0]!r} that can be executed")
 
     def run(task: TurnTask, endpoint: Endpoint) -> object:
-        given = json.dumps(asdict(task), default=str).encode()
-        try:
-            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
-        except OSError as error:
-            raise Unscored(f"the agent {words[0]!r} cannot be started: {error}") from error
-        written, _ = process.communicate(given)  # without a limit here: the driver kills this process in time
-        if process.returncode:
+        with tempfile.TemporaryFile() as given:
+            given.write(json.dumps(asdict(task), default=str).encode())
+            given.seek(0)
+            try:
+                process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, cwd=folder)
+            except OSError as error:
+                raise Unscored(f"the agent {words[0]!r} cannot be started: {error}") from error
+        assert process.stdout is not None
+        tail = b""  # the last line is all that is needed
+        while piece := process.stdout.read(
+            _MAX_LINE_BYTES
+        ):  # without an end here: the driver kills this process in time
+            tail = (tail + piece)[-_MAX_LINE_BYTES:]
+        if process.wait():
             raise Unscored(f"the agent ended with {ending_of(process.returncode)}")
-        last = written.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        before, _, last = tail.decode("utf-8", "replace").strip().rpartition("\n")
+        if not before and len(tail) == _MAX_LINE_BYTES:
+            raise Unscored(f"the last line that the agent printed has more than {_MAX_LINE_BYTES >> 20} MiB")
         try:
             return json.loads(last)
         except (ValueError, RecursionError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 from dataclasses import replace
@@ -10,10 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from tiny_models import byte_tokenizer
 
 from posttrain.apps.serve.engine_client import ServedSession
-from posttrain.apps.serve.jobs import chat_job, completion_job
+from posttrain.apps.serve.jobs import chat_job, completion_job, read_images
 from posttrain.apps.serve.options import ServerLimits
 from posttrain.apps.serve.protocol import ApiError, parse_chat, parse_completion
 from posttrain.apps.serve.service import Job, Version
@@ -113,3 +116,46 @@ def test_too_many_tokens_error_names_the_field_that_was_sent(service: Any, body:
     with pytest.raises(ApiError, match=f"{field} is 10: this server gives at most 9") as refused:
         job_of(service, **body)
     assert refused.value.param == field
+
+
+def refused_field(service: Any, **body: Any) -> str | None:
+    with pytest.raises(ApiError) as refused:
+        job_of(service, **body)
+    assert refused.value.status == 400
+    return refused.value.param
+
+
+@pytest.mark.parametrize("token", [-1, 260, 10**9])
+def test_stop_tokens_outside_of_the_vocabulary_are_refused(service: Any, token: int) -> None:
+    assert job_of(service, prompt="a", stop_token_ids=[0, 259]).requests[0].sampling.stop_token_ids == (0, 259)
+    for body in ({"prompt": "a"}, {"messages": user_message("a")}):
+        assert refused_field(service, **body, stop_token_ids=[5, token]) == "stop_token_ids"
+
+
+@pytest.mark.parametrize("value", [10**400, True], ids=["huge", "true"])
+def test_a_schema_that_cannot_be_compiled_is_refused_with_its_field(service: Any, value: Any) -> None:
+    schema = {"type": "integer", "multipleOf": value}
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert refused_field(service, messages=user_message("a"), response_format=answer) == "response_format"
+
+
+def image_parts(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    parts = []
+    for size in sizes:
+        Image.new("1", size).save(file := io.BytesIO(), "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
+def test_the_images_of_a_request_are_limited_in_number_and_pixels(service: Any) -> None:
+    many = [{"role": "user", "content": image_parts(*[(1, 1)] * 40)}] * 2
+    assert refused_field(service, messages=many) == "messages"
+    large = [
+        {"role": "user", "content": image_parts((8000, 4000))},
+        {"role": "user", "content": image_parts((8000, 4001))},
+    ]
+    assert refused_field(service, messages=large) == "messages.1.content.0.image_url.url"
+    assert list(
+        asyncio.run(read_images(parse_chat(json.dumps({"model": "m", "messages": large[:1] * 2}).encode())))
+    ) == [0, 1]
