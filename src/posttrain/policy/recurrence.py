@@ -42,7 +42,7 @@ class PackedRecurrence:
         self.device = device
         self._host_taps: dict[int, Tensor] = {}
         self._taps: dict[int, Tensor] = {}
-        self._users: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._users: dict[int, tuple[Tensor, ...]] = {}
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
@@ -91,16 +91,18 @@ class PackedRecurrence:
             self._host_taps[width], self._taps[width] = taps, to_device(taps, self.device)
         return self._taps[width]
 
-    def users_of(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The inverse of `taps_of`: the first user of each token (and how many users there are), the users of all
-        tokens in the order of those, and by which tap each reads."""
+    def users_of(self, width: int) -> tuple[Tensor, ...]:
+        """The inverse of `taps_of` where it leads to another piece: the first entry of each token (and how many there
+        are), then of each entry the token, a token that reads it and by which tap."""
         if width not in self._users:
             self.taps_of(width)
             taps, total = self._host_taps[width], self.pieces[-1].end
-            sources, order = taps.flatten().sort(stable=True)
+            elsewhere = (taps < total) & (taps != torch.arange(total) - torch.arange(width - 1, 0, -1)[:, None])
+            tap, users = elsewhere.nonzero().unbind(1)
+            sources, order = taps[tap, users].sort(stable=True)
             first = torch.searchsorted(sources, torch.arange(total + 1))
-            users, tap = order % total, order // total
-            self._users[width] = tuple(to_device(x.int(), self.device) for x in (first, users, tap))  # type: ignore[assignment]
+            entries = (first, *(F.pad(x, (0, 1)) for x in (sources, users[order], tap[order])))  # never empty
+            self._users[width] = tuple(to_device(x.int(), self.device) for x in entries)
         return self._users[width]
 
     @cached_property
@@ -125,7 +127,7 @@ class PackedRecurrence:
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
-        if _has_kernels(value):
+        if _has_kernels(value) and all(_has_tiles(x.shape[-1]) for x in (key, value)):
             kernels = triton_kernels("policy.fused.recurrence")
             result: tuple[Tensor, Tensor] = kernels.recur(
                 self.chunks, query, key, value, log_decay, beta, states, unit=unit
@@ -174,6 +176,12 @@ def _has_kernels(x: Tensor) -> bool:
     return (
         x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
     )
+
+
+def _has_tiles(width: int) -> bool:
+    """Powers of two, which models have. With widths 72 and 40 a first run on an H200 read memory that is not there, for
+    a reason that was not found: all bounds hold in Triton's interpreter."""
+    return width >= 8 and width & (width - 1) == 0
 
 
 class Chunks:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The causal convolution of packed rows and its gradient, with the SiLU that follows it, as Triton kernels.
 
-Which tokens a token reads is data (`taps`), and so is which tokens read it (`users`: the last tokens of a prompt have
-some in every response). Gradients are added up in a fixed order: each program of the backward pass adds up those of the
-weights over some tokens, torch over programs.
+Which tokens a token reads is data (`taps`), and so is which tokens of other pieces read it (`users`: the last tokens of
+a prompt have some in every response). Gradients are added up in a fixed order: each program of the backward pass adds
+up those of the weights over some tokens, torch over programs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS, _CHANNELS = 16, 128  # of a tile
-_TILES = 8  # of a program that adds up gradients of weights
+_TOKENS, _CHANNELS = 16, 256  # of a tile
+# Of a program that adds up gradients of weights: one warp, each thread has all tokens of its channels.
+_TILE_TOKENS, _TILES = 4, 16
+
+
+@triton.jit
+def _weight(weight_ptr, tap, at, channels):
+    return tl.load(weight_ptr + tap * channels + at, mask=at < channels, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rows(ptr, row, at, stride, mask):
+    return tl.load(ptr + row.to(tl.int64)[:, None] * stride + at[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(ptr, tile, row, at, stride, mask):
+    place = ptr + row.to(tl.int64)[:, None] * stride + at[None, :]
+    tl.store(place, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -24,26 +41,24 @@ def _taps_sum(
     x_ptr, window_ptr, taps_ptr, weight_ptr, bias_ptr, row, at, mask, stride_x, rows, channels,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """Before the activation. `row` is [tokens, 1], `at` [1, channels]."""
-    wide = row.to(tl.int64)
-    inside = at < channels
-    total = tl.load(x_ptr + wide * stride_x + at, mask=mask, other=0.0).to(tl.float32)
-    total *= tl.load(weight_ptr + at * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
+    """Before the activation."""
+    total = _rows(x_ptr, row, at, stride_x, mask)
+    total *= _weight(weight_ptr, WIDTH - 1, at, channels)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        total += _weight(bias_ptr, 0, at, channels)
     for tap in tl.static_range(WIDTH - 1):
         token = _tap(x_ptr, window_ptr, taps_ptr + tap * rows, row, at, mask, stride_x, rows, channels, HAS_WINDOWS)
-        total += token * tl.load(weight_ptr + at * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
+        total += token * _weight(weight_ptr, tap, at, channels)
     return total
 
 
 @triton.jit
 def _tap(x_ptr, window_ptr, taps_ptr, row, at, mask, stride_x, rows, channels, HAS_WINDOWS: tl.constexpr):
+    # A load of [tokens, 1] would be repeated for each channel of a thread.
     source = tl.load(taps_ptr + row, mask=row < rows, other=0)
-    token = tl.load(x_ptr + source * stride_x + at, mask=mask & (source < rows), other=0.0).to(tl.float32)
+    token = _rows(x_ptr, source, at, stride_x, mask & (source < rows)[:, None])
     if HAS_WINDOWS:
-        place = window_ptr + (source - rows) * channels + at
-        token += tl.load(place, mask=mask & (source >= rows), other=0.0).to(tl.float32)
+        token += _rows(window_ptr, source - rows, at, channels, mask & (source >= rows)[:, None])
     return token
 
 
@@ -53,16 +68,16 @@ def _forward(
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOWS: tl.constexpr, SILU: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    at = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    mask = (row < rows) & (at < channels)
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = (row < rows)[:, None] & (at < channels)[None, :]
     total = _taps_sum(
         x_ptr, window_ptr, taps_ptr, weight_ptr, bias_ptr, row, at, mask, stride_x, rows, channels,
         WIDTH, HAS_BIAS, HAS_WINDOWS,
     )  # fmt: skip
     if SILU:
         total = total * tl.sigmoid(total)
-    tl.store(out_ptr + row.to(tl.int64) * channels + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_rows(out_ptr, total, row, at, channels, mask)
 
 
 @triton.jit
@@ -74,13 +89,13 @@ def _gradient_of_sums(
 ):  # fmt: skip
     """Gradient of what goes into the activation, and of weights and bias over the tokens of the program: [width + 1]
     numbers a channel, the last one is the bias."""
-    at = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     number = tl.arange(0, TAPS)[:, None]
     added = tl.zeros([TAPS, CHANNELS], tl.float32)
     for tile in range(TILES):
-        row = ((tl.program_id(0) * TILES + tile) * TOKENS + tl.arange(0, TOKENS))[:, None]
-        mask = (row < rows) & (at < channels)
-        grad = tl.load(grad_ptr + row.to(tl.int64) * stride_grad + at, mask=mask, other=0.0).to(tl.float32)
+        row = (tl.program_id(0) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+        mask = (row < rows)[:, None] & (at < channels)[None, :]
+        grad = _rows(grad_ptr, row, at, stride_grad, mask)
         if SILU:
             total = _taps_sum(
                 x_ptr, window_ptr, taps_ptr, weight_ptr, bias_ptr, row, at, mask, stride_x, rows, channels,
@@ -88,42 +103,49 @@ def _gradient_of_sums(
             )  # fmt: skip
             open_part = tl.sigmoid(total)
             grad *= open_part * (1.0 + total * (1.0 - open_part))
-        tl.store(sums_ptr + row.to(tl.int64) * channels + at, grad.to(sums_ptr.dtype.element_ty), mask=mask)
-        own = tl.load(x_ptr + row.to(tl.int64) * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+        _store_rows(sums_ptr, grad, row, at, channels, mask)
+        own = _rows(x_ptr, row, at, stride_x, mask)
         added += tl.where(number == WIDTH - 1, tl.sum(grad * own, 0)[None, :], 0.0)
         added += tl.where(number == WIDTH, tl.sum(grad, 0)[None, :], 0.0)
         for tap in tl.static_range(WIDTH - 1):
             token = _tap(x_ptr, window_ptr, taps_ptr + tap * rows, row, at, mask, stride_x, rows, channels, HAS_WINDOWS)
             added += tl.where(number == tap, tl.sum(grad * token, 0)[None, :], 0.0)
-    place = partial_ptr + (tl.program_id(0) * (WIDTH + 1) + number).to(tl.int64) * channels + at
-    tl.store(place, added, mask=(number <= WIDTH) & (at < channels))
+    place = partial_ptr + (tl.program_id(0) * (WIDTH + 1) + number).to(tl.int64) * channels + at[None, :]
+    tl.store(place, added, mask=(number <= WIDTH) & (at < channels)[None, :])
 
 
 @triton.jit
 def _gradient_of_input(
-    sums_ptr, weight_ptr, first_ptr, user_ptr, tap_ptr, out_ptr, channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
+    sums_ptr, weight_ptr, taps_ptr, first_ptr, source_ptr, user_ptr, tap_ptr, out_ptr, rows, channels,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * TOKENS
+    row = begin + tl.arange(0, TOKENS)
     at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = at < channels
-    total = tl.load(sums_ptr + row * channels + at, mask=inside, other=0.0).to(tl.float32)
-    total *= tl.load(weight_ptr + at * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
-    for number in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
-        user, tap = tl.load(user_ptr + number).to(tl.int64), tl.load(tap_ptr + number)
-        grad = tl.load(sums_ptr + user * channels + at, mask=inside, other=0.0).to(tl.float32)
-        total += grad * tl.load(weight_ptr + at * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * channels + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    mask = (row < rows)[:, None] & (at < channels)[None, :]
+    total = _rows(sums_ptr, row, at, channels, mask)
+    total *= _weight(weight_ptr, WIDTH - 1, at, channels)
+    for tap in tl.static_range(WIDTH - 1):
+        user = row + WIDTH - 1 - tap
+        reads = tl.load(taps_ptr + tap * rows + user, mask=user < rows, other=-1) == row
+        total += _rows(sums_ptr, user, at, channels, mask & reads[:, None]) * _weight(weight_ptr, tap, at, channels)
+    for number in range(tl.load(first_ptr + begin), tl.load(first_ptr + tl.minimum(begin + TOKENS, rows))):
+        found = row == tl.load(source_ptr + number)
+        reader = tl.where(found, tl.load(user_ptr + number), 0)
+        grad = _rows(sums_ptr, reader, at, channels, mask & found[:, None])
+        total += grad * _weight(weight_ptr, tl.load(tap_ptr + number), at, channels)
+    _store_rows(out_ptr, total, row, at, channels, mask)
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, users: tuple[Tensor, Tensor, Tensor], taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+        ctx: Any, users: tuple[Tensor, ...], taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         windows: Tensor | None, silu: bool,
     ) -> Tensor:  # fmt: skip
-        x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous()
+        x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.T.contiguous()
         windows = None if windows is None else windows.to(x.dtype).contiguous()
-        (rows, channels), width = x.shape, weight.shape[1]
+        (rows, channels), width = x.shape, weight.shape[0]
         out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         _forward[(triton.cdiv(rows, _TOKENS), triton.cdiv(channels, _CHANNELS))](
             x, x if windows is None else windows, taps, weight, x if bias is None else bias, out,
@@ -138,28 +160,28 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         taps, x, weight, bias, windows = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
-        (rows, channels), width = x.shape, weight.shape[1]
-        programs, blocks = triton.cdiv(rows, _TOKENS * _TILES), triton.cdiv(channels, _CHANNELS)
+        (rows, channels), width = x.shape, weight.shape[0]
+        programs, blocks = triton.cdiv(rows, _TILE_TOKENS * _TILES), triton.cdiv(channels, _CHANNELS)
         sums = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         partial = torch.empty(programs, width + 1, channels, dtype=torch.float32, device=x.device)
         _gradient_of_sums[(programs, blocks)](
             grad, x, x if windows is None else windows, taps, weight, x if bias is None else bias, sums, partial,
             grad.stride(0), x.stride(0), rows, channels, WIDTH=width, HAS_BIAS=bias is not None,
-            HAS_WINDOWS=windows is not None, SILU=ctx.silu, TOKENS=_TOKENS, CHANNELS=_CHANNELS, TILES=_TILES,
-            TAPS=triton.next_power_of_2(width + 1), num_warps=4,
+            HAS_WINDOWS=windows is not None, SILU=ctx.silu, TOKENS=_TILE_TOKENS, CHANNELS=_CHANNELS, TILES=_TILES,
+            TAPS=triton.next_power_of_2(width + 1), num_warps=1,
         )  # fmt: skip
         added = partial.sum(0)
         grad_x = torch.empty_like(sums)
-        block = min(1024, triton.next_power_of_2(channels))
-        _gradient_of_input[(rows, triton.cdiv(channels, block))](
-            sums, weight, *ctx.users, grad_x, channels, WIDTH=width, CHANNELS=block, num_warps=4
-        )
+        _gradient_of_input[(triton.cdiv(rows, _TOKENS), blocks)](
+            sums, weight, taps, *ctx.users, grad_x, rows, channels, WIDTH=width, TOKENS=_TOKENS, CHANNELS=_CHANNELS,
+            num_warps=4,
+        )  # fmt: skip
         grad_bias = None if bias is None else added[width].to(bias.dtype)
         return None, None, grad_x, added[:width].T.to(weight.dtype), grad_bias, None, None
 
 
 def convolve(
-    users: tuple[Tensor, Tensor, Tensor],  # first user of each token (and the number of all); users; by which tap
+    users: tuple[Tensor, ...],  # `PackedRecurrence.users_of`
     taps: Tensor,  # [width - 1, tokens]: indices of tokens, behind them those of the windows
     x: Tensor,  # [tokens, channels]
     weight: Tensor,  # [channels, width]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-_TILES = 16  # of a program that adds up the weight's gradient
+_TILES = 8  # of a program that adds up the weight's gradient
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _backward(
 ):  # fmt: skip
     at = tl.arange(0, WIDTH)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros([WIDTH], tl.float32)
+    grad_weight = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in range(TILES):
         row = ((tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS))[:, None]
         inside = (row < rows) & (at < width)
@@ -48,14 +48,14 @@ def _backward(
         factor = (1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps))[:, None]
         normed, share = x * factor, tl.sigmoid(gate)
         silu = gate * share
-        grad_weight += tl.sum(grad * normed * silu, 0)
+        grad_weight += grad * normed * silu
         grad_gate = grad * normed * weight * (share + silu * (1.0 - share))
         tl.store(grad_gate_ptr + row * width + at, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
         grad *= weight * silu
         grad_x = factor * (grad - normed * (tl.sum(grad * normed, 1) / width)[:, None])
         tl.store(grad_x_ptr + row * width + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
     own = tl.arange(0, WIDTH)
-    tl.store(partial_ptr + tl.program_id(0) * width + own, grad_weight, mask=own < width)
+    tl.store(partial_ptr + tl.program_id(0) * width + own, tl.sum(grad_weight, 0), mask=own < width)
 
 
 class GatedNorm(torch.autograd.Function):

@@ -15,8 +15,8 @@ Chunks depend on each other by S alone: one kernel passes it through the chunks 
 others run over all chunks at once. The backward pass keeps only inputs and computes the rest again. Products take the
 type of queries and keys (bf16 in a bf16 model) and sum up in fp32; states and G have fp32. Every sum has a fixed order.
 
-The decomposition is that of flash-linear-attention (the WY form of Yang et al., arXiv 2412.06464). Different: T by
-forward substitution on the whole chunk, and smaller kernels in the backward pass. Triton 3.4 to 3.7.0 miscompiles
+The decomposition is that of flash-linear-attention (the WY form of Yang et al., arXiv 2412.06464). Different: how
+T is combined from blocks of 8 tokens, and smaller kernels in the backward pass. Triton 3.4 to 3.7.0 miscompiles
 products for Hopper whose left factor is the transpose of a computed tile (flash-linear-attention issues 640 and 984):
 no left factor here is one. It is computed the other way round, or read from memory that way (`_load_turned`).
 """
@@ -100,7 +100,7 @@ def _unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.const
 def _corrections(
     table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, stride_k, stride_v, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr = 8, LEVELS: tl.constexpr = 3,
 ):  # fmt: skip
     """T, U and W of a chunk and a head."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -115,13 +115,22 @@ def _corrections(
         k = _load(keys, start, count, stride_k, first, key_width, TOKENS, BK)
         scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    # The transpose of A: row i of A is then a column, in the layout in which it is multiplied with the rows of T.
-    below = tl.where(row < column, beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
+    # T of the blocks on the diagonal, row by row of all blocks at once. The transpose of A: row i of A is then a column
+    # in the layout in which it is multiplied with the rows of T.
+    own = row // BLOCK == column // BLOCK
+    below = tl.where(own & (row < column), beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
     solved = tl.where(row == column, 1.0, 0.0)
-    for at in range(1, count.to(tl.int32)):
-        coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
+    for at in range(1, BLOCK):
+        coefficients = tl.sum(tl.where(column % BLOCK == at, below, 0.0), 1)
         known = tl.sum(coefficients[:, None] * solved, 0)
-        solved -= tl.where(row == at, known[None, :], 0.0)
+        solved -= tl.where(own & (row % BLOCK == at), known[None, :], 0.0)
+    # Then of two neighbours together: with B the part of A between them, T - T B T.
+    scores *= beta[:, None] * _between(total, TOKENS)
+    for level in tl.static_range(LEVELS):
+        block_of_row, block_of_column = row // (BLOCK << level), column // (BLOCK << level)
+        joins = (block_of_row == block_of_column + 1) & (block_of_row % 2 == 1)
+        joined = tl.dot(solved, tl.where(joins, scores, 0.0), input_precision=PRECISION)
+        solved -= tl.dot(joined, solved, input_precision=PRECISION)
     place = t_ptr + (chunk * heads + head) * TOKENS * TOKENS
     _store(place, solved, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     of_values = (solved * beta[None, :]).to(product)
