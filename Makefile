@@ -10,7 +10,7 @@ LM_EVAL_VENV ?= .lm-eval-venv
 INSPECT_VENV ?= .inspect-venv
 AGENTS_VENV ?= .agents-venv
 
-.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env test-environments foreign-envs invariants check lint types pages screenshots docs smoke measure lock bench faults clean
+.PHONY: help setup demo test test-full test-rest durations test-loggers test-vllm vllm-env test-environments foreign-envs invariants check lint types pages screenshots docs smoke measure lock bench reproduce-gsm8k reproduce-qwen3-4b faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (3 to 6 minutes on 2 cores, and 1 for the installation)"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-environments  make environments with OpenEnv and verifiers and run the tests that need them"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
+	@echo "make reproduce-gsm8k, make reproduce-qwen3-4b  on a GPU: train and evaluate on GSM8K (docs/evidence.md has what to expect)"
 
 setup: $(STAMP)
 
@@ -133,6 +134,23 @@ measure: setup
 
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
+
+# Results to compare, on a GPU. GSM8K is read from data/gsm8k where that is, and else from the hub.
+GSM8K_HERE := $(wildcard data/gsm8k/train.jsonl.gz)
+HUB_ROWS := data.train.data_path=null data.validation.data_path=null data.validation.split=test
+reproduce-gsm8k: setup
+	$(BIN)/posttrain models fetch smollm2
+	$(BIN)/posttrain sft --config configs/sft_smollm2_gsm8k.yaml \
+	  $(if $(GSM8K_HERE),,data.train.dataset_name=openai/gsm8k data.train.subset=main data.train.data_path=null)
+	$(BIN)/posttrain grpo --config configs/grpo_smollm2_gsm8k.yaml policy.model_name=results/sft_smollm2_gsm8k/step_232 \
+	  $(if $(GSM8K_HERE),,$(HUB_ROWS))
+	$(BIN)/posttrain eval results/grpo_smollm2_gsm8k data.dataset_name=gsm8k $(if $(GSM8K_HERE),data.data_path=data/gsm8k/test.jsonl) \
+	  generation.max_new_tokens=256 eval.save_path=results/reproduce_gsm8k
+
+reproduce-qwen3-4b: setup
+	$(BIN)/posttrain grpo --config configs/grpo_qwen3_4b_gsm8k.yaml
+	$(BIN)/posttrain eval results/grpo_qwen3_4b_gsm8k data.dataset_name=gsm8k data.prompt_file=examples/prompts/cot.txt \
+	  tokenizer.chat_template_kwargs.enable_thinking=false generation.max_new_tokens=1024 eval.save_path=results/reproduce_qwen3_4b
 
 # vLLM has an environment of its own: its pins do not affect ours. For a GPU: python tools/vllm_env.py .vllm-venv
 vllm-env: setup

@@ -6,7 +6,8 @@
 
 `curves`: accuracy on additions that were not trained, over steps. The teacher of the distillation is the end of GRPO's
 run. `deviations`: a graded reward, exp(-|error| / 10), in groups of four, five seeds each: the mean reward of the last
-steps, the largest advantage and the largest gradient norm. Runs that are there already are not made again.
+steps and of all, the median of a step's largest advantage, the largest advantage, the median gradient norm. Runs that
+are there already are not made again.
 """
 
 from __future__ import annotations
@@ -120,11 +121,17 @@ def deviations(folder: Path, steps: int) -> None:
                 over,
                 interval(ends),
                 interval([statistics.fmean(r["train/reward"] for r in run_rows) for run_rows in found]),
-                interval([max(r["train/advantage_max"] for r in run_rows) for run_rows in found]),
-                interval([max(r["train/grad_norm"] for r in run_rows) for run_rows in found]),
+                span([statistics.median(r["train/advantage_max"] for r in run_rows) for run_rows in found]),
+                ", ".join(f"{max(r['train/advantage_max'] for r in run_rows):.3g}" for run_rows in found),
+                span([statistics.median(r["train/grad_norm"] for r in run_rows) for run_rows in found]),
             ]
         )
-    print(table(["std_over", "reward at the end", "of all steps", "largest advantage", "largest gradient norm"], rows))
+    columns = ["reward, last steps", "all steps", "median of a step's largest advantage", "largest advantage, by seed"]
+    print(table(["std_over", *columns, "median gradient norm"], rows))
+
+
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2g} to {max(values):.2g}"
 
 
 def interval(values: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 # "GRPO/DPO Training Job": preference tuning from labelled traces as a stage of a continuous pipeline.
 #
 # Run as it stands, this is the guide's command with its sizes; set the variables for another model and other sizes.
+# VF_COEFF=0.5, the guide's, trains a critic too: then it is PPO.
 # Not in this script: the Job, NodePool and Volcano manifests, which need a Kubernetes cluster with GPUs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,7 +19,7 @@ $python examples/nemo_grpo_training.py \
   --output-path="$checkpoints/grpo-run-001" \
   --num-nodes="${NUM_NODES:-3}" \
   --devices="${DEVICES:-8}" \
-  policy.model_name="$model" "${sizes[@]}"
+  policy.model_name="$model" ${VF_COEFF:+"vf_coeff=$VF_COEFF"} "${sizes[@]}"
 
 # DPO: TRL's settings under posttrain's names. Pairs are made of the traces of one prompt: preferred from 0.7 on, not preferred
 # below 0.5. per_device_train_batch_size 4 x gradient_accumulation_steps 8 = 32 pairs for an update.

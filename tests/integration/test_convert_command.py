@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gate_folders import write_evaluation
 from safetensors.torch import load_file, save_file
 from tiny_models import PROMPT, logits_of
 from tiny_runs import grpo, results_of, rm, run, save_model, weights_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.apps.export.model_card import wilson_interval
 from posttrain.checkpointing.integrity import seal
 from posttrain.cli.main import main
 
@@ -65,6 +67,38 @@ def test_a_run_becomes_a_model_with_its_story(
     lineage = json.loads((tmp_path / "hf/conversion.json").read_text())
     assert (lineage["step"], lineage["algorithm"], lineage["base_model"]) == (4, "grpo", str(model))
     assert lineage["metrics"]["train/reward"] == reward
+
+
+def test_the_card_has_intervals_evaluations_and_the_verdict(
+    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_evaluation(tmp_path / "evaluated", [[1.0], [0.0], [1.0], [1.0]], model="another")
+    summary = json.loads((tmp_path / "evaluated/summary.json").read_text())
+    interval = {"low": 0.25, "high": 1.0, "confidence": 0.95}
+    summary |= {"metrics": {"pass@1": 0.75}, "intervals": {"pass@1": interval}}
+    (tmp_path / "evaluated/summary.json").write_text(json.dumps(summary))
+    judged = {"main": {"model": "another", "model_fingerprint": "0"}}
+    gate = {"verdict": "needs_more_samples", "reasons": ["right: too few problems"], "candidate": judged}
+    (tmp_path / "gate.json").write_text(json.dumps(gate))
+    words = ["convert", str(full), "--to", str(tmp_path / "hf"), "--no-verify"]
+    assert main([*words, "--eval", f"main={tmp_path / 'evaluated'}", "--gate", str(tmp_path / "gate.json")]) == 0
+    assert "warning: --eval main is of another" in capsys.readouterr().err
+
+    card = (tmp_path / "hf/README.md").read_text()
+    row = [row for row in results_of(full) if "validation/reward" in row][-1]
+    count, half = row["validation/num_samples"], 1.959964 * row["validation/reward_std"]
+    low, high = (row["validation/reward"] + sign * half / (count - 1) ** 0.5 for sign in (-1, 1))
+    assert f"| {row['validation/reward']:.4g} | {low:.4g} to {high:.4g} | {count:.0f} | 4 |" in card
+    assert "| main | `set` | pass@1 | 0.75 | 0.25 to 1 | 4 | `another`, which is not known to be this model |" in card
+    assert "verdict: **needs more samples**, on `another`, which is not known to be this model" in card
+    assert "- right: too few problems" in card
+    assert json.loads((tmp_path / "hf/conversion.json").read_text())["gate"]["verdict"] == "needs_more_samples"
+
+
+def test_wilsons_interval() -> None:
+    """Of 8 in 10, and of none in 10: figures of R's prop.test without continuity correction."""
+    assert wilson_interval(0.8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 0.2775328), abs=1e-6)
 
 
 def test_the_command_of_nemo_rl_as_printed(full: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """`posttrain ppo` as a user runs it: it learns, its critic is in the checkpoint, and what is refused."""
 
+import random
+import statistics
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny_runs import common, results_of, run, save_model
+from tiny_runs import common, results_of, run, save_model, write_rows
 
 SETTINGS = [
     "grpo.max_num_epochs=100",
@@ -34,6 +36,22 @@ def test_a_policy_and_its_critic_learn(model: Path, data: Path, tmp_path: Path) 
     critic = tmp_path / "run" / "step_20" / "critic"
     assert (critic / "weights" / "model" / "model.safetensors").exists()
     assert (critic / "optimizer" / "optim" / ".metadata").exists()
+
+
+def test_a_critic_explains_a_reward_that_the_prompt_foretells(model: Path, tmp_path: Path) -> None:
+    """The policy stays as it is. The first digit of the prompt decides, so the best value is known from the start of an
+    answer, and all of the variance can be explained. No prompt comes twice.
+    """
+    numbers = random.Random(0).sample([(a, b) for a in range(10, 50) for b in range(10, 50)], 30 * 16)
+    rows = [{"input": f"{a} + {b} = ?", "output": str(int(a >= 30))} for a, b in numbers]
+    write_rows(tmp_path / "questions.jsonl", rows)
+    (tmp_path / "rewards.py").write_text("def foretold(response, reference):\n    return float(reference)\n")
+    words = arguments(model, tmp_path, tmp_path / "run", "policy.optimizer.kwargs.lr=0", steps=30)
+    words += ["grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=1", "policy.generation.max_new_tokens=4"]
+    assert run([*words, f"reward={tmp_path / 'rewards.py'}:foretold"]) == 0
+    explained = [row["train/value_explained_variance"] for row in results_of(tmp_path / "run")]
+    assert abs(explained[0]) < 0.05, "a new critic says 0 everywhere"
+    assert statistics.fmean(explained[-8:]) > 0.7
 
 
 def test_a_critic_is_saved_in_the_background(model: Path, data: Path, tmp_path: Path) -> None:

@@ -76,16 +76,10 @@ def test_training_job_from_labelled_traces(run_script: RunScript, model: Path, t
     rejected = [{**row, "final_reward": 0.1} for row in traces(8, 1)]
     data = write_rows(tmp_path / "traces.jsonl", [*kept, *rejected])
     small = "policy.precision=float32 policy.num_threads=1 policy.max_total_sequence_length=64"
-    said = run_script(
-        "000.sh",
-        MODEL=model,
-        DATA=data,
-        CHECKPOINTS=tmp_path,
-        NUM_NODES=1,
-        DEVICES=1,
-        SIZES=f"{small} {STEP_SIZES} policy.generation.max_new_tokens=8 grpo.max_num_steps=2 data.validation=null",
-        DPO_SIZES=f"{small} policy.train_global_batch_size=4 dpo.max_num_steps=2",
-    )
+    sizes = f"{small} {STEP_SIZES} policy.generation.max_new_tokens=8 grpo.max_num_steps=2 data.validation=null"
+    dpo_sizes = f"{small} policy.train_global_batch_size=4 dpo.max_num_steps=2"
+    variables = {"MODEL": model, "DATA": data, "NUM_NODES": 1, "DEVICES": 1, "SIZES": sizes, "DPO_SIZES": dpo_sizes}
+    said = run_script("000.sh", **variables, CHECKPOINTS=tmp_path)
     rows = rows_of(tmp_path / "grpo-run-001")
     assert [row["step"] for row in rows] == [1, 2]
     assert min(row["train/reward_min"] for row in rows) >= 0.5, "traces below the threshold are left out"
@@ -94,7 +88,10 @@ def test_training_job_from_labelled_traces(run_script: RunScript, model: Path, t
     assert "[Generate] 4 prompts x 4 generations = 16 responses, 16 of them recorded" in log
     assert "Starting validation" not in said, "there is no validation set"
     dpo = (tmp_path / "glm-5-dpo" / "logs" / "train.log").read_text()
-    check_script("000", said + log + dpo)
+    run_script("000.sh", **variables, CHECKPOINTS=tmp_path / "with_critic", VF_COEFF=0.5)
+    ppo = tmp_path / "with_critic" / "grpo-run-001"
+    assert all("train/value_loss" in row for row in rows_of(ppo))
+    check_script("000", said + log + dpo + (ppo / "logs" / "train.log").read_text())
 
 
 def test_lora_on_two_nodes_with_its_checks(run_script: RunScript, model: Path, tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
-"""A number in the README that praises posttrain names what shows it: a script or command that exists, and a date."""
+"""A number in the README that praises posttrain names what shows it: a script or command that exists, and a date. So
+does each section of the evidence that has one."""
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from posttrain.config import load_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,6 +56,40 @@ def test_every_test_and_script_of_the_evidence_exists() -> None:
     paths = re.findall(r"\b((?:tests|bench|configs)/[\w/.]+\.(?:py|yaml))", text)
     assert len(paths) >= 5
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("target", ["reproduce-gsm8k", "reproduce-qwen3-4b"])
+def test_the_settings_of_a_reproduction_are_accepted(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be checked without a GPU and the hub."""
+    monkeypatch.chdir(ROOT)
+    make = ["make", "--dry-run", "--assume-old=setup", target]
+    printed = subprocess.run(make, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
+    commands = [shlex.split(line)[1:] for line in printed.splitlines() if line.startswith(".venv/bin/posttrain ")]
+    assert {"grpo", "eval"} <= {kind for kind, *_ in commands}
+    for kind, first, second, *words in commands:
+        if kind == "eval":
+            load_config(kind, None, [f"generation.model_name={first}", second, *words])
+        elif kind != "models":
+            assert first == "--config"
+            load_config(kind, Path(second), words)
+
+
+MEASURED = re.compile(CLAIM.pattern + r"|\b1\.0\d+\b|\b\d+ (?:tests|s|minutes)\b")
+COMMAND = re.compile(r"^(?:\.venv/bin/(?:posttrain|pytest) [\w/.-]+|make ([\w-]+))", re.MULTILINE)
+
+
+def test_a_figure_of_the_evidence_has_a_command_and_a_date_in_its_section() -> None:
+    sections = (ROOT / "docs/evidence.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    measured = [section for section in sections if MEASURED.search(section)]
+    assert len(measured) >= 5
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for section in measured:
+        commands = list(COMMAND.finditer(section))
+        assert commands, section
+        assert all(re.search(rf"^{one[1]}:", makefile, re.MULTILINE) for one in commands if one[1]), section
+        lines = re.split(r"\n(?=\n|\||make |\.venv)", section)
+        undated = [line for line in lines if MEASURED.search(line) and not DATE.search(line)]
+        assert undated == []
 
 
 def test_no_page_has_the_markers_of_a_merge() -> None:

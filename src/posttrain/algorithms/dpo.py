@@ -51,7 +51,7 @@ class Dpo:
         num_pairs = batch.num_sequences / 2
         return batch_report(
             batch,
-            {**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
+            {**with_accuracy(update.metrics, num_pairs), **measured},
             clock.finish(),
         )
 

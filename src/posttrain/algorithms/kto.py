@@ -46,11 +46,7 @@ class Kto:
             self.policy.end_step()
         return batch_report(
             batch,
-            {
-                **_with_margin(with_accuracy(update.metrics, batch.num_sequences), batch),
-                **measured,
-                "num_valid_samples": batch.num_sequences,
-            },
+            {**_with_margin(with_accuracy(update.metrics, batch.num_sequences), batch), **measured},
             clock.finish(),
         )
 

@@ -35,7 +35,7 @@ class RewardModelTraining:
         num_pairs = batch.num_sequences / 2
         return batch_report(
             batch,
-            {**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs},
+            _summary(update.metrics, num_pairs),
             clock.finish(),
         )
 
@@ -59,4 +59,6 @@ def _summary(metrics: Mapping[str, float], num_pairs: float) -> dict[str, float]
     accuracy = rest.pop("num_ranked_right") / max(num_pairs, 1.0)  # divided once, so it cannot exceed 1
     square = rest.pop("rewards_square_mean")
     mean = (rest["rewards_chosen_mean"] + rest["rewards_rejected_mean"]) / 2
-    return {**rest, "accuracy": accuracy, "rewards_mean": mean, "rewards_std": math.sqrt(max(square - mean**2, 0.0))}
+    deviation = math.sqrt(max(square - mean**2, 0.0))
+    added = {"accuracy": accuracy, "rewards_mean": mean, "rewards_std": deviation, "num_valid_samples": num_pairs}
+    return {**rest, **added}

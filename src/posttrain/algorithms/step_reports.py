@@ -59,7 +59,7 @@ def with_accuracy(measured: Mapping[str, float], num_rows: float) -> dict[str, f
     metrics = dict(measured)
     right, ties = metrics.pop("num_ranked_right"), metrics.pop("num_ties")
     rows = max(num_rows, 1.0)
-    return {**metrics, "accuracy": (right + ties / 2) / rows, "tie_rate": ties / rows}
+    return {**metrics, "accuracy": (right + ties / 2) / rows, "tie_rate": ties / rows, "num_valid_samples": num_rows}
 
 
 MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # limits the cost of the repetition metric to milliseconds

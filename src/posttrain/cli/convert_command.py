@@ -7,13 +7,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, pairs
 from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
 from posttrain.run import quieten_libraries, refuse_missing_model
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--gguf-pre NAME", "llama.cpp's name of the pre-tokenizer, if it is not recognised")
     parser.config_file("the run's config.yaml (default: the checkpoint's)")
     parser.option("--base MODEL", "folder or hub name of the model that was trained, if it has moved")
+    parser.option("--eval NAME=FOLDER", "evaluation of it, for the model card", action="append", default=[])
+    parser.option("--gate FILE", "what `posttrain gate --json FILE` wrote, for the model card", type=Path)
     _add_settings(parser)
     parser.set_defaults(run=run, output_is_result=False)
 
@@ -113,7 +117,39 @@ def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
         for_vllm=args.for_vllm,
     )
     with _progress("Writing weights") as advance:
-        return convert(model, target, settings, config=args.config, base=args.base, say=_say, advance=advance)
+        return convert(
+            model,
+            target,
+            settings,
+            config=args.config,
+            base=args.base,
+            measured=_measured(args, model),
+            say=_say,
+            advance=advance,
+        )
+
+
+def _measured(args: argparse.Namespace, model: str) -> JsonObject:
+    """The evaluations and the verdict that the card shows, with a warning for those of other files."""
+    evaluations = {name: Path(path) for name, path in pairs("--eval", getattr(args, "eval", [])).items()}
+    found: JsonObject = {}
+    if evaluations:
+        from posttrain.apps.evaluate.results import read_summary
+        from posttrain.apps.ship.registry.lineage import doubtful_evaluations
+
+        doubts = doubtful_evaluations(model, evaluations)
+        for name, why in doubts.items():
+            _say(f"warning: --eval {name} {why}")
+        found["evaluations"] = {}
+        for name, folder in evaluations.items():
+            summary = asdict(read_summary(folder))
+            kept = {key: summary[key] for key in ("model", "dataset", "metric", "metrics", "intervals")}
+            found["evaluations"][name] = {**kept, "problems": summary["counts"]["problems"], "doubt": doubts.get(name)}
+    if gate := getattr(args, "gate", None):
+        from posttrain.apps.ship.registry.lineage import read_verdict
+
+        found["gate"] = read_verdict(model, gate)
+    return found
 
 
 def _export(export: Any, folder: Path, file: Path, settings: Any) -> None:

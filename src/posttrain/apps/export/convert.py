@@ -64,10 +64,12 @@ def convert(
     config: Path | None = None,
     base: str | None = None,
     shown_as: str | None = None,
+    measured: JsonMapping | None = None,
     say: Say = print,
     advance: Advance | None = None,
 ) -> Converted:
-    """Write the model that `reference` names to the new folder `target`. `shown_as` is its name in the model card."""
+    """Write the model that `reference` names to the new folder `target`. `shown_as` is its name in the model card,
+    `measured` what the card shows beside the run's validation: see `lineage`."""
     settings = settings or ConversionSettings()
     check_target(target, settings.force)
     if settings.dtype not in (None, *DTYPES):
@@ -80,7 +82,8 @@ def convert(
         _write_tokenizer(folder, source)
         is_verified = settings.verify and not settings.for_vllm  # peft loads another layout
         verification = _verify(folder, source, settings, as_adapter, say) if is_verified else None
-        facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
+        named = shown_as or reference
+        facts = lineage(source, named, merged=not as_adapter, verification=verification, measured=measured)
         (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
         card = model_card(source, facts, name=shown_as or target.name)
         (folder / "README.md").write_text(redact(card), encoding="utf-8")

@@ -1,11 +1,12 @@
 """The README.md of a converted model: where it comes from, what it was trained on and how, what was measured.
 
-Everything is read from the run's folder. It holds no dates, so that converting the same checkpoint twice gives the same
-files.
+What was measured in training is read from the run's folder; evaluations and the verdict of a gate are given by the
+caller. It holds no dates, so that converting the same checkpoint twice gives the same files.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from posttrain.models.loading import auto_class_of
 from posttrain.recipes import KINDS
 from posttrain.reporting.examination import errors_of_model
 from posttrain.reporting.results import shown_name
-from posttrain.reporting.run_files import METRICS_FILE, read_rows
+from posttrain.reporting.rows import is_accuracy
+from posttrain.reporting.run_files import METRICS_FILE, Row, read_rows
 
 EVALUATED = (
     "validation/accuracy",
@@ -31,6 +33,7 @@ EVALUATED = (
     "validation/mean_generation_length",
     "validation/truncation_rate",
 )
+Z_975 = 1.959964  # of the standard normal distribution
 TRAINING = tuple(
     f"train/{name}"
     for name in ("reward", "accuracy", "loss", "kl_penalty", "kl_to_start", "approx_entropy", "mean_generation_length",
@@ -38,8 +41,16 @@ TRAINING = tuple(
 )  # fmt: skip
 
 
-def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None) -> JsonObject:
-    """Where the model comes from, for programs: `conversion.json`."""
+def lineage(
+    source: ConversionInput,
+    shown_as: str,
+    *,
+    merged: bool,
+    verification: Verification | None,
+    measured: JsonMapping | None = None,
+) -> JsonObject:
+    """Where the model comes from, for programs: `conversion.json`. `measured` has `evaluations` by name, `gate`, or
+    both."""
     kind = next((kind for kind in KINDS if kind in source.run_config), None)
     text = yaml.safe_dump(dict(source.run_config), sort_keys=True).encode() if source.run_config else None
     return {
@@ -52,6 +63,7 @@ def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verificatio
         "data": training_data(source.run_config),
         "config_sha256": sha256_of(text) if text else None,
         "metrics": metrics_of(source),
+        **(measured or {}),
         "verification": None if verification is None else verification.as_json(),
     }
 
@@ -120,6 +132,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
         ),
         _data_section(facts["data"]),
         _evaluation_section(source, facts),
+        _afterwards_section(facts),
         _training_section(facts["metrics"]),
         _lineage_section(facts),
         _config_section(source.run_config),
@@ -194,13 +207,62 @@ def _evaluation_section(source: ConversionInput, facts: JsonMapping) -> str:
         first, last = with_key[0], with_key[-1]
         before = f"{first[key]:.4g}" if first["step"] == 0 else ""
         name = shown_name(key, measured).removeprefix("validation/").replace("_", " ")
-        lines.append(f"| {name} | {before} | {last[key]:.4g} | {last['step']} |")
+        bounds, count = _certainty(last, key, source.run_config)
+        lines.append(f"| {name} | {before} | {last[key]:.4g} | {bounds} | {count} | {last['step']} |")
     errors = [error.line for error in errors_of_model(str(source.checkpoint))]
     doctor = "".join(f"\n\nThe doctor found: {line}." for line in errors)
     if not lines:
         return f"## Evaluation\n\nNot measured on held-out data.{doctor}"
-    header = "On the held-out rows of the run:\n\n| | before training | then | step |\n|---|---|---|---|\n"
-    return "## Evaluation\n\n" + header + "\n".join(lines) + doctor
+    header = "| | before training | then | 95 % interval | n | step |\n|---|---|---|---|---|---|\n"
+    return "## Evaluation\n\nOn the held-out rows of the run:\n\n" + header + "\n".join(lines) + doctor
+
+
+def _certainty(row: Row, key: str, run_config: JsonMapping) -> tuple[str, str]:
+    """The 95 % interval of a mean, and the number of prompts or pairs that it is over; empty where that is unknown.
+
+    Answers to one prompt are not independent, so they count as one: the interval is too wide rather than too narrow.
+    """
+    answers = (run_config.get("grpo") or {}).get("val_num_generations_per_prompt") or 1
+    scored = (row.get("validation/num_samples") or 0) - (row.get("validation/unscored") or 0)
+    count = int(row.get("validation/num_valid_samples") or scored / answers)
+    if key not in ("validation/accuracy", "validation/reward") or count < 1:
+        return "", ""
+    if is_accuracy(row):
+        low, high = wilson_interval(row[key], count)
+    elif (spread := row.get("validation/reward_std")) is not None and count > 1:
+        half = Z_975 * spread / math.sqrt(count - 1)
+        low, high = row[key] - half, row[key] + half
+    else:
+        return "", f"{count:,}"
+    return f"{low:.4g} to {high:.4g}", f"{count:,}"
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """E. B. Wilson's 95 % interval of a probability, from the share of `count` independent trials."""
+    weight = Z_975**2 / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = math.sqrt(share * (1 - share) * weight + weight**2 / 4) / (1 + weight)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _afterwards_section(facts: JsonMapping) -> str:
+    """Evaluations of the trained model, and the gate's verdict."""
+    lines = []
+    for name, one in (facts.get("evaluations") or {}).items():
+        score, bounds = one["metrics"].get(one["metric"]), one["intervals"].get(one["metric"])
+        shown = "nothing was scored" if score is None else f"{score:.4g}"
+        interval = f"{bounds['low']:.4g} to {bounds['high']:.4g}" if bounds else ""
+        remark = f", {one['doubt'].partition(', ')[2]}" if one.get("doubt") else ""
+        cells = [name, f"`{one['dataset']}`", one["metric"], shown, interval, f"{one['problems']:,}"]
+        lines.append(f"| {' | '.join(cells)} | `{one['model']}`{remark} |")
+    header = "| | dataset | metric | | 95 % interval | problems | model |\n|---|---|---|---|---|---|---|\n"
+    table = "Evaluated after training:\n\n" + header + "\n".join(lines) if lines else ""
+    gate = facts.get("gate")
+    verdict = f"The gate's verdict: **{gate['verdict'].replace('_', ' ')}**" if gate else ""
+    if gate and (of := gate.get("another_model") or gate.get("unknown_model")):
+        verdict += f", on `{of}`, which is not known to be this model"
+    reasons = "".join(f"\n- {reason}" for reason in gate["reasons"]) if gate else ""
+    return "\n\n".join(part for part in (table, verdict and f"{verdict}.\n{reasons}".rstrip()) if part)
 
 
 def _training_section(metrics: Mapping[str, float]) -> str:

@@ -97,9 +97,6 @@ def gather_lineage(
     blocks = (one for one in converted.get("data") or [] if isinstance(one, dict) and one.get("role") == "train")
     of_conversion = [str(name) for one in blocks if (name := one.get("data_path") or one.get("dataset_name"))]
     sources = list(data) or _data_of(values) or of_conversion
-    judged = _read_gate(gate) if gate else None
-    if judged is not None:
-        judged |= _compare_with_judged(_fingerprint(folder), judged["judged"])
     return Lineage(
         base_model=base_model or _base_model(folder, values) or converted.get("base_model"),
         data={source: _hash_of(source, is_given=bool(data)) for source in sources},
@@ -107,7 +104,7 @@ def gather_lineage(
         config_sha256=config_hash,
         code_version=code_version(),
         metrics={**_training_metrics(folder, converted), **_evaluated(evaluations or {}), **(metrics or {})},
-        gate=judged,
+        gate=read_verdict(folder, gate) if gate else None,
         source=str(folder),
     )
 
@@ -233,7 +230,13 @@ def _read_gate(path: Path) -> JsonObject:
     }
 
 
-def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[str, str]:
+def read_verdict(folder: str | Path, gate: Path) -> JsonObject:
+    """What `posttrain gate --json` wrote, and whether it judged the model in `folder`."""
+    judged = _read_gate(gate)
+    return judged | _compare_with_judged(_fingerprint(folder), judged["judged"])
+
+
+def doubtful_evaluations(folder: str | Path, evaluations: Mapping[str, Path]) -> dict[str, str]:
     """Of evaluations by name, those that are not known to be of the model in `folder`, and why."""
     from posttrain.apps.evaluate.results import read_summary
 
@@ -262,7 +265,7 @@ def _compare_with_judged(own: str | None, judged: Mapping[str, JsonMapping]) -> 
     return {"another_model": another, "unknown_model": unknown if judged else "a model that its report does not name"}
 
 
-def _fingerprint(folder: Path) -> str | None:
+def _fingerprint(folder: str | Path) -> str | None:
     """Of the model in `folder`; None if there are no local files of a model."""
     from posttrain.models.accepted_names import ModelReferenceError, model_fingerprint, resolve_model
 
