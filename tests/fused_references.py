@@ -128,27 +128,27 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
 
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' functions in torch, on any device: float64 stays what it is, everything else is computed in fp32."""
-    from posttrain.policy.fused import kernels
+    from posttrain.policy.fused import kernels, layers
 
     def wide(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 else x.float()
 
     def norm_forward(
-        x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+        x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, adds_one: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         total = x if delta is None else x + delta
         scale = (wide(total).square().mean(-1) + eps).rsqrt()
-        return total, norm_again(total, weight, scale, dtype), scale
+        return total, norm_again(total, weight, scale, dtype, adds_one=adds_one), scale
 
-    def norm_again(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return (wide(x) * scale[:, None] * wide(weight)).to(dtype)
+    def norm_again(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, *, adds_one: bool = False) -> Tensor:
+        return (wide(x) * scale[:, None] * (wide(weight) + adds_one)).to(dtype)
 
     def norm_backward(
         grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor,
-        delta_dtype: torch.dtype | None, *, needs_weight: bool,
+        delta_dtype: torch.dtype | None, *, needs_weight: bool, adds_one: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         grad_y = wide(grad_y)
-        normed, weighted = wide(x) * scale[:, None], grad_y * wide(weight)
+        normed, weighted = wide(x) * scale[:, None], grad_y * (wide(weight) + adds_one)
         grad = scale[:, None] * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
         grad = grad if grad_sum is None else grad + grad_sum
         grad_weight = (grad_y * normed).sum(0).to(weight.dtype) if needs_weight else None
@@ -177,6 +177,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     for name, function in replaced.items():
         monkeypatch.setattr(kernels, name, function)
+    monkeypatch.setattr(layers, "_fuse_gated_norm", lambda norm: None)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -194,12 +195,16 @@ FUSED_LAYERS = {
     "phi3": 0,
 }
 FUSED_BEFORE_EXPERTS = ["qwen3-moe", "gpt-oss"]
+# Their mixers are called as modules: how many of the layers are fused around them.
+FUSED_AROUND_MIXERS = {"qwen3.5": 3, "qwen3.5-vision": 3, "qwen3-next": 3, "deepseek-v3": 2, "gemma": 2}
 FUSED = [family for family, count in FUSED_LAYERS.items() if count]
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **overrides: Any) -> Any:
     """In training mode. Head dimension and widths are no powers of two where the family lets us choose."""
     shape: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "head_dim": 12, **overrides}
+    if family == "deepseek-v3":  # of what is rotated
+        shape["head_dim"] = 4
     if family == "llama with biases":
         model: Any = tiny_model("llama", attention_bias=True, mlp_bias=True, **shape)
     elif family in ("smollm3", "phi3"):
@@ -215,10 +220,14 @@ def _use_exact_norms(model: nn.Module) -> None:
     """Those of `transformers` go through fp32."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
+        weight, eps = (
+            (self.weight, self.variance_epsilon) if hasattr(self, "variance_epsilon") else (1 + self.weight, self.eps)
+        )
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        name = type(module).__name__
+        if name.endswith("RMSNorm") and (hasattr(module, "variance_epsilon") or "Qwen3" in name or "GemmaRMS" in name):
             module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 

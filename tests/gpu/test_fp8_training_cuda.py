@@ -82,7 +82,7 @@ def test_norm_and_product(rows: int, outputs: int, inputs: int) -> None:
 
     def ours(x: Tensor, weight: Tensor, projection: Tensor) -> Any:
         product = fp8_product(projection)
-        return NormedLinear.apply(x, None, weight, EPS, product, *product.parts)[1]
+        return NormedLinear.apply(x, None, weight, EPS, False, product, *product.parts)[1]
 
     def reference(x: Tensor, weight: Tensor, projection: Tensor) -> Tensor:
         return slow_product(norm(x, weight), projection)

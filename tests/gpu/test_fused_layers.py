@@ -122,7 +122,7 @@ def test_norm_and_product(rows: int, width: int, sizes: tuple[int, int], frozen:
 
     def ours(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:
         product = Product((w0, w1), (), joined([w0, w1]), None)
-        return NormedLinear.apply(x, delta, weight, EPS, product, *product.parts)
+        return NormedLinear.apply(x, delta, weight, EPS, False, product, *product.parts)
 
     inputs = {"x": device_noise(rows, width), "delta": device_noise(rows, width, dtype=dtype, seed=1)}
     inputs["weight"] = device_noise(width, dtype=dtype)

@@ -200,7 +200,7 @@ def fp8_product(*weights: Tensor) -> Fp8Product:
 
 def normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:
     product = fp8_product(w0, w1)
-    return ops.NormedLinear.apply(x, delta, weight, EPS, product, *product.parts)
+    return ops.NormedLinear.apply(x, delta, weight, EPS, False, product, *product.parts)
 
 
 def slow_normed(x: Tensor, delta: Tensor, weight: Tensor, w0: Tensor, w1: Tensor) -> Any:

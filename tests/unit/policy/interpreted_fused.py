@@ -14,6 +14,7 @@ import pytest
 import torch
 from fused_references import (
     EPS,
+    FUSED_AROUND_MIXERS,
     FUSED_LAYERS,
     angles,
     assert_like_float64,
@@ -157,7 +158,7 @@ def test_sum(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 def normed_linear(x: Tensor, norm_weight: Tensor, delta: Tensor | None = None, **weights: Tensor) -> Any:
     whole = product(weights)
-    return ops.NormedLinear.apply(x, delta, norm_weight, EPS, whole, *whole.parts)
+    return ops.NormedLinear.apply(x, delta, norm_weight, EPS, False, whole, *whole.parts)
 
 
 def slow_normed_linear(x: Tensor, norm_weight: Tensor, delta: Tensor | None = None, **weights: Tensor) -> Any:
@@ -311,6 +312,15 @@ def test_fused_model_has_the_same_outputs_and_gradients(family: str) -> None:
     own = copy.deepcopy(model)
     assert fuse_layers(decoder_of(model), may_join=True) == num_fused(model) == FUSED_LAYERS[family]
     assert_same_model(model, own, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next"])
+def test_model_with_other_mixers(family: str) -> None:
+    model = family_model(family)
+    own = copy.deepcopy(model)
+    assert fuse_layers(decoder_of(model), may_join=True) == 0
+    assert num_fused(model) == FUSED_AROUND_MIXERS[family]
+    assert_same_model(model, own, 1e-4)  # gradients of a recurrence
 
 
 def test_model_whose_weights_are_not_joined() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fused_references import (
     FUSED,
+    FUSED_AROUND_MIXERS,
     FUSED_BEFORE_EXPERTS,
     FUSED_LAYERS,
     assert_near,
@@ -28,6 +29,7 @@ from fused_references import (
     stepped,
     use_torch_kernels,
 )
+from peft import LoraConfig, get_peft_model
 from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
@@ -62,7 +64,7 @@ def fused_and_own(
 @torch.no_grad()
 def logits(model: Any, ids: Tensor) -> Tensor:
     with attention_context(PackedAttention([Segment(0, ids.shape[1])], ids.device)):
-        out: Tensor = model(input_ids=ids).logits
+        out: Tensor = model(input_ids=ids, use_cache=False).logits
     return out
 
 
@@ -92,6 +94,35 @@ def test_layers_with_experts_have_the_same_outputs_and_gradients(family: str, ma
     assert_same_model(model, own, EXACT)
 
 
+@pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
+@pytest.mark.parametrize("family", FUSED_AROUND_MIXERS)
+def test_layers_with_other_mixers_have_the_same_outputs_and_gradients(family: str, may_join: bool) -> None:
+    """A mixer of the family's own, norms that multiply with 1 + weight; no products in FP8."""
+    model, own = fused_and_own(family, may_join=may_join)
+    assert num_fused(model) == FUSED_AROUND_MIXERS[family]
+    assert fuse_layers(decoder_of(model), may_join=may_join) == 0
+    assert_same_model(model, own, EXACT)
+    assert all(layer.forward.successor is not None for layer in decoder_of(model).layers) is may_join  # type: ignore[union-attr]
+    ours, theirs = (normed(decoder_of(each)).last_hidden_state for each in (model, own))
+    assert_near("without gradients", ours, theirs, EXACT)
+
+
+def test_adapters_on_a_mixer_and_around_it() -> None:
+    targets = ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj", "o_proj", "gate_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets)
+    model: Any = get_peft_model(family_model("qwen3.5", FP64), config, autocast_adapter_dtype=False)
+    for place, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            parameter.data = noise(*parameter.shape, seed=place).double() * 0.2
+    own = copy.deepcopy(model)
+    fuse_layers(decoder_of(model), may_join=True)
+    assert num_fused(model) == 3
+    assert_same_model(model, own, EXACT)
+    with model.disable_adapter(), own.disable_adapter():
+        ours, theirs = (states_and_gradients(each, backward=False)[0]["hidden"] for each in (model, own))
+    assert_near("without", ours, theirs, EXACT)
+
+
 def test_long_rows_and_rows_of_one_token() -> None:
     model, own = fused_and_own("mistral")
     assert_same_model(model, own, EXACT, random_batch([300, 40, 1], [30, 1, 7, 2, 5], [0, 0, 1, 1, 2]))
@@ -100,12 +131,19 @@ def test_long_rows_and_rows_of_one_token() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_activation_checkpointing(family: str, may_join: bool, reentrant: bool) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3.5"])
+def test_activation_checkpointing(
+    family: str, may_join: bool, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, own = fused_and_own(family, may_join=may_join)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    from posttrain.policy.fused import kernels
+
+    computed, forward = [], kernels.swiglu_forward
+    monkeypatch.setattr(kernels, "swiglu_forward", lambda *of: (computed.append(1), forward(*of))[1])
     assert_same_model(model, own, EXACT)
+    assert len(computed) == 2 * num_fused(model), "once in the pass, once when it is computed again"
 
 
 def test_similar_families_are_distinguished_by_their_outputs() -> None:
@@ -266,12 +304,12 @@ def test_bf16_is_as_near_to_fp32_as_the_layers_own_forward() -> None:
 # -- the sampler -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*FUSED, *FUSED_BEFORE_EXPERTS])
+@pytest.mark.parametrize("family", [*FUSED, *FUSED_BEFORE_EXPERTS, *FUSED_AROUND_MIXERS])
 def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> None:
     model = family_model(family, tie_word_embeddings=False).eval()
     own = copy.deepcopy(model)
     engine = NativeEngine(model, byte_tokenizer(), NativeSettings(page_size=4))
-    assert num_fused(model) == FUSED_LAYERS.get(family, 2)
+    assert num_fused(model) == {**FUSED_LAYERS, **FUSED_AROUND_MIXERS}.get(family, 2)
     task = Task(0, "t:0", "", tuple(range(3, 10)))
     completion = engine.generate([task], 1, Sampling(9, ignore_eos=True), NoiseKey(0, 0))[0][0]
     assert max(completion.token_ids) < VOCAB_SIZE

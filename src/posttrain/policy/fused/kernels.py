@@ -29,7 +29,8 @@ def runs_on(device: torch.device) -> bool:
 
 @triton.jit
 def _norm_forward(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, scale_ptr, width, eps, HAS_DELTA: tl.constexpr,
+    ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -41,16 +42,20 @@ def _norm_forward(
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(scale_ptr + row, scale)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
     tl.store(y_ptr + row * width + at, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _norm_apply(x_ptr, weight_ptr, scale_ptr, y_ptr, width, BLOCK: tl.constexpr):
+def _norm_apply(x_ptr, weight_ptr, scale_ptr, y_ptr, width, ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
     y = x * tl.load(scale_ptr + row) * weight
     tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -59,12 +64,14 @@ def _norm_apply(x_ptr, weight_ptr, scale_ptr, y_ptr, width, BLOCK: tl.constexpr)
 def _norm_backward(
     grad_y_ptr, grad_sum_ptr, x_ptr, weight_ptr, scale_ptr, grad_x_ptr, grad_delta_ptr, grad_weight_ptr,
     num_rows, width, HAS_GRAD_SUM: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_WEIGHT_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ADDS_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        weight += 1.0
     grad_weight = tl.zeros([BLOCK], tl.float32)
     row = program
     while row < num_rows:
@@ -87,9 +94,12 @@ def _norm_backward(
 
 
 def norm_forward(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, adds_one: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + delta, its norm times `weight` in `dtype`, the factor of each row); x itself where there is no delta."""
+    """(x + delta, its norm times `weight` in `dtype`, the factor of each row); x itself where there is no delta.
+
+    `adds_one`, in all three functions: times 1 + `weight`.
+    """
     rows, width = x.shape
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
@@ -98,23 +108,26 @@ def norm_forward(
     if rows:
         _norm_forward[(rows,)](
             x, x if delta is None else delta, weight, total, y, scale, width, eps,
-            HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+            HAS_DELTA=delta is not None, ADDS_ONE=adds_one, BLOCK=triton.next_power_of_2(width),
+            num_warps=_warps(width),
         )  # fmt: skip
     return total, y, scale
 
 
-def norm_again(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def norm_again(x: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, *, adds_one: bool = False) -> Tensor:
     """The norm that `norm_forward` returned, bit for bit, from what it kept."""
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=dtype, device=x.device)
     if rows:
-        _norm_apply[(rows,)](x, weight, scale, y, width, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width))
+        _norm_apply[(rows,)](
+            x, weight, scale, y, width, ADDS_ONE=adds_one, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width)
+        )
     return y
 
 
 def norm_backward(
     grad_y: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor,
-    delta_dtype: torch.dtype | None, *, needs_weight: bool,
+    delta_dtype: torch.dtype | None, *, needs_weight: bool, adds_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, of delta (in `delta_dtype`, if there was one) and of the weight. `grad_sum` came by
     the residual.
@@ -128,7 +141,7 @@ def norm_backward(
         grad_y, grad_sum if grad_sum is not None else grad_y, x, weight, scale, grad_x,
         grad_delta if grad_delta is not None else grad_x, partial if partial is not None else scale, rows, width,
         HAS_GRAD_SUM=grad_sum is not None, HAS_DELTA=grad_delta is not None, HAS_WEIGHT_GRAD=needs_weight,
-        BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        ADDS_ONE=adds_one, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
     )  # fmt: skip
     return grad_x, grad_delta, None if partial is None else partial.sum(0).to(weight.dtype)
 

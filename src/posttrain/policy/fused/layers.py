@@ -10,7 +10,9 @@ Weights that are multiplied with the same input are joined into one product, LoR
 synchronise. Sharded parameters cannot be joined; their modules are called one by one, as are adapters that do more than
 plain LoRA.
 
-Where only the attention follows the pattern (experts instead of an MLP), the rest is called as it is.
+Where only the attention follows the pattern (experts instead of an MLP), the rest is called as it is; so is a mixer
+of tokens in place of the attention (a gated delta net, attention with a gate), with the arguments that the layer gives
+it. Norms and sums are fused in any case, also norms that multiply with 1 + weight.
 
 In a pass without gradients a layer defers its last sum to the next norm (`PendingSum`), which saves one kernel launch
 per layer. In training, states between layers are fp32, so the bits are the same.
@@ -20,11 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
@@ -35,15 +41,16 @@ from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_s
 from posttrain.policy.parallel.tensor_group import group_of, local_parameter
 from posttrain.policy.runtime import triton_kernels
 
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PARTS_BESIDE_MIXER = {"mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
+_RECOMPUTES_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)  # in the forward that is replaced
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     """Replace the forward of every layer that follows the pattern, and of routed experts; returns how many layers are
-    fused now, MLP included.
+    fused now, attention and MLP included.
 
     Layers that are fused already stay as they are: trainer and engine both call this.
     """
@@ -64,25 +71,35 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     if all(fused) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
         _defer_sums(decoder)
     forwards: list[Any] = [layer.forward for layer in layers]
-    return sum(replaced and not forward.calls_mlp for forward, replaced in zip(forwards, fused, strict=True))
+    return sum(replaced and forward.is_whole for forward, replaced in zip(forwards, fused, strict=True))
 
 
 def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
     if isinstance(layer.forward, FusedLayer):
         return True
-    if isinstance(layer, FSDPModule) or not _follows_pattern(layer):  # sharded: the trainer has tried before
+    children = {name for name, _ in layer.named_children()}
+    # A sharded layer: the trainer has tried before.
+    if isinstance(layer, FSDPModule) or not children > _PARTS_BESIDE_MIXER or len(children) > 4:
         return False
-    calls_mlp = not _mlp_follows_pattern(layer.mlp)
-    if calls_mlp and group_of(layer) is not None:
+    (mixer,) = children - _PARTS_BESIDE_MIXER
+    adds_one = _adds_one(layer.input_layernorm)
+    if adds_one is None or _adds_one(layer.post_attention_layernorm) is not adds_one:
         return False
+    calls_mixer = mixer != "self_attn" or adds_one or not _attention_follows_pattern(layer.self_attn)
+    calls_mlp = not _mlp_follows_pattern(layer.mlp, tests_activation=calls_mixer)
+    if (calls_mlp or calls_mixer) and group_of(layer) is not None:
+        return False
+    # Layer or rotation take other arguments than the pattern's; a mixer of any kind may need anything.
+    refusals = Exception if calls_mixer else (TypeError, IndexError, ValueError)
     try:
-        observed = Observed(layer, rotary, calls_mlp)
-    except (TypeError, IndexError, ValueError):  # layer or rotation take other arguments than the pattern's
+        observed = Observed(layer, rotary, mixer if calls_mixer else None, calls_mlp)
+    except refusals:
         return False
-    fused = FusedLayer(layer, observed, may_join)
-    if observed.num_rotated not in (fused.head_dim, fused.head_dim // 2) or not observed.agrees(fused):
+    fused = FusedLayer(layer, observed, may_join, adds_one)
+    if not calls_mixer and observed.num_rotated not in (fused.head_dim, fused.head_dim // 2):
         return False
-    if "sinks" in observed.options and fused.sinks is None:  # not a parameter of the module
+    has_lost_sinks = not calls_mixer and "sinks" in observed.options and fused.sinks is None  # no parameter of it
+    if has_lost_sinks or not observed.agrees(fused):
         return False
     layer.forward = fused
     return True
@@ -91,11 +108,11 @@ def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
 @torch.no_grad()
 def _fuse_norm(norm: Any) -> bool:
     """The norm after the last layer."""
-    if not _is_rms_norm(norm):
-        return False
-    if isinstance(norm.forward, FusedNorm):
+    if isinstance(getattr(norm, "forward", None), FusedNorm):
         return True
-    fused = FusedNorm(norm)
+    if (adds_one := _adds_one(norm)) is None:
+        return False
+    fused = FusedNorm(norm, adds_one)
     states = trial_states(norm.weight)
     if not is_near(fused(states), norm(states), norm.weight.dtype):
         return False
@@ -137,25 +154,48 @@ def _is_rms_norm(module: object) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def _follows_pattern(layer: Any) -> bool:
-    children = dict(layer.named_children())
-    if set(children) != _LAYER_PARTS:
+@torch.no_grad()
+def _adds_one(norm: Any) -> bool | None:
+    """Whether it multiplies with 1 + weight; None: it is no such norm. Families whose norms may do that call their
+    epsilon `eps`."""
+    if _is_rms_norm(norm):
         return False
-    attended = {name for name, _ in layer.self_attn.named_children()}
-    head_norms = [module for name, module in layer.self_attn.named_children() if name in _HEAD_NORMS]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
+    weight: Any = getattr(norm, "weight", None)
+    eps = getattr(norm, "eps", None)
+    is_whole = isinstance(weight, Tensor) and not isinstance(weight, DTensor)
+    if not type(norm).__name__.endswith("RMSNorm") or not is_whole or eps is None:
+        return None
+    states = trial_states(weight)
+    expected = norm.forward(states).float()
+    plain = (states * (states.square().mean(-1, keepdim=True) + eps).rsqrt()).float()
+    errors = [float((expected - plain * (weight.float() + one)).abs().max()) for one in (0.0, 1.0)]
+    return errors[1] < errors[0] if min(errors) <= 1e-4 * float(expected.abs().max()) else None
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if _is_rms_norm(norm) else norm.eps)
+
+
+def _attention_follows_pattern(attention: Any) -> bool:
+    attended = {name for name, _ in attention.named_children()}
+    head_norms = [module for name, module in attention.named_children() if name in _HEAD_NORMS]
     return (
         attended >= _ATTENTION_PARTS
         and attended - _ATTENTION_PARTS in (set(), _HEAD_NORMS)
-        and all(map(_is_rms_norm, norms))
-        and (head_dim := getattr(layer.self_attn, "head_dim", None)) is not None
+        and all(map(_is_rms_norm, head_norms))
+        and (head_dim := getattr(attention, "head_dim", None)) is not None
         and all(len(norm.weight) == head_dim for norm in head_norms)
     )
 
 
-def _mlp_follows_pattern(mlp: Any) -> bool:
+@torch.no_grad()
+def _mlp_follows_pattern(mlp: Any, *, tests_activation: bool) -> bool:
+    """Beside a large output of a mixer, the trial of a layer may not tell one activation from another."""
     names = {name for name, _ in mlp.named_children()}
-    return _MLP_PARTS <= names <= _MLP_PARTS | {"act_fn"}
+    if not _MLP_PARTS <= names <= _MLP_PARTS | {"act_fn"}:
+        return False
+    activation, x = getattr(mlp, "act_fn", None), torch.linspace(-8, 8, 65)
+    return not tests_activation or (activation is not None and torch.allclose(activation(x), F.silu(x), atol=1e-4))
 
 
 def _whole_angles(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,6 +205,11 @@ def _whole_angles(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         kept["whole"] = tuple(angles.repeat(1, 1, 2) for angles in halves)
     whole: tuple[Tensor, Tensor] = kept["whole"]
     return whole
+
+
+def _rows(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Of the only sequence that a module was called with."""
+    return (output[0] if isinstance(output, tuple) else output)[0].contiguous()
 
 
 class PendingSum:
@@ -214,13 +259,20 @@ class Successor:
 class FusedLayer:
     """The forward of one decoder layer. Called by the layer itself, so that hooks and checkpointing stay in force."""
 
-    def __init__(self, layer: Any, observed: Observed, may_join: bool) -> None:
+    def __init__(self, layer: Any, observed: Observed, may_join: bool, adds_one: bool) -> None:
         self.own_forward = layer.forward
         self.layer = layer
+        self.adds_one = adds_one  # the norms
+        self.calls_mlp = observed.calls_mlp
+        self.mixer, self.mixer_options = observed.mixer, observed.mixer_options  # None: attention as in the pattern
+        self.may_join = may_join
+        self.successor: Successor | None = None  # may receive the deferred sum
+        self.pending = PendingSum()
+        if self.mixer is not None:
+            return
         attention = layer.self_attn
         self.index: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
-        self.calls_mlp = observed.calls_mlp
         self.constants = {name: value for name, value in observed.options.items() if name != "sinks"}
         # Trained, so looked up at every call.
         sinks, parameters = observed.options.get("sinks"), attention.named_parameters(recurse=False)
@@ -228,11 +280,20 @@ class FusedLayer:
         widths = (attention.q_proj.out_features, attention.k_proj.out_features)
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
         self.head_norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.may_join = may_join
-        self.successor: Successor | None = None  # may receive the deferred sum
-        self.pending = PendingSum()
 
-    def __call__(
+    @property
+    def is_whole(self) -> bool:
+        """No part of it is called as a module of its own kind."""
+        return self.mixer is None and not self.calls_mlp
+
+    def __call__(self, *states: Any, **arguments: Any) -> Tensor:
+        layer = self.layer
+        if not (_RECOMPUTES_IN_FORWARD and layer.training and getattr(layer, "gradient_checkpointing", False)):
+            return self._compute(*states, **arguments)
+        out: Tensor = layer._gradient_checkpointing_func(partial(self._compute, **arguments), *states)
+        return out
+
+    def _compute(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -243,7 +304,8 @@ class FusedLayer:
         **options: object,
     ) -> Tensor:
         pending = self.pending.take(hidden_states)
-        if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None:
+        is_unknown = self.mixer is not None and not options.keys() <= self.mixer_options
+        if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None or is_unknown:
             return self.own_forward(
                 hidden_states if pending is None else hidden_states + whole(pending),
                 attention_mask=attention_mask,
@@ -253,28 +315,43 @@ class FusedLayer:
                 position_embeddings=position_embeddings,
                 **options,
             )
-        from posttrain.policy.fused.ops import Add, AddNorm
+        from posttrain.policy.fused.ops import Add
 
         # Modules are looked up at every call: adapters may have been added or removed.
-        layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
-        if position_embeddings[0].shape[-1] < self.head_dim:
-            position_embeddings = _whole_angles(position_embeddings)
-        cos, sin = (angles[0] for angles in position_embeddings)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        x, qkv = self._normed(layer.input_layernorm, hidden_states[0].contiguous(), pending, projections)
-        seen = self._attend(qkv, cos, sin)
-        delta = self._linear(attention.o_proj, seen.flatten(1))
+        layer, mlp = self.layer, self.layer.mlp
+        x = hidden_states[0].contiguous()
+        delta: Tensor | ScaledRows
+        if self.mixer is not None:
+            x, y = self._add_and_norm(layer.input_layernorm, x, pending)
+            given = {
+                "hidden_states": y[None], "attention_mask": attention_mask, "position_ids": position_ids,
+                "use_cache": use_cache, "position_embeddings": position_embeddings, **options,
+            }  # fmt: skip
+            delta = _rows(getattr(layer, self.mixer)(**{name: given.get(name) for name in self.mixer_options}))
+        else:
+            attention = layer.self_attn
+            if position_embeddings[0].shape[-1] < self.head_dim:
+                position_embeddings = _whole_angles(position_embeddings)
+            cos, sin = (angles[0] for angles in position_embeddings)
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            x, qkv = self._normed(layer.input_layernorm, x, pending, projections)
+            seen = self._attend(qkv, cos, sin)
+            delta = self._linear(attention.o_proj, seen.flatten(1))
         if self.calls_mlp:
-            norm = layer.post_attention_layernorm
-            x, y = AddNorm.apply(x, whole(delta), local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
-            fed = mlp(y[None])
-            delta = (fed[0] if isinstance(fed, tuple) else fed)[0]
+            x, y = self._add_and_norm(layer.post_attention_layernorm, x, delta)
+            delta = _rows(mlp(y[None]))
         else:
             x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
             delta = self._down(mlp.down_proj, gate_up)
         if self.successor is not None and self.successor.takes_sum_of(layer):
             return self.pending.leave(x[None], delta)
         return Add.apply(x, whole(delta))[None]
+
+    def _add_and_norm(self, norm: Any, x: Tensor, delta: Tensor | ScaledRows | None) -> tuple[Tensor, Tensor]:
+        from posttrain.policy.fused.ops import AddNorm
+
+        delta = None if delta is None else whole(delta)
+        return AddNorm.apply(x, delta, local_parameter(norm), _eps(norm), norm.weight.dtype, self.adds_one)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -284,7 +361,8 @@ class FusedLayer:
         return {**self.constants, "sinks": getattr(self.layer.self_attn, self.sinks)}
 
     def module_groups(self) -> list[list[nn.Module]]:
-        """The linear modules, those with the same input together; without those of a block of experts."""
+        """The linear modules, those with the same input together; without those of a block of experts. Not around a
+        mixer of another kind, which `fp8_obstacle` refuses."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
         return [*groups, [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if not self.calls_mlp else groups
@@ -302,14 +380,15 @@ class FusedLayer:
 
         product = self._product(modules)
         if isinstance(product, Fp8Product) and product.defers(len(x)):
-            return product.deferred_of_norm(x, delta, norm.weight, norm.variance_epsilon)
+            return product.deferred_of_norm(x, delta, norm.weight, _eps(norm))
         delta = None if delta is None else whole(delta)
         if product is not None:
-            total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
+            normed = (norm.weight, _eps(norm), self.adds_one)
+            total, out = NormedLinear.apply(x, delta, *normed, product, *product.parts)
             return total, out
         group = group_of(self.layer)
         weight = local_parameter(norm, group if group is not None and group.splits_rows else None)
-        total, y = AddNorm.apply(x, delta, weight, norm.variance_epsilon, norm.weight.dtype)
+        total, y = AddNorm.apply(x, delta, weight, _eps(norm), norm.weight.dtype, self.adds_one)
         if group is not None:
             y = group.entering(y)
         return total, [module(y) for module in modules]
@@ -392,9 +471,10 @@ class FusedGatedNorm:
 class FusedNorm:
     """The forward of the norm after the last layer."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any, adds_one: bool) -> None:
         self.own_forward = norm.forward
         self.norm = norm
+        self.adds_one = adds_one
         self.pending = PendingSum()
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
@@ -407,5 +487,5 @@ class FusedNorm:
         x = hidden_states[0].contiguous()
         weight = local_parameter(self.norm)
         delta = None if pending is None else whole(pending)
-        normed: Tensor = AddNorm.apply(x, delta, weight, self.norm.variance_epsilon, x.dtype)[1]
+        normed: Tensor = AddNorm.apply(x, delta, weight, _eps(self.norm), x.dtype, self.adds_one)[1]
         return normed[None]

@@ -21,14 +21,16 @@ from posttrain.policy.fused.products import Product
 
 
 class AddNorm(torch.autograd.Function):
-    """(x + delta, norm(x + delta) * weight); without delta (x, norm(x) * weight)."""
+    """(x + delta, norm(x + delta) * weight); without delta (x, norm(x) * weight). `adds_one`: times 1 + weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        total, y, scale = kernels.norm_forward(x, delta, weight, eps, dtype)
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        adds_one: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total, y, scale = kernels.norm_forward(x, delta, weight, eps, dtype, adds_one=adds_one)
         ctx.save_for_backward(total, weight, scale)
+        ctx.adds_one = adds_one
         ctx.delta_dtype = None if delta is None else delta.dtype
         ctx.set_materialize_grads(False)  # an unused sum has no gradient: no zeros to write and read
         return total if delta is not None else x.view_as(x), y
@@ -37,7 +39,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, scale = ctx.saved_tensors
         grad_total, grad_y = grads
-        return *_norm_gradients(ctx, grad_y, grad_total, total, weight, scale), None, None
+        return *_norm_gradients(ctx, grad_y, grad_total, total, weight, scale), None, None, None
 
 
 class Add(torch.autograd.Function):
@@ -54,20 +56,22 @@ class Add(torch.autograd.Function):
 
 
 class NormedLinear(torch.autograd.Function):
-    """(x + delta, the product with norm(x + delta) * norm_weight). To be called with `product.parts`; the norm is not
-    kept for the backward pass."""
+    """(x + delta, the product with norm(x + delta) * norm_weight), `adds_one` as in `AddNorm`. To be called with
+    `product.parts`; the norm is not kept for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float, product: Product, *parts: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float, adds_one: bool, product: Product,
+        *parts: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if isinstance(product, Fp8Product):
+            assert not adds_one, "`fp8_obstacle` refuses such models"
             total, scale, out, low = product.of_norm(x, delta, norm_weight, eps)
         else:
-            total, y, scale = kernels.norm_forward(x, delta, norm_weight, eps, product.weight.dtype)
+            total, y, scale = kernels.norm_forward(x, delta, norm_weight, eps, product.weight.dtype, adds_one=adds_one)
             out, low = product.forward(y)
         ctx.save_for_backward(total, norm_weight, scale, low)
-        ctx.product = product
+        ctx.product, ctx.adds_one = product, adds_one
         ctx.delta_dtype = None if delta is None else delta.dtype
         ctx.set_materialize_grads(False)
         return total if delta is not None else x.view_as(x), out
@@ -77,18 +81,19 @@ class NormedLinear(torch.autograd.Function):
         total, norm_weight, scale, low = ctx.saved_tensors
         product: Product = ctx.product
         grad_total, grad_out = grads
-        needs_norm, needed = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[5:]
+        needs_norm, needed = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[6:]
         grad_y: Tensor | None = None
         part_grads: list[Tensor | None] = [None] * len(needed)
         if grad_out is not None:
             grad_out = grad_out.contiguous()
             needs_y = product.needs_input(needed)
             grad_low = product.low_gradient(grad_out) if needs_norm or needs_y else None
-            y = kernels.norm_again(total, norm_weight, scale, product.weight.dtype) if needs_y else None
+            dtype = product.weight.dtype
+            y = kernels.norm_again(total, norm_weight, scale, dtype, adds_one=ctx.adds_one) if needs_y else None
             part_grads = product.part_gradients(grad_out, grad_low, low, y, needed)
             grad_y = product.input_gradient(grad_out, grad_low) if needs_norm else None
         norm_grads = _norm_gradients(ctx, grad_y, grad_total, total, norm_weight, scale)
-        return *norm_grads, None, None, *part_grads
+        return *norm_grads, None, None, None, *part_grads
 
 
 class SwigluLinear(torch.autograd.Function):
@@ -172,5 +177,5 @@ def _norm_gradients(
         return grad_total, None if ctx.delta_dtype is None else grad_total.to(ctx.delta_dtype), None
     return kernels.norm_backward(
         grad_y.contiguous(), None if grad_total is None else grad_total.contiguous(), total, weight, scale,
-        ctx.delta_dtype, needs_weight=ctx.needs_input_grad[2],
+        ctx.delta_dtype, needs_weight=ctx.needs_input_grad[2], adds_one=ctx.adds_one,
     )  # fmt: skip

@@ -22,21 +22,39 @@ _TRIAL_TOKENS = 8
 class Observed(PackedAttention):
     """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output.
 
-    An MLP that is called as a module stands aside: among experts, a rounding may change which are chosen.
+    An MLP that is called as a module stands aside: among experts, a rounding may change which are chosen. Of a `mixer`
+    that is called as a module: which options it gets, by name, out of the layer's own.
     """
 
     @torch.no_grad()
-    def __init__(self, layer: Any, rotary: nn.Module, calls_mlp: bool) -> None:
+    def __init__(self, layer: Any, rotary: nn.Module, mixer: str | None, calls_mlp: bool) -> None:
         norm = layer.input_layernorm.weight
-        self.calls_mlp = calls_mlp
+        self.mixer, self.calls_mlp = mixer, calls_mlp
+        self.mixer_options: set[str] = set()
         super().__init__([Segment(0, _TRIAL_TOKENS)], norm.device)
         self.norm_weight = norm
         self.states = trial_states(norm)
         positions = torch.arange(_TRIAL_TOKENS, device=norm.device)[None]
-        self.angles: tuple[Tensor, Tensor] = rotary(self.states, positions)
+        try:
+            self.angles: tuple[Tensor, Tensor] = rotary(self.states, positions)
+        except IndexError:  # it expects places in time, height and width
+            if mixer is None:
+                raise
+            self.angles = rotary(self.states, positions.expand(3, 1, -1))
+        self.given: dict[str, Any] = {"position_embeddings": self.angles}
+        if mixer is not None:
+            self.given |= {"attention_mask": None, "position_ids": positions, "use_cache": False}
         self.options: dict[str, Any] = {}
         self.layer = layer
-        self.output = self._run(layer.forward)  # not the layer: hooks may come later, sharding's among them
+        hooked = nn.Identity() if mixer is None else getattr(layer, mixer)
+        with hooked.register_forward_pre_hook(self._note_options, with_kwargs=True):
+            self.output = self._run(layer.forward)  # not the layer: hooks may come later, sharding's among them
+
+    def _note_options(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        others = {name: value for name, value in options.items() if name != "hidden_states"}
+        if arguments or any(value is not self.given.get(name) for name, value in others.items()):
+            raise ValueError("the layer gives its mixer more than its own arguments")
+        self.mixer_options = set(options)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.options = options
@@ -45,7 +63,7 @@ class Observed(PackedAttention):
     def _run(self, forward: Callable[..., Tensor]) -> Tensor:
         echo = self.layer.mlp.register_forward_hook(_echo) if self.calls_mlp else nullcontext()
         with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight), echo:
-            output = forward(self.states, position_embeddings=self.angles)
+            output = forward(self.states, **self.given)
         return output[0] if isinstance(output, tuple) else output
 
     @property
@@ -56,7 +74,8 @@ class Observed(PackedAttention):
     @torch.no_grad()
     def agrees(self, forward: Callable[..., Tensor]) -> bool:
         """Whether `forward` gives the same output as the layer's own forward, which used our attention."""
-        return bool(self.options) and is_near(
+        is_observed = bool(self.mixer_options if self.mixer is not None else self.options)
+        return is_observed and is_near(
             self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
         )
 
