@@ -28,7 +28,7 @@ from posttrain.policy.fused.expert_kernels import ExpertTile
 from posttrain.policy.fused.experts import FusedExperts, fuse_experts
 
 # experts, experts of a token, hidden size, inner size
-SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "tiny": (8, 2, 128, 64)}
+SHAPES = {"qwen-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "tiny": (8, 2, 128, 64)}
 # (columns, depth, warps, stages)
 _CANDIDATES = (
     (128, 64, 4, 3),
@@ -200,7 +200,7 @@ def seconds_of_products(module: Any, tile: ExpertTile, x: Tensor, chosen: Tensor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=["qwen3-30b-a3b"], choices=list(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["qwen-30b-a3b"], choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[512], help="rows of a pass without gradients")
     parser.add_argument("--trained-rows", nargs="*", type=int, default=[8192], help="rows of a pass of training")
     parser.add_argument("--tiles", action="store_true", help="time candidates of tiles instead")

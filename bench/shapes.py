@@ -26,6 +26,7 @@ from transformers import (
 
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import ATTENTION
+from posttrain.policy.memory.model_shape import NAMED_CONFIGS
 
 PAD, EOS = 0, 2  # ids of the tokenizer below; random prompts do not use them
 FIRST_WORD = 3
@@ -74,9 +75,15 @@ def _llama(*sizes: int, tied: bool, **rest: Any) -> Shape:
     return Shape("llama", "LlamaForCausalLM", _sizes(*sizes, tied=tied, rope_theta=500000.0, **rest))
 
 
-# llama-8b has the sizes of Llama 3.1 8B, the qwen2 and qwen3 ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k,
-# v) and Qwen3 8B (norms on q and k); the others are named after the model whose sizes they have. There is no Llama of
-# 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
+def _counted(name: str, architecture: str) -> Shape:
+    """One of the planner's."""
+    sizes = {key: value for key, value in NAMED_CONFIGS[name].items() if key != "model_type"}
+    return Shape(str(NAMED_CONFIGS[name]["model_type"]), architecture, sizes)
+
+
+# llama-8b has the sizes of Llama 3.1 8B, the qwen ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k, v), Qwen3
+# 8B (norms on q and k), Qwen3-30B-A3B and Qwen3.5 4B, gpt-oss-20b those of that model. There is no Llama of 0.5 and 1.5
+# billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),
@@ -94,22 +101,8 @@ SHAPES: Mapping[str, Shape] = {
         "Qwen3ForCausalLM",
         _sizes(151936, 4096, 12288, 36, 32, 8, tied=False, head_dim=128, rope_theta=1_000_000.0),
     ),
-    "qwen3-30b-a3b": Shape(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        _sizes(
-            151936, 2048, 6144, 48, 32, 4, tied=False, head_dim=128, rope_theta=1_000_000.0,
-            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-        ),
-    ),
-    "qwen3.5-4b": Shape(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        _sizes(
-            248320, 2560, 9216, 32, 16, 4, tied=True, head_dim=256, rms_norm_eps=1e-6, full_attention_interval=4,
-            linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
-        ),
-    ),
+    "qwen-30b-a3b": _counted("qwen-30b-a3b", "Qwen3MoeForCausalLM"),
+    "qwen-hybrid-4b": _counted("qwen-hybrid-4b", "Qwen3_5ForCausalLM"),
     "gpt-oss-20b": Shape(
         "gpt_oss",
         "GptOssForCausalLM",

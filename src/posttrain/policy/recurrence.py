@@ -18,6 +18,9 @@ from torch import Tensor
 from posttrain.policy.runtime import to_device, triton_kernels
 
 CHUNK_TOKENS = 64  # tokens whose products are computed together
+# Of heads that the kernels are used for: what models have. With widths 72 and 40 Triton 3.6 compiles a kernel for
+# Hopper that reads shared memory out of bounds.
+KERNEL_WIDTHS = (64, 128, 256)
 UNIT_EPS = 1e-6  # added to the squared norm of queries and keys
 
 
@@ -127,12 +130,28 @@ class PackedRecurrence:
     ) -> tuple[Tensor, Tensor]:
         """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
         are those before each piece that follows none."""
-        if _has_kernels(value) and all(_has_tiles(x.shape[-1]) for x in (key, value)):
+        if _has_kernels(value) and all(x.shape[-1] in KERNEL_WIDTHS for x in (key, value)):
             kernels = triton_kernels("policy.fused.recurrence")
-            result: tuple[Tensor, Tensor] = kernels.recur(
-                self.chunks, query, key, value, log_decay, beta, states, unit=unit
-            )
-            return result
+            if kernels.agrees_with_torch(
+                value.device, value.dtype, key.shape[-1], value.shape[-1], corrects=beta is not None, unit=unit
+            ):
+                result: tuple[Tensor, Tensor] = kernels.recur(
+                    self.chunks, query, key, value, log_decay, beta, states, unit=unit
+                )
+                return result
+        return self.recur_in_torch(query, key, value, log_decay, beta, states, unit=unit)
+
+    def recur_in_torch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        states: Tensor | None = None,
+        *,
+        unit: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
         query, key = _for_each_head(query, key, value)
         inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
@@ -176,12 +195,6 @@ def _has_kernels(x: Tensor) -> bool:
     return (
         x.device.type == "cuda" and x.dtype != torch.float64 and triton_kernels("policy.fused.recurrence") is not None
     )
-
-
-def _has_tiles(width: int) -> bool:
-    """Powers of two, which models have. With widths 72 and 40 a first run on an H200 read memory that is not there, for
-    a reason that was not found: all bounds hold in Triton's interpreter."""
-    return width >= 8 and width & (width - 1) == 0
 
 
 class Chunks:

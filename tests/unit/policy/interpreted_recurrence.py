@@ -5,6 +5,8 @@ imported. bf16 is tested on a GPU (`gpu/test_recurrence_cuda.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_references import noise
@@ -65,3 +67,19 @@ def test_the_norm_is_replaced_where_it_is_the_same(family: str, *, fuses: bool) 
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNormGated")]
     assert norms
     assert {isinstance(norm.forward, FusedGatedNorm) for norm in norms} == {fuses}
+
+
+def test_kernels_are_compared_with_torch_before_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.policy.fused import recurrence
+
+    cpu = torch.device("cpu")
+    assert recurrence.agrees_with_torch(cpu, torch.float32, 16, 8, corrects=True, unit=True)
+    right = recurrence.recur
+
+    def wrong(*given: Any, unit: bool) -> Any:
+        out, ends = right(*given, unit=unit)
+        return out * 1.01, ends
+
+    monkeypatch.setattr(recurrence, "recur", wrong)
+    with pytest.warns(UserWarning, match="computed by torch"):
+        assert not recurrence.agrees_with_torch(cpu, torch.float32, 8, 16, corrects=False, unit=False)

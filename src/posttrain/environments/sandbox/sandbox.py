@@ -168,7 +168,9 @@ class _Run:
             return "processes"
         if self.level == "namespaces":
             running = running[1:]  # without the process in front of the program, whose files we may not be able to list
-        if memory_bytes(running, self.limits.max_memory_bytes) > self.limits.max_memory_bytes:
+        limit = self.limits.max_memory_bytes
+        # Twice: a process may fork while its pages are counted, which then count in full and shared with the other.
+        if memory_bytes(running, limit) > limit and memory_bytes(running, limit) > limit:
             return "memory"
         return None
 

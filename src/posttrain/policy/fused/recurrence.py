@@ -15,15 +15,18 @@ Chunks depend on each other by S alone: one kernel passes it through the chunks 
 others run over all chunks at once. The backward pass keeps only inputs and computes the rest again. Products take the
 type of queries and keys (bf16 in a bf16 model) and sum up in fp32; states and G have fp32. Every sum has a fixed order.
 
-The decomposition is that of flash-linear-attention (the WY form of Yang et al., arXiv 2412.06464). Different: how
-T is combined from blocks of 8 tokens, and smaller kernels in the backward pass. Triton 3.4 to 3.7.0 miscompiles
+The decomposition is that of flash-linear-attention (the WY form of Yang et al., arXiv 2412.06464). Different: T by
+forward substitution on the whole chunk, and smaller kernels in the backward pass. Triton 3.4 to 3.7.0 miscompiles
 products for Hopper whose left factor is the transpose of a computed tile (flash-linear-attention issues 640 and 984):
 no left factor here is one. It is computed the other way round, or read from memory that way (`_load_turned`).
 """
 
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks
+from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks, PackedRecurrence, RowPiece
 
 _ROWS = 16  # of a program that works on rows by themselves
 WARPS = 4  # of a program that works on a chunk
@@ -100,7 +103,7 @@ def _unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.const
 def _corrections(
     table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, stride_k, stride_v, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr = 8, LEVELS: tl.constexpr = 3,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T, U and W of a chunk and a head."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -115,22 +118,13 @@ def _corrections(
         k = _load(keys, start, count, stride_k, first, key_width, TOKENS, BK)
         scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     row, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :]
-    # T of the blocks on the diagonal, row by row of all blocks at once. The transpose of A: row i of A is then a column
-    # in the layout in which it is multiplied with the rows of T.
-    own = row // BLOCK == column // BLOCK
-    below = tl.where(own & (row < column), beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
+    # The transpose of A: row i of A is then a column, in the layout in which it is multiplied with the rows of T.
+    below = tl.where(row < column, beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
     solved = tl.where(row == column, 1.0, 0.0)
-    for at in range(1, BLOCK):
-        coefficients = tl.sum(tl.where(column % BLOCK == at, below, 0.0), 1)
+    for at in range(1, count.to(tl.int32)):
+        coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
         known = tl.sum(coefficients[:, None] * solved, 0)
-        solved -= tl.where(own & (row % BLOCK == at), known[None, :], 0.0)
-    # Then of two neighbours together: with B the part of A between them, T - T B T.
-    scores *= beta[:, None] * _between(total, TOKENS)
-    for level in tl.static_range(LEVELS):
-        block_of_row, block_of_column = row // (BLOCK << level), column // (BLOCK << level)
-        joins = (block_of_row == block_of_column + 1) & (block_of_row % 2 == 1)
-        joined = tl.dot(solved, tl.where(joins, scores, 0.0), input_precision=PRECISION)
-        solved -= tl.dot(joined, solved, input_precision=PRECISION)
+        solved -= tl.where(row == at, known[None, :], 0.0)
     place = t_ptr + (chunk * heads + head) * TOKENS * TOKENS
     _store(place, solved, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     of_values = (solved * beta[None, :]).to(product)
@@ -677,3 +671,49 @@ def recur(
     before = None if states is None else states.float().contiguous()
     out, ends = _Recur.apply(chunks, query, key, value, log_decay.float().contiguous(), rate, before, unit)
     return out, ends
+
+
+@cache
+def agrees_with_torch(
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, *, corrects: bool, unit: bool
+) -> bool:
+    """Whether the kernels compute what torch does, gradients included, on a few tokens: it depends on the versions of
+    Triton and of the GPU whether their products are compiled right.
+    """
+    with ThreadPoolExecutor(1) as fresh:  # a thread without the hooks and modes of autograd that the caller has set
+        errors = fresh.submit(_errors, device, dtype, (key_width, value_width), corrects, unit).result()
+    agrees = max(errors) <= (5e-2 if dtype.itemsize == 2 else 1e-3)
+    if not agrees:
+        warnings.warn(
+            f"recurrent layers are computed by torch, more slowly: on this GPU the kernels for heads of {key_width} x "
+            f"{value_width} in {str(dtype).removeprefix('torch.')} differ from torch by {max(errors):.1e}",
+            stacklevel=2,
+        )
+    return agrees
+
+
+def _errors(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], corrects: bool, unit: bool
+) -> list[float]:
+    """The largest difference of each output and gradient, in parts of its largest number: of a prompt of several
+    chunks and two answers to it.
+    """
+    packed = PackedRecurrence([RowPiece(0, 150), RowPiece(150, 230, 0), RowPiece(230, 250, 0)], device)
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(250, 1, widths[0], generator=random) * widths[0] ** -0.5 for _ in range(2))
+    value, decay, rate = (torch.randn(250, 2, *rest, generator=random) for rest in ((widths[1],), (), ()))
+    weight = torch.randn(value.shape, generator=random).to(device)
+    given = [query.to(dtype), key.to(dtype), value.to(dtype), -torch.nn.functional.softplus(decay)]
+    given += [rate.sigmoid().to(dtype)] if corrects else []
+    sides = ((packed.recur_in_torch, torch.float32), (lambda *x, unit: recur(packed.chunks, *x, None, unit=unit), None))
+    found = []
+    for run, exact in sides:
+        leaves = [x.to(device, exact or x.dtype).requires_grad_() for x in given]
+        with torch.enable_grad():
+            out, ends = run(*leaves, *([] if corrects else [None]), unit=unit)
+            grads = torch.autograd.grad((out.float() * weight).sum() + ends.sum(), leaves)
+        found.append([x.detach().float() for x in (out, ends, *grads)])
+    return [
+        float((ours - theirs).abs().max() / theirs.abs().max()) if bool(ours.isfinite().all()) else float("inf")
+        for theirs, ours in zip(*found, strict=True)
+    ]

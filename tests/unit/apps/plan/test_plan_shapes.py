@@ -12,7 +12,13 @@ from tiny_reward_models import tiny_reward_model
 
 from posttrain.config import LoraConfig
 from posttrain.models.lora import add_lora
-from posttrain.policy.memory.model_shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
+from posttrain.policy.memory.model_shape import (
+    NAMED_CONFIGS,
+    NAMED_SHAPES,
+    UnknownModelError,
+    find_shape,
+    shape_of_config,
+)
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -55,7 +61,7 @@ def test_named_shapes_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatc
     import shapes
 
     monkeypatch.delitem(sys.modules, "shapes")
-    assert set(NAMED_SHAPES) == set(shapes.SHAPES) - {"tiny", "llama-small"}
+    assert set(shapes.SHAPES) - {*NAMED_SHAPES, *NAMED_CONFIGS} == {"tiny", "llama-small", "gpt-oss-20b"}
     for name, shape in NAMED_SHAPES.items():
         assert shape_of_config(name, shapes.SHAPES[name].config()) == shape
         assert shape.num_weights == shapes.num_parameters(name)
