@@ -1,7 +1,6 @@
 """Named shapes: as large as their name says, random but reproducible, and with a tokenizer that fits."""
 
 import re
-import re
 from pathlib import Path
 
 import decode

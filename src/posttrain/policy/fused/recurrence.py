@@ -705,12 +705,15 @@ def _errors(
     weight = torch.randn(value.shape, generator=random).to(device)
     given = [query.to(dtype), key.to(dtype), value.to(dtype), -torch.nn.functional.softplus(decay)]
     given += [rate.sigmoid().to(dtype)] if corrects else []
-    sides = ((packed.recur_in_torch, torch.float32), (lambda *x, unit: recur(packed.chunks, *x, None, unit=unit), None))
     found = []
-    for run, exact in sides:
-        leaves = [x.to(device, exact or x.dtype).requires_grad_() for x in given]
+    for in_torch in (True, False):
+        leaves = [x.to(device, torch.float32 if in_torch else x.dtype).requires_grad_() for x in given]
+        q, k, v, g, beta = leaves if corrects else [*leaves, None]
         with torch.enable_grad():
-            out, ends = run(*leaves, *([] if corrects else [None]), unit=unit)
+            if in_torch:
+                out, ends = packed.recur_in_torch(q, k, v, g, beta, unit=unit)
+            else:
+                out, ends = recur(packed.chunks, q, k, v, g, beta, None, unit=unit)
             grads = torch.autograd.grad((out.float() * weight).sum() + ends.sum(), leaves)
         found.append([x.detach().float() for x in (out, ends, *grads)])
     return [
