@@ -8,6 +8,7 @@ a missing factor would silently train a different model. `check_logits` compares
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,11 @@ class Head(ABC):
         deeper: dict[str, Any] = {}
         if self.tower is not None:
             embedded, deeper = self.tower.insert(embedded, images)
+        if getattr(self.decoder, "hidden_size_per_layer_input", None):
+            # Tokens have an embedding for each layer too, which would be looked up by the nearest embedding otherwise.
+            look_up = self.decoder.get_per_layer_inputs
+            rest = (embedded,) if "inputs_embeds" in signature(look_up).parameters else ()  # not used beside the ids
+            deeper = {**deeper, "per_layer_inputs": look_up(input_ids, *rest)}
         reduced = embedded.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(
             embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
@@ -154,7 +160,8 @@ class OutputHead(Head):
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
         ours, theirs = self.logits(hidden).float(), expected.float()
-        tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
+        # Some families return logits in fp32 of a product in bf16.
+        tolerance = 1e-4 if torch.float32 == hidden.dtype == expected.dtype else 3e-2
         spread = float(theirs.abs().max())
         if float((ours - theirs).abs().max()) > tolerance * max(spread, 1e-6):
             raise UnsupportedModelError(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fused_references import trainer_logprobs
 from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from transformers import (
     AutoConfig,
@@ -65,6 +66,20 @@ def test_greedy_tokens_equal_transformers(family: str) -> None:
     # With random weights and tied embeddings a model repeats its last token: true, but too easy.
     untied = {"tie_word_embeddings": False}
     assert_greedy_tokens_equal(tiny_model(family, **untied), tiny_model(family, attention="eager", **untied))
+
+
+# Without phi: torch's LayerNorm on a CPU takes no fp32 states beside weights in bf16.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phi"])
+def test_logprobs_of_bf16_samples_are_those_of_the_trainer(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
+    engine = NativeEngine(model, byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=6))
+    groups = engine.generate(tasks(), 2, Sampling(NEW_TOKENS), NoiseKey(0, 0))
+    answers = [answer for group in groups for answer in group]
+    of_prompt = [place for place, group in enumerate(groups) for _ in group]
+    prompts, responses = [task.prompt_ids for task in tasks()], [answer.token_ids for answer in answers]
+    sampled = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    difference = (sampled - trainer_logprobs(model, prompts, responses, of_prompt).cpu()).abs()
+    assert difference.exp().mean() <= 1.02
 
 
 def test_greedy_tokens_equal_transformers_phi3() -> None:
