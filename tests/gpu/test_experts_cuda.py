@@ -51,7 +51,7 @@ def test_products(name: str, clamped: bool, dtype: torch.dtype) -> None:
     from posttrain.policy.fused import expert_kernels as kernels
 
     routing, is_half = ROUTINGS[name], dtype == BF16
-    gate = kernels.Gate(True, 1.702, 0.7, 1.0) if clamped else kernels.Gate()
+    gate = kernels.ExpertGate(True, 1.702, 0.7, 1.0) if clamped else kernels.ExpertGate()
     sizes = (128, 64) if is_half else (40, 36)
     given = {name: t.cuda().to(dtype) for name, t in expert_inputs(routing, *sizes, has_bias=clamped).items()}
     chosen = routing.chosen().cuda()

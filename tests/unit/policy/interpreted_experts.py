@@ -29,7 +29,7 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.models.lora import add_lora
 from posttrain.policy.experts import compute_adapters_by_rows, stacked_experts
 from posttrain.policy.fused import expert_kernels as kernels
-from posttrain.policy.fused.expert_kernels import ExpertTile, Gate
+from posttrain.policy.fused.expert_kernels import ExpertGate, ExpertTile
 from posttrain.policy.fused.experts import FusedExperts, fuse_experts
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.types import NoiseKey, Sampling, Task
@@ -37,7 +37,7 @@ from posttrain.types import NoiseKey, Sampling, Task
 mend_interpreter()
 FP32 = 5e-6
 SMALL = ExpertTile(rows=16, width=64, depth=16, num_warps=4, num_stages=2, group=2)
-CLAMPED = Gate(alternates=True, alpha=1.702, limit=0.7, offset=1.0)
+CLAMPED = ExpertGate(alternates=True, alpha=1.702, limit=0.7, offset=1.0)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
@@ -49,16 +49,16 @@ def test_pairs_are_sorted(routing: Routing, at_once: int, monkeypatch: pytest.Mo
         check_order(kernels.sort_pairs(routing.chosen(), routing.experts, SMALL), routing.chosen(), routing.experts)
 
 
-def products(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, gate: Gate) -> Tensor:
+def products(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, gate: ExpertGate) -> Tensor:
     pairs = kernels.sort_pairs(routing.chosen(), routing.experts, SMALL)
     inner = kernels.grouped_product(x, gate_up, pairs, routing.top_k, factors=weights, gate=gate)
     out = kernels.grouped_product(inner, down, pairs, routing.top_k, factors=weights)
     return kernels.sum_pairs(out, routing.top_k, x.dtype)
 
 
-@pytest.mark.parametrize("gate", [Gate(), CLAMPED], ids=["halves", "alternating"])
+@pytest.mark.parametrize("gate", [ExpertGate(), CLAMPED], ids=["halves", "alternating"])
 @pytest.mark.parametrize("name", ["spread", "none of some", "all of one", "one token"])
-def test_products_of_sorted_rows(name: str, gate: Gate) -> None:
+def test_products_of_sorted_rows(name: str, gate: ExpertGate) -> None:
     """Sizes that do not divide into tiles."""
     routing = ROUTINGS[name]
     inputs = expert_inputs(routing, 40, 36, has_bias=False)
@@ -71,9 +71,9 @@ def test_products_of_sorted_rows(name: str, gate: Gate) -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     routing = ROUTINGS["spread"]
     inputs = {**expert_inputs(routing, 48, 32, has_bias=False)}
-    out = products(**inputs, routing=routing, gate=Gate())
+    out = products(**inputs, routing=routing, gate=ExpertGate())
     inputs["x"][1:] *= 3.0
-    assert torch.equal(products(**inputs, routing=routing, gate=Gate())[0], out[0])
+    assert torch.equal(products(**inputs, routing=routing, gate=ExpertGate())[0], out[0])
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_products_of_experts_compile(family: str, num_tokens: int, compiled: Com
     experts, hidden, inner, top_k = (128, 2048, 768, 8) if is_qwen else (32, 2880, 2880, 4)
     chosen, factors = torch.zeros(num_tokens, top_k, dtype=torch.long), torch.empty(num_tokens, top_k, dtype=BF16)
     pairs = expert_kernels.sort_pairs(chosen, experts)
-    gate = expert_kernels.Gate() if is_qwen else expert_kernels.Gate(True, 1.702, 7.0, 1.0)
+    gate = expert_kernels.ExpertGate() if is_qwen else expert_kernels.ExpertGate(True, 1.702, 7.0, 1.0)
     for width, inputs in ((2 * inner, hidden), (hidden, inner)):
         weight = torch.empty(0, dtype=BF16)
         shape = (experts, width, inputs) if is_qwen else (experts, inputs, width)

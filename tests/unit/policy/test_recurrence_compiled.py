@@ -34,9 +34,9 @@ def test_kernels_of_a_packed_row_compile(heads: Heads, compiled: Compiled) -> No
     x, weight = (torch.empty(s, dtype=BF16).requires_grad_() for s in ((73, 512), (512, 4)))
     taps = packed.taps_of(4)
     convolution.convolve(packed.users_of(4), taps, x, weight, None, None, silu=True).sum().backward()
-    of_rule = {"_unit_rows", "_corrections", "_system_gradients", "_system_key_gradients"} if heads.corrects else set()
-    passes = {"_pass_states", "_outputs", "_added_gradients", "_pass_gradients", "_query_gradients"}
-    rest = {"_key_gradients", "_decay_gradients", "_fold_heads", "_forward", "_gradient_of_sums", "_gradient_of_input"}
+    of_rule = {"unit_rows", "corrections", "system_gradients", "system_key_gradients"} if heads.corrects else set()
+    passes = {"pass_states", "outputs", "added_gradients", "pass_gradients", "query_gradients"}
+    rest = {"key_gradients", "decay_gradients", "fold_heads", "_forward", "_gradient_of_sums", "_gradient_of_input"}
     assert of_rule | passes | rest == set(compiled)
     for name, kernel in compiled.items():
         assert kernel.metadata.shared <= _SHARED_BYTES, name

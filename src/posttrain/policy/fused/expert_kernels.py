@@ -61,7 +61,7 @@ def tile_of(num_pairs: int, num_experts: int) -> ExpertTile:
 
 
 @dataclass(frozen=True)
-class Gate:
+class ExpertGate:
     """How gate and up projection make the input of the down projection: gate * sigmoid(alpha * gate) * (up + offset),
     both clamped at `limit`, gate from above. The columns of gate and up alternate, or are two halves.
     """
@@ -80,7 +80,7 @@ class SortedPairs(NamedTuple):
     tile: ExpertTile
 
 
-class LowRank(NamedTuple):
+class ExpertAdapter(NamedTuple):
     """An adapter of a grouped product; its rank is a multiple of 16 bytes."""
 
     down: Tensor  # [experts, inputs, rank], strides as they are
@@ -261,9 +261,9 @@ def grouped_product(
     top_k: int,
     *,
     factors: Tensor,
-    gate: Gate | None = None,
+    gate: ExpertGate | None = None,
     bias: Tensor | None = None,
-    low_rank: LowRank | None = None,
+    low_rank: ExpertAdapter | None = None,
 ) -> Tensor:
     """x @ weight [experts, outputs, inputs].T of each row's expert.
 
@@ -281,8 +281,8 @@ def grouped_product(
 
 
 def _product(
-    x: Tensor, weight: Tensor, pairs: SortedPairs, top_k: int, factors: Tensor, *, gate: Gate | None = None,
-    bias: Tensor | None = None, low_rank: LowRank | None = None, low: Tensor | None = None, gathers: bool,
+    x: Tensor, weight: Tensor, pairs: SortedPairs, top_k: int, factors: Tensor, *, gate: ExpertGate | None = None,
+    bias: Tensor | None = None, low_rank: ExpertAdapter | None = None, low: Tensor | None = None, gathers: bool,
     scatters: bool = False,
 ) -> Tensor:  # fmt: skip
     _, width, inputs = weight.shape
@@ -293,7 +293,7 @@ def _product(
     out = torch.empty(num_pairs, width if gate is None else width // 2, dtype=x.dtype, device=x.device)
     columns = next((size for size in (tile.width, 128, 64) if width % size == 0), tile.width)
     columns = min(columns, max(triton.next_power_of_2(width), _SMALLEST))
-    how = Gate() if gate is None else gate
+    how = ExpertGate() if gate is None else gate
     _grouped_product[(num_tiles * triton.cdiv(width, columns),)](
         x, weight, x if bias is None else bias, factors, x if low is None else low,
         x if low_rank is None else low_rank.up, out, pairs.order, pairs.tiles, num_tiles, width, inputs, top_k,
@@ -379,7 +379,7 @@ def _gate_backward(
     tl.store(grad_x_ptr + place + to_up, grad_up.to(grad_x_ptr.dtype.element_ty), mask=at < width)
 
 
-def gate_forward(x: Tensor, order: Tensor, factors: Tensor, gate: Gate) -> Tensor:
+def gate_forward(x: Tensor, order: Tensor, factors: Tensor, gate: ExpertGate) -> Tensor:
     """Of sorted rows of gate and up; `factors` are in the order of pairs."""
     rows, width = len(x), x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -390,7 +390,7 @@ def gate_forward(x: Tensor, order: Tensor, factors: Tensor, gate: Gate) -> Tenso
     return out
 
 
-def gate_backward(grad: Tensor, x: Tensor, order: Tensor, factors: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def gate_backward(grad: Tensor, x: Tensor, order: Tensor, factors: Tensor, gate: ExpertGate) -> tuple[Tensor, Tensor]:
     """Gradients of the sorted rows, and of the factors in the order of pairs (fp32)."""
     rows, width = len(x), x.shape[1] // 2
     grad_x, grad_factors = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)

@@ -47,7 +47,7 @@ def fuse_experts(model: nn.Module) -> None:
 @torch.no_grad()
 def _gate_of(module: Any) -> Any:
     """How its activation works, as the kernels have it; None if they do not."""
-    from posttrain.policy.fused.expert_kernels import Gate
+    from posttrain.policy.fused.expert_kernels import ExpertGate
 
     x = 20 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).to(module.down_proj.device)
 
@@ -59,7 +59,7 @@ def _gate_of(module: Any) -> Any:
         gate, up = (x[:, ::2], x[:, 1::2]) if alternates else x.chunk(2, dim=1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         if torch.allclose(module._apply_gate(x), gate * (alpha * gate).sigmoid() * (up + offset), 1e-4, 1e-5):
-            return Gate(alternates, alpha, limit, offset)
+            return ExpertGate(alternates, alpha, limit, offset)
     return None
 
 
@@ -147,12 +147,12 @@ class FusedExperts:
 
 def _padded(down: Tensor, up: Tensor, scaling: float) -> Any:
     """An adapter whose rank is a power of two."""
-    from posttrain.policy.fused.expert_kernels import LowRank
+    from posttrain.policy.fused.expert_kernels import ExpertAdapter
 
     missing = max(_SMALLEST_RANK, 1 << (up.shape[1] - 1).bit_length()) - up.shape[1]
     if missing:
         down, up = F.pad(down, (0, missing)), F.pad(up, (0, 0, 0, missing))
-    return LowRank(down, up.contiguous(), scaling)
+    return ExpertAdapter(down, up.contiguous(), scaling)
 
 
 class _Gather(torch.autograd.Function):
