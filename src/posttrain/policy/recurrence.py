@@ -132,9 +132,8 @@ class PackedRecurrence:
         are those before each piece that follows none."""
         if _has_kernels(value) and all(x.shape[-1] in KERNEL_WIDTHS for x in (key, value)):
             kernels = triton_kernels("policy.fused.recurrence")
-            if kernels.agrees_with_torch(
-                value.device, value.dtype, key.shape[-1], value.shape[-1], corrects=beta is not None, unit=unit
-            ):
+            dtypes, widths = (key.dtype, value.dtype), (key.shape[-1], value.shape[-1])
+            if kernels.agrees_with_torch(value.device, dtypes, widths, corrects=beta is not None, unit=unit):
                 result: tuple[Tensor, Tensor] = kernels.recur(
                     self.chunks, query, key, value, log_decay, beta, states, unit=unit
                 )

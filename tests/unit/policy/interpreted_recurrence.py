@@ -73,13 +73,15 @@ def test_kernels_are_compared_with_torch_before_their_use(monkeypatch: pytest.Mo
     from posttrain.policy.fused import recurrence
 
     cpu = torch.device("cpu")
-    assert recurrence.agrees_with_torch(cpu, torch.float32, 16, 8, corrects=True, unit=True)
+    assert recurrence.agrees_with_torch(cpu, (torch.float32, torch.float32), (16, 8), corrects=True, unit=True)
     right = recurrence.recur
 
     def wrong(*given: Any, unit: bool) -> Any:
         out, ends = right(*given, unit=unit)
-        return out * 1.01, ends
+        return out * 1.2, ends
 
     monkeypatch.setattr(recurrence, "recur", wrong)
     with pytest.warns(UserWarning, match="computed by torch"):
-        assert not recurrence.agrees_with_torch(cpu, torch.float32, 8, 16, corrects=False, unit=False)
+        assert not recurrence.agrees_with_torch(
+            cpu, (torch.float16, torch.float32), (8, 16), corrects=False, unit=False
+        )

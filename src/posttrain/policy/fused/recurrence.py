@@ -203,25 +203,32 @@ def recur(
 
 @cache
 def agrees_with_torch(
-    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, *, corrects: bool, unit: bool
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    widths: tuple[int, int],
+    *,
+    corrects: bool,
+    unit: bool,
 ) -> bool:
     """Whether the kernels compute what torch does, gradients included, on a few tokens: it depends on the versions of
-    Triton and of the GPU whether their products are compiled right.
+    Triton and of the GPU whether their products are compiled right. `dtypes` and `widths` are those of keys and values.
     """
-    with ThreadPoolExecutor(1) as fresh:  # a thread without the hooks and modes of autograd that the caller has set
-        errors = fresh.submit(_errors, device, dtype, (key_width, value_width), corrects, unit).result()
-    agrees = max(errors) <= (5e-2 if dtype.itemsize == 2 else 1e-3)
+    # A thread without the hooks and modes of autograd that the caller has set; the GPU has to be set anew.
+    on_device = torch.cuda.set_device if device.type == "cuda" else None
+    with ThreadPoolExecutor(1, initializer=on_device, initargs=(device,)) as fresh:
+        errors = fresh.submit(_errors, device, dtypes, widths, corrects, unit).result()
+    agrees = max(errors) <= (5e-2 if dtypes[0].itemsize == 2 else 1e-3)
     if not agrees:
         warnings.warn(
-            f"recurrent layers are computed by torch, more slowly: on this GPU the kernels for heads of {key_width} x "
-            f"{value_width} in {str(dtype).removeprefix('torch.')} differ from torch by {max(errors):.1e}",
+            f"recurrent layers are computed by torch, more slowly: on this GPU the kernels for heads of {widths[0]} x "
+            f"{widths[1]} in {str(dtypes[0]).removeprefix('torch.')} differ from torch by {max(errors):.1e}",
             stacklevel=2,
         )
     return agrees
 
 
 def _errors(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], corrects: bool, unit: bool
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], widths: tuple[int, int], corrects: bool, unit: bool
 ) -> list[float]:
     """The largest difference of each output and gradient, in parts of its largest number: of a prompt of several
     chunks and two answers to it.
@@ -231,8 +238,8 @@ def _errors(
     query, key = (torch.randn(250, 1, widths[0], generator=random) * widths[0] ** -0.5 for _ in range(2))
     value, decay, rate = (torch.randn(250, 2, *rest, generator=random) for rest in ((widths[1],), (), ()))
     weight = torch.randn(value.shape, generator=random).to(device)
-    given = [query.to(dtype), key.to(dtype), value.to(dtype), -torch.nn.functional.softplus(decay)]
-    given += [rate.sigmoid().to(dtype)] if corrects else []
+    given = [query.to(dtypes[0]), key.to(dtypes[0]), value.to(dtypes[1]), -torch.nn.functional.softplus(decay)]
+    given += [rate.sigmoid().to(dtypes[0])] if corrects else []
     found = []
     for in_torch in (True, False):
         leaves = [x.to(device, torch.float32 if in_torch else x.dtype).requires_grad_() for x in given]
