@@ -213,9 +213,9 @@ def agrees_with_torch(
     """Whether the kernels compute what torch does, gradients included, on a few tokens: it depends on the versions of
     Triton and of the GPU whether their products are compiled right. `dtypes` and `widths` are those of keys and values.
     """
-    # A thread without the hooks and modes of autograd that the caller has set; the GPU has to be set anew.
-    on_device = torch.cuda.set_device if device.type == "cuda" else None
-    with ThreadPoolExecutor(1, initializer=on_device, initargs=(device,)) as fresh:
+    with ThreadPoolExecutor(1) as fresh:  # a thread without the hooks and modes of autograd that the caller has set
+        if device.type == "cuda":
+            fresh.submit(torch.cuda.set_device, device)
         errors = fresh.submit(_errors, device, dtypes, widths, corrects, unit).result()
     agrees = max(errors) <= (5e-2 if dtypes[0].itemsize == 2 else 1e-3)
     if not agrees:
