@@ -2,7 +2,8 @@
 
 A module keeps its parameters; only its `forward` is replaced, as for fused layers (`layers.py`), in training and in
 sampling. Its gate is recognised by what it computes, and the replaced forward is compared with the original on a few
-tokens: if they disagree, the original stays. Experts over ranks, sharded weights and fp32 keep the present path.
+tokens, without gradients: if they disagree, the original stays. Experts over ranks, sharded weights and fp32 keep the
+path of `transformers`.
 
 Without gradients: two products that read rows where they are, the activation inside the first, and a sum. With
 gradients: rows in the order of experts, torch's grouped products (which compute gradients of weights only where those
@@ -36,6 +37,7 @@ def fuse_experts(model: nn.Module) -> None:
         device, dtype = module.down_proj.device, module.down_proj.dtype
         own = module.__dict__.get("forward")
         is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)
+        is_known = is_known and not isinstance(module.down_proj, DTensor)  # sharded: the trainer has tried before
         if kernels is None or not is_known or not (own is None or isinstance(own, AdaptedExperts)):
             continue
         if (device.type == "cuda" and dtype in _HALF) or kernels.is_interpreted(device):
@@ -65,12 +67,17 @@ def _gate_of(module: Any) -> Any:
 
 @torch.no_grad()
 def _agrees(fused: FusedExperts, module: Any) -> bool:
+    from triton.errors import TritonError
+
     random, down = torch.Generator().manual_seed(0), module.down_proj
     width, top_k = down.shape[2 if module.is_transposed else 1], min(2, module.num_experts)
     hidden = torch.randn(_TRIAL_TOKENS, width, generator=random).to(down)
     chosen = torch.rand(_TRIAL_TOKENS, module.num_experts, generator=random).topk(top_k).indices.to(down.device)
     weights = torch.rand(_TRIAL_TOKENS, top_k, generator=random).to(down)
-    return is_near(fused(hidden, chosen, weights), fused.own_forward(hidden, chosen, weights), down.dtype)
+    try:
+        return is_near(fused(hidden, chosen, weights), fused.own_forward(hidden, chosen, weights), down.dtype)
+    except TritonError:  # a GPU with too little shared memory
+        return False
 
 
 class FusedExperts:

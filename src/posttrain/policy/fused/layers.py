@@ -93,7 +93,9 @@ def _fuse(layer: Any, rotary: nn.Module, may_join: bool) -> bool:
     refusals = Exception if calls_mixer else (TypeError, IndexError, ValueError)
     try:
         observed = Observed(layer, rotary, mixer if calls_mixer else None, calls_mlp)
-    except refusals:
+    except refusals as error:
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+            raise
         return False
     fused = FusedLayer(layer, observed, may_join, adds_one)
     if not calls_mixer and observed.num_rotated not in (fused.head_dim, fused.head_dim // 2):
@@ -122,8 +124,9 @@ def _fuse_norm(norm: Any) -> bool:
 
 @torch.no_grad()
 def _fuse_gated_norm(norm: Any) -> None:
-    """The norm of a gated delta net. Those of Mamba-2 multiply with the gate before, and fail the test."""
-    if isinstance(norm.forward, FusedGatedNorm):
+    """The norm of a gated delta net, over one head. Those of Mamba-2 are wider, or multiply with the gate before and
+    fail the test."""
+    if isinstance(norm.forward, FusedGatedNorm) or isinstance(norm.weight, DTensor) or len(norm.weight) > 512:
         return
     fused, states = FusedGatedNorm(norm), trial_states(norm.weight)[0].to(norm.weight.dtype)
     if is_near(fused(states, states.flip(0)), norm(states, states.flip(0)), norm.weight.dtype):
