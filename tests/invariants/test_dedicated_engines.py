@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from posttrain.orchestration import deadlines, sharded
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
 from ray.actor import ActorHandle  # noqa: E402
-
-from posttrain.orchestration.ray_actor import RayWorker  # noqa: E402
 
 STEPS = 4
 LOCAL = ["cluster.launcher=local"]
@@ -135,7 +132,7 @@ def test_an_engine_of_two_parts_samples_as_one_that_holds_the_whole_model_and_su
     assert sampled_answers(tmp_path / "parts") == sampled_answers(tmp_path / "whole")
     logs = {file.name for file in (tmp_path / "parts" / "logs").iterdir()}
     assert logs >= {"engine_0_part_0.log", "engine_0_part_1.log"}
-    fault_at("sample_round", 4, ray.kill)  # the second part of the engine, in the second round
+    fault_at("sample_round", 4)  # the second part of the engine, in the second round
     assert run([*arguments("killed"), *TWO_PARTS]) == 0
     assert "engine 0 died during sample_round: another one is started" in capfd.readouterr().err
     assert_same_run(tmp_path / "killed", tmp_path / "parts")
@@ -164,32 +161,12 @@ def sampled_answers(folder: Path) -> list[Any]:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fault_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Callable[[ActorHandle], None]], None]:
-    """Lets a fault happen to the rank or engine that an operation is called on for the n-th time."""
-
-    def prepare(operation: str, count: int, fault: Callable[[ActorHandle], None]) -> None:
-        calls: list[str] = []
-
-        def submit(self: RayWorker, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-            pending = own_submit(self, called, *args, **kwargs)
-            calls.append(called.__name__)
-            if called.__name__ == operation and calls.count(operation) == count:
-                fault(self.actor)
-            return pending
-
-        own_submit = RayWorker.submit
-        monkeypatch.setattr(RayWorker, "submit", submit)
-
-    return prepare
-
-
 @pytest.mark.invariant
 def test_an_engine_that_is_killed_is_replaced_and_the_run_has_the_same_bits(
     fault_at: Callable[..., None], ahead: Ahead, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fault_at("receive_weights", 2, ray.kill)
-    fault_at("sample_round", 3, ray.kill)
+    fault_at("receive_weights", 2)
+    fault_at("sample_round", 3)
     assert run(ahead.arguments(tmp_path / "killed")) == 0
     error = capfd.readouterr().err
     assert "engine 0 died during receive_weights: another one is started" in error
@@ -200,7 +177,7 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_has_the_same_bits(
 def test_a_run_that_loses_a_rank_starts_again_by_itself_and_has_the_same_bits(
     fault_at: Callable[..., None], ahead: Ahead, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fault_at("update", 6, ray.kill)  # in step 3: the checkpoint is that of step 2
+    fault_at("update", 6)  # in step 3: the checkpoint is that of step 2
     assert run([*ahead.arguments(tmp_path / "lost"), "cluster.max_restarts=1"]) == 0
     error = capfd.readouterr().err
     assert "rank 0 died during training (update)" in error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_runs import LORA, assert_same_curves, copy_until, dpo, grpo, results_of, run, save_reward_model, weights_of
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
-from posttrain.orchestration.ray_actor import RayWorker  # noqa: E402
 
 STEPS = 4
 LOCAL = ["cluster.launcher=local"]
@@ -40,28 +37,8 @@ def rewarded(reward: Path) -> list[str]:
     return ["data.default.env_name=rm", f"env.rm={block}"]
 
 
-@pytest.fixture
-def killed_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Kills the worker that an operation is called on for the n-th time."""
-
-    def prepare(operation: str, count: int) -> None:
-        calls: list[str] = []
-
-        def submit(self: RayWorker, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-            pending = own_submit(self, called, *args, **kwargs)
-            calls.append(called.__name__)
-            if called.__name__ == operation and calls.count(operation) == count:
-                ray.kill(self.actor)
-            return pending
-
-        own_submit = RayWorker.submit
-        monkeypatch.setattr(RayWorker, "submit", submit)
-
-    return prepare
-
-
 def test_four_worker_groups_make_the_curves_of_one_process_and_the_same_bits_if_any_of_them_dies(
-    killed_in: Callable[[str, int], None],
+    fault_at: Callable[..., None],
     reward: Path,
     model: Path,
     data: Path,
@@ -76,8 +53,8 @@ def test_four_worker_groups_make_the_curves_of_one_process_and_the_same_bits_if_
     assert run([*arguments("four"), *four[:-2]]) == 0
     assert_same_curves(tmp_path / "four", tmp_path / "local")
     assert run([*arguments("ahead"), *four]) == 0
-    killed_in("score", 6)
-    killed_in("reference_logprobs", 5)
+    fault_at("score", 6)
+    fault_at("reference_logprobs", 5)
     copy_until(2, tmp_path / "ahead", tmp_path / "killed")
     capfd.readouterr()
     assert run([*arguments("killed"), *four]) == 0
@@ -88,10 +65,10 @@ def test_four_worker_groups_make_the_curves_of_one_process_and_the_same_bits_if_
 
 
 def test_a_reference_on_a_place_of_its_own_makes_the_curves_of_a_colocated_one_also_if_it_dies(
-    killed_in: Callable[[str, int], None], model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    fault_at: Callable[..., None], model: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*grpo(model, data, tmp_path / "local", steps=STEPS), *LOCAL]) == 0
-    killed_in("reference_logprobs", 3)
+    fault_at("reference_logprobs", 3)
     assert run([*grpo(model, data, tmp_path / "placed", steps=STEPS), *REFERENCE]) == 0
     assert "reference 0 died during reference_logprobs: another one is started" in capfd.readouterr().err
     assert_same_curves(tmp_path / "placed", tmp_path / "local")
