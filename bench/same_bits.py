@@ -3,7 +3,7 @@
     python bench/same_bits.py OLD NEW [--only grpo-fresh dpo] [--cache FOLDER]
 
 OLD and NEW are commits, or folders with a checkout. Each side runs on this machine, in one process with one thread,
-from its own sources. Three comparisons per run:
+from its own sources. Metrics that only NEW writes are listed and no difference. Three comparisons per run:
 
     metrics   every number under train/ and validation/ of metrics.jsonl
     weights   the bytes of the last checkpoint's weights
@@ -130,6 +130,7 @@ def common(inputs: Path, kind: str, data: str) -> list[str]:
         "policy.num_threads=1",
         "policy.max_total_sequence_length=64",
         "policy.optimizer.kwargs.lr=1e-2",
+        "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 4}}",
         f"{kind}.max_num_epochs=100",
         f"{kind}.val_period=2",
         f"data.train={{dataset_name: {data}}}",
@@ -327,8 +328,7 @@ def differences(old: Path, new: Path) -> list[str]:
     ours, theirs = numbers_of(old), numbers_of(new)
     for step in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(step, {}), theirs.get(step, {})
-        found += [f"step {step} {k}: {one.get(k)} -> {other.get(k)}" for k in sorted(one.keys() | other.keys())
-                  if one.get(k) != other.get(k)]  # fmt: skip
+        found += [f"step {step} {k}: {one[k]} -> {other.get(k)}" for k in sorted(one) if one[k] != other.get(k)]
     if weights_of(old) != weights_of(new):
         found.append("weights of the last checkpoint differ")
     return found
@@ -340,11 +340,15 @@ def report(names: Sequence[str], old: Path, new: Path) -> int:
         for which in ("whole", "resumed"):
             found = differences(old / name / "whole", new / name / which)
             num_different += bool(found)
-            numbers = sum(len(row) for row in numbers_of(new / name / which).values())
+            before, rows = numbers_of(old / name / "whole"), numbers_of(new / name / which)
+            added = sorted({key for step, row in rows.items() for key in row.keys() - before.get(step, {}).keys()})
+            numbers = sum(len(row) for row in rows.values())
             verdict = "DIFFERENT" if found else f"equal: {numbers} numbers, weights"
             print(f"{name:22} {'new run' if which == 'whole' else 'resumed from old':17} {verdict}")
             for line in found[:8]:
                 print(f"    {line}")
+            if added:
+                print(f"    only in NEW: {', '.join(added)}")
     print("all equal" if not num_different else f"{num_different} of {2 * len(names)} differ")
     return int(bool(num_different))
 
