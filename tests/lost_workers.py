@@ -1,0 +1,56 @@
+"""What happens when a process that runs tests dies: its test has failed, and the report says by which signal.
+
+A process that got SIGKILL was ended from outside, by the kernel for want of memory for example: its test runs once more
+in another process, and the summary says so. pytest-xdist itself ends with an error of its own if two processes die
+while their replacements still collect tests.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+
+class Scheduling(LoadGroupScheduling):
+    def _reschedule(self, node: Any) -> None:
+        if node in self.registered_collections:  # else it will be called when this process has collected its tests
+            super()._reschedule(node)
+
+
+class LostWorkers:
+    def __init__(self) -> None:
+        self.repeated: dict[str, str] = {}
+
+    @pytest.hookimpl
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduling | None:
+        return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+    @pytest.hookimpl
+    def pytest_handlecrashitem(self, crashitem: str, report: Any, sched: Any) -> None:
+        popen = report.node.gateway._io.popen
+        try:
+            code = popen.wait(10)
+        except Exception:  # it lives, but its connection is gone
+            code = None
+        ending = f"signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else f"exit code {code}"
+        report.longrepr = f"{report.longrepr}: {ending}"
+        if code == -signal.SIGKILL and crashitem not in self.repeated:
+            self.repeated[crashitem] = report.longrepr
+            report.outcome = "rerun"  # the scheduler gives what this process had not completed to another one
+
+    @pytest.hookimpl
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        return ("rerun", "R", "RERUN") if report.outcome == "rerun" else None
+
+    @pytest.hookimpl
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for message in self.repeated.values():
+            terminalreporter.line(f"run again: {message}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):  # whose hooks these are
+        config.pluginmanager.register(LostWorkers())
