@@ -59,7 +59,7 @@ demo: $(DEMO_STAMP)
 	$(BIN)/posttrain demo
 
 # Two workers with one thread each are faster on small models than one with two. In the order of the folders slow files are first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 WITH_VLLM = $(if $(wildcard $(VLLM_VENV)/.installed),POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python)
 WITH_FOREIGN = $(if $(wildcard .openenv-venv/.installed),POSTTRAIN_OPENENV_PYTHON=$(abspath .openenv-venv)/bin/python) \
@@ -100,7 +100,7 @@ test-loggers: setup
 invariants: setup
 	set -e; for capability in $$($(BIN)/python tests/cpu_capabilities.py); do \
 	  echo "tests/invariants with ATEN_CPU_CAPABILITY=$$capability"; \
-	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --tier fast -m "not ray" tests/invariants; \
+	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --tier fast -m "not ray" tests/invariants; \
 	done
 
 lint: setup

@@ -9,7 +9,7 @@ import local_ray
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tiers", "lost_workers"]
+pytest_plugins = ["tiers", "distribution"]
 # Without a GPU its tests are not collected.
 collect_ignore = [] if any(Path("/dev").glob("nvidia[0-9]*")) else ["gpu"]
 

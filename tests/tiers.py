@@ -82,9 +82,6 @@ class Tiers:
             items[:] = chosen
         if self.config.getoption("--rotate"):
             items[:] = self._rotated(items)
-        is_parallel = self.config.pluginmanager.hasplugin("xdist")
-        for item in items if is_parallel else ():  # the tests of a file share its fixtures, those of Ray share one Ray
-            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else file_of(item)))
 
     def _fast(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         spent: defaultdict[str, float] = defaultdict(float)  # by test function

@@ -1,8 +1,11 @@
-"""What happens when a process that runs tests dies: its test has failed, and the report says by which signal.
+"""How tests are distributed over processes, and what happens when such a process dies.
 
-A process that got SIGKILL was ended from outside, by the kernel for want of memory for example: its test runs once more
-in another process, and the summary says so. pytest-xdist itself ends with an error of its own if two processes die
-while their replacements still collect tests.
+The tests of a file run in one process and share its fixtures. All files with tests marked `ray` run in the same process
+and share one Ray. (Marks of pytest-xdist 3.8 for groups have no effect under pytest 9.2.)
+
+If a process dies, its test has failed, and the report says by which signal. A process that got SIGKILL was ended from
+outside, by the kernel for want of memory for example: its test runs once more in another process, and the summary says
+so. pytest-xdist itself ends with an error of its own if two processes die while their replacements still collect tests.
 """
 
 from __future__ import annotations
@@ -11,22 +14,33 @@ import signal
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadScopeScheduling
 
 
-class Scheduling(LoadGroupScheduling):
+class Scheduling(LoadScopeScheduling):
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self._scopes: dict[str, str] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if file not in self._scopes:
+            has_ray = "mark.ray" in self.config.rootpath.joinpath(file).read_text()
+            self._scopes[file] = "ray" if has_ray else file
+        return self._scopes[file]
+
     def _reschedule(self, node: Any) -> None:
         if node in self.registered_collections:  # else it will be called when this process has collected its tests
             super()._reschedule(node)
 
 
-class LostWorkers:
+class Distribution:
     def __init__(self) -> None:
         self.repeated: dict[str, str] = {}
 
     @pytest.hookimpl
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduling | None:
-        return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+        return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
 
     @pytest.hookimpl
     def pytest_handlecrashitem(self, crashitem: str, report: Any, sched: Any) -> None:
@@ -53,4 +67,4 @@ class LostWorkers:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("xdist"):  # whose hooks these are
-        config.pluginmanager.register(LostWorkers())
+        config.pluginmanager.register(Distribution())
