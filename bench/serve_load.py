@@ -2,8 +2,10 @@
 """Load on an OpenAI-compatible server: requests per second, time to first token, time between tokens, and whether it is
 right.
 
-    posttrain serve models/smollm2-135m-instruct & python bench/serve_load.py http://127.0.0.1:8000 --streams 200 python
-    bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
+    posttrain serve models/smollm2-135m-instruct &
+    python bench/serve_load.py http://127.0.0.1:8000 --streams 200
+    python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json  # vllm
+    python bench/serve_load.py http://127.0.0.1:8000 --request schema    # and with --request chat, for the ratio
     python bench/serve_load.py --serve tiny --streams 200       # starts posttrain with two processes and with one
 
 First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must
@@ -48,6 +50,19 @@ WORDS = (
     "orchid",
 )
 MOST_TRIES = 50  # of a request that gets 429
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Returns the {what} at a place.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+    for name, what in (("get_weather", "weather"), ("get_time", "local time"))
+]
+# An answer of this schema does not end before it has as many tokens as are asked for.
+SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 1000}
 
 
 @dataclass
@@ -90,6 +105,12 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="prompts for the tokenizer of shapes.py; always so with --serve SHAPE",
     )
+    parser.add_argument(
+        "--request",
+        choices=("completion", "chat", "tools", "schema"),
+        default="completion",
+        help="a text, a chat, a chat with two tools (tool_choice auto), or one whose answer obeys a JSON schema",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer; all of them are sampled (default 64)")
     parser.add_argument("--api-key", default=os.environ.get("POSTTRAIN_API_KEY", "none"))
     parser.add_argument("--probe", action="store_true", help="also try keys, overload and disconnects (posttrain only)")
@@ -121,13 +142,20 @@ async def find_model(url: str, key: str, wanted: str | None) -> Target:
     return Target(url.rstrip("/"), wanted or listed.json()["data"][0]["id"], headers)
 
 
-def body_of(target: Target, prompt: str, max_tokens: int) -> dict[str, Any]:
+def body_of(target: Target, prompt: str, max_tokens: int, request: str = "completion") -> dict[str, Any]:
+    asked: dict[str, Any] = {"prompt": prompt}
+    if request != "completion":
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+    if request == "tools":
+        asked["tools"] = TOOLS
+    if request == "schema":
+        asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "words", "schema": SCHEMA}}
     return {
         "model": target.model,
-        "prompt": prompt,
+        **asked,
         "max_tokens": max_tokens,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": request != "schema",  # an answer that obeys a schema has to end
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -159,7 +187,8 @@ def request_of(target: Target, body: dict[str, Any]) -> bytes:
     headers = {**target.headers, "Host": httpx.URL(target.url).netloc.decode(), "Content-Length": str(len(content))}
     headers |= {"Content-Type": "application/json", "Connection": "close"}
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content
 
 
 async def ask(target: Target, request: bytes, prompt: int) -> Answer:
@@ -220,8 +249,10 @@ def read_event(line: bytes, at: float, answer: Answer) -> None:
         return
     if event.get("usage"):
         answer.num_tokens = event["usage"]["completion_tokens"]
-    if event["choices"] and event["choices"][0]["text"]:
-        answer.text += event["choices"][0]["text"]
+    choice = event["choices"][0] if event["choices"] else {}
+    delta = choice.get("delta", {})
+    if text := choice.get("text") or delta.get("content") or "".join(map(json.dumps, delta.get("tool_calls") or ())):
+        answer.text += text
         answer.times.append(at)
 
 
@@ -229,7 +260,7 @@ async def load(
     target: Target, args: argparse.Namespace, watch: Watch | None
 ) -> tuple[list[Answer], list[Answer], float]:
     """The answers to prompts alone, the answers under load, and the seconds that the load took."""
-    bodies = [body_of(target, prompt_of(n, args), args.max_tokens) for n in range(args.prompts)]
+    bodies = [body_of(target, prompt_of(n, args), args.max_tokens, args.request) for n in range(args.prompts)]
     requests = [request_of(target, body) for body in bodies]
     alone = [await ask(target, request, number) for number, request in enumerate(requests)]
     left = iter(range(args.requests or 2 * args.streams))
