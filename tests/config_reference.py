@@ -1,4 +1,4 @@
-"""docs/config-reference.md: every setting with its type, default and meaning, read off the sections of the config."""
+"""The page "Every setting" of the site: type, default and meaning, read off the sections of the config."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ from posttrain.config.runs import RUN_CONFIGS
 KINDS = ("grpo", "dpo", "rm", "sft")
 SAME_AS_TRAIN = ("data.validation.", "data.default.")  # have the keys of data.train
 HEADER = "| key | type | default | meaning |\n|---|---|---|---|\n"
+HEAD = """# Every setting
+
+Type, default and meaning of each key. [Config](config.md) explains files, overrides and short names. A default such as
+`${policy.model_name}` is the value of another key. Where kinds of run have different defaults, each is named.
+
+"""
 PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false"}
 BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 OTHER_FILES = {
@@ -46,7 +52,7 @@ def config_reference() -> str:
         top = key.partition(".")[0]
         only = "" if len(having) in (1, len(kinds)) else f" ({', '.join(having).upper()})"
         rows.setdefault(top, []).append(_row(key, info, _one_or_each(values), only))
-    text = "## Runs: `posttrain grpo`, `dpo`, `rm`, `sft`\n"
+    text = HEAD + "## Runs: `posttrain grpo`, `dpo`, `rm`, `sft`\n"
     for top, lines in rows.items():
         what = next(fields[top].description or "" for fields in kinds.values() if top in fields)
         more = " `data.validation` and `data.default` have the same keys as `data.train`." if top == "data" else ""

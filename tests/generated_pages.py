@@ -1,4 +1,4 @@
-"""The generated parts of docs/: tables of models and datasets, the config reference, the doctor's rules.
+"""The generated parts of docs/: tables of models and datasets, the doctor's rules, the published guides.
 
 python tests/generated_pages.py      writes them; a test fails while a page differs
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config_reference import config_reference
 from every_family import WITH_IMAGES, recorded
 from seed_features import page as seeds_checked
 
@@ -221,10 +220,9 @@ def rules_sections() -> str:
 PAGES = {
     "models.md": models_table,
     "datasets.md": datasets_table,
-    "config-reference.md": config_reference,
     "doctor.md": rules_table,
     "troubleshooting.md": rules_sections,
-    "seeds-checked.md": seeds_checked,
+    "seeds/checked.md": seeds_checked,
 }
 
 

@@ -2,6 +2,7 @@
 
 - the navigation is what docs/README.md lists, by its headings; a page that it does not list is an error of the strict
   build,
+- `config-reference.md` is generated here: it is 15,000 words, and is not committed,
 - links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`.
   Markdown files become pages, other files are copied. A folder has no page: its link becomes plain text.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 COPIES = "repository"
+SETTINGS = "config-reference.md"
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
@@ -28,14 +31,18 @@ def on_config(config: Any) -> Any:
     for section in sections:
         heading, _, body = section.partition("\n")
         pages = [target for target in _targets("docs/README.md", body) if target.endswith(".md")]
-        config.nav.append({heading: [_in_site(page) for page in dict.fromkeys(pages)]})
+        built = [SETTINGS] if "config.md" in body else []
+        config.nav.append({heading: [*(_in_site(page) for page in dict.fromkeys(pages)), *built]})
     decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
     config.nav.append({"Decisions": ["decisions/README.md", *(f"decisions/{path.name}" for path in decisions)]})
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files that pages link to, and those that these link to."""
+    """Add the page of settings, the files that pages link to, and those that these link to."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from config_reference import config_reference
+
     open_pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     added: set[str] = set()
     while open_pages:
@@ -48,6 +55,7 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, path, abs_src_path=source, inclusion=InclusionLevel.NOT_IN_NAV))
             if target.endswith(".md"):
                 open_pages.append(target)
+    files.append(File.generated(config, SETTINGS, content=config_reference()))
     return files
 
 

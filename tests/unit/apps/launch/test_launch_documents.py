@@ -17,7 +17,7 @@ from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
 
 ROOT = Path(__file__).parents[4]
-GUIDES = (ROOT / "docs" / "launch-seeds.md").read_text(encoding="utf-8")
+GUIDES = (ROOT / "docs" / "seeds" / "manifests.md").read_text(encoding="utf-8")
 LAUNCH = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
 
