@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from posttrain.apps.launch.lint.check import RULES
 from posttrain.config import load_config
 from posttrain.config.base import Section
 from posttrain.config.cluster_profile import ClusterProfile
@@ -67,7 +68,8 @@ def config_reference() -> str:
     for heading, model in OTHER_FILES.items():
         others = [(key, info) for key, info in _fields(model) if _section_of(info.annotation) is None]
         text += f"\n## {heading}\n\n{HEADER}" + "".join(_row(key, info, _schema_default(info)) for key, info in others)
-    return text
+    rules = "".join(f"| `{name}` | {about} |\n" for name, about in RULES.items())
+    return f"{text}\n## Rules of `posttrain launch check`\n\n| rule | requirement |\n|---|---|\n{rules}"
 
 
 def _fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
