@@ -1,4 +1,4 @@
-"""docs/config-reference.md: every setting with its type, default and meaning, read off the sections of the config."""
+"""The page "Every setting" of the site: type, default and meaning, read off the sections of the config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from posttrain.apps.launch.lint.check import RULES
 from posttrain.config import load_config
 from posttrain.config.base import Section
 from posttrain.config.cluster_profile import ClusterProfile
@@ -22,6 +23,12 @@ from posttrain.config.runs import RUN_CONFIGS
 KINDS = ("grpo", "dpo", "rm", "sft")
 SAME_AS_TRAIN = ("data.validation.", "data.default.")  # have the keys of data.train
 HEADER = "| key | type | default | meaning |\n|---|---|---|---|\n"
+HEAD = """# Every setting
+
+Type, default and meaning of each key. [Config](config.md) explains files, overrides and short names. A default such as
+`${policy.model_name}` is the value of another key. Where kinds of run have different defaults, each is named.
+
+"""
 PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false"}
 BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 OTHER_FILES = {
@@ -46,7 +53,7 @@ def config_reference() -> str:
         top = key.partition(".")[0]
         only = "" if len(having) in (1, len(kinds)) else f" ({', '.join(having).upper()})"
         rows.setdefault(top, []).append(_row(key, info, _one_or_each(values), only))
-    text = "## Runs: `posttrain grpo`, `dpo`, `rm`, `sft`\n"
+    text = HEAD + "## Runs: `posttrain grpo`, `dpo`, `rm`, `sft`\n"
     for top, lines in rows.items():
         what = next(fields[top].description or "" for fields in kinds.values() if top in fields)
         more = " `data.validation` and `data.default` have the same keys as `data.train`." if top == "data" else ""
@@ -61,7 +68,8 @@ def config_reference() -> str:
     for heading, model in OTHER_FILES.items():
         others = [(key, info) for key, info in _fields(model) if _section_of(info.annotation) is None]
         text += f"\n## {heading}\n\n{HEADER}" + "".join(_row(key, info, _schema_default(info)) for key, info in others)
-    return text
+    rules = "".join(f"| `{name}` | {about} |\n" for name, about in RULES.items())
+    return f"{text}\n## Rules of `posttrain launch check`\n\n| rule | requirement |\n|---|---|\n{rules}"
 
 
 def _fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

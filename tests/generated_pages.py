@@ -1,4 +1,4 @@
-"""The generated parts of docs/: tables of models and datasets, the config reference, the doctor's rules.
+"""The generated parts of docs/: tables of models and datasets, the doctor's rules, the published guides.
 
 python tests/generated_pages.py      writes them; a test fails while a page differs
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config_reference import config_reference
 from every_family import WITH_IMAGES, recorded
 from seed_features import page as seeds_checked
 
@@ -95,7 +94,7 @@ CHECKS = {
 }
 
 
-# What is in the reason of a refusal, and how docs/models.md says it. Others are quoted.
+# What is in the reason of a refusal, and how the page of families says it. Others are quoted.
 REFUSALS = {
     "decays every number of its state": "a recurrence of another kind than gated delta rules, Mamba-2 and short "
     "convolutions",
@@ -107,7 +106,7 @@ REFUSALS = {
     "image_encoder_embeddings": "a forward pass that needs an image",
     "builds no mask": "its forward pass needs the mask of `transformers`, as sparse attention and ALiBi do, or another "
     "argument",
-    "makes a mask of its own": "a mask of its own",
+    "builds its own attention mask": "a mask of its own",
     "has no output head": "no output head",
     "last_hidden_state": "a language model inside that gives logits alone",
     "changes its logits": "a change of the logits that is not known; most of these are encoders",
@@ -128,51 +127,63 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def models_table() -> str:
-    tested = [
-        (each.published, f"`{each.model_type}`", each.what, *("yes" for _ in CHECKS), each.beyond_tiny or "-")
-        for each in FAMILIES
-    ]
+    tested = [(each.published, f"`{each.model_type}`", each.what, each.beyond_tiny) for each in FAMILIES]
     return (
-        table(("models", "`model_type`", "has", *CHECKS, "beyond tiny models on a CPU"), tested)
+        table(("models", "`model_type`", "has", "beyond tiny models on a CPU"), tested)
         + "\n"
-        + table(("column", "test"), [(name, f"`tests/{test}`") for name, test in CHECKS.items()])
+        + table(("every family", "test"), [(name, f"`tests/{test}`") for name, test in CHECKS.items()])
         + walk_table()
     )
 
 
 def walk_table() -> str:
-    """Outcomes of `integration/test_every_family.py`."""
-    record = recorded()
-    outcomes = sorted(record["families"].items())
+    """Counts of the outcomes of `integration/test_every_family.py`; the names are in the page that the site has."""
+    text, images = _walked()
+    how = _HOW.format(len(text), recorded()["transformers"])
+    return f"\n{how} {_counts(text)} {_TOWERS.format(len(images))} {_counts(images)}\n"
+
+
+def families_page() -> str:
+    """A page that only the site has: every family with its outcome."""
+    text, images = _walked()
+    parts = (f"{_HOW.format(len(text), recorded()['transformers'])}\n\n", _outcomes(text))
+    return "# Every family\n\n" + "".join((*parts, f"\n{_TOWERS.format(len(images))}\n\n", _outcomes(images)))
+
+
+_Families = dict[str, Mapping[str, str]]
+_HOW = (
+    "All {} causal language models of transformers {}, each a tiny random model with a config made from the names of "
+    "its fields, on a CPU in float32 (`tests/integration/test_every_family.py`: load, proof, samples, one optimizer "
+    "step)."
+)
+_TOWERS = "The {} families whose published form has towers for images or sound, used for text."
+
+
+def _walked() -> tuple[_Families, _Families]:
+    outcomes = sorted(recorded()["families"].items())
     text = {family: outcome for family, outcome in outcomes if not family.endswith(WITH_IMAGES)}
     images = {family.removesuffix(WITH_IMAGES): outcome for family, outcome in outcomes if family.endswith(WITH_IMAGES)}
+    return text, images
+
+
+def _counts(found: Mapping[str, Mapping[str, str]]) -> str:
+    counts = Counter(outcome["kind"] for outcome in found.values())
     return (
-        f"\nAll {len(text)} causal language models of transformers {record['transformers']}, each a tiny random model "
-        "with a config made from the names of its fields, on a CPU in float32 "
-        "(`tests/integration/test_every_family.py`: load, proof, samples, one optimizer step). "
-        + _outcomes(text)
-        + f"\nThe {len(images)} families whose published form has towers for images or sound, used for text. "
-        + _outcomes(images)
+        f"{counts['agrees']} work, and sampler and trainer agree; {counts['refused']} are refused with exit code 64 "
+        f"and a reason; of {counts['not made']} no tiny model could be made this way."
     )
 
 
 def _outcomes(found: Mapping[str, Mapping[str, str]]) -> str:
     families: dict[str, list[str]] = {}
-    counts: Counter[str] = Counter()
     for family, outcome in found.items():
         kind, reason = outcome["kind"], outcome["reason"]
-        counts[kind] += 1
         said = next((words for part, words in REFUSALS.items() if part in reason), reason)
         families.setdefault({"agrees": "works and agrees", "refused": f"refused: {said}"}.get(kind, kind), []).append(
             f"`{family}`"
         )
     rows = sorted(families.items(), key=lambda item: (item[0] != "works and agrees", -len(item[1])))
-    return (
-        f"{counts['agrees']} work, and sampler and trainer agree; {counts['refused']} are refused with exit code 64 "
-        f"and a reason; of {counts['not made']} no tiny model could be made this way. None ends in a traceback, none "
-        "is accepted with other numbers.\n\n"
-        + table(("outcome", "number", "`model_type`"), [(k, str(len(names)), ", ".join(names)) for k, names in rows])
-    )
+    return table(("outcome", "number", "`model_type`"), [(k, str(len(names)), ", ".join(names)) for k, names in rows])
 
 
 _DATASET = ("name", "hub", "split")
@@ -209,22 +220,19 @@ def _either(fields: Sequence[str]) -> str:
     return " or ".join(f"`{field}`" for field in fields)
 
 
-def rules_table() -> str:
-    lines = [(f"[`{rule.id}`](troubleshooting.md#{rule.id})", rule.of, rule.condition, rule.source) for rule in RULES]
-    return table(("rule", "of", "condition", "threshold from"), lines)
-
-
 def rules_sections() -> str:
-    return "\n".join(f"### {rule.id}\n\n*{rule.of}: {rule.condition}.*\n\n{rule.advice}\n" for rule in RULES)
+    sources = ("" if rule.source.startswith("ours") else f" ({rule.source})" for rule in RULES)
+    heads = [
+        f"### {rule.id}\n\n*{rule.of}: {rule.condition}{source}.*" for rule, source in zip(RULES, sources, strict=True)
+    ]
+    return "\n".join(f"{head}\n\n{rule.advice}\n" for head, rule in zip(heads, RULES, strict=True))
 
 
 PAGES = {
     "models.md": models_table,
     "datasets.md": datasets_table,
-    "config-reference.md": config_reference,
-    "doctor.md": rules_table,
-    "troubleshooting.md": rules_sections,
-    "seeds-checked.md": seeds_checked,
+    "doctor.md": rules_sections,
+    "seeds/checked.md": seeds_checked,
 }
 
 

@@ -1,4 +1,4 @@
-"""What the published guides show, beside what posttrain shows: the tables of docs/seeds-checked.md.
+"""What the published guides show, beside what posttrain shows: the tables of docs/seeds/checked.md.
 
 `seed_features.yaml` has the rows. A feature is looked for (`seen`, a pattern) in the output of the guide's script in
 examples/seeds, which contains `command`, or of the command `run`. A line of a guide's block is looked for (`ours`) in
@@ -112,7 +112,7 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def guide_job() -> Any:
-    text = (TESTS.parent / "docs" / "launch-seeds.md").read_text(encoding="utf-8")
+    text = (TESTS.parent / "docs" / "seeds" / "manifests.md").read_text(encoding="utf-8")
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml as-printed\n(.*?)```", text, re.DOTALL)]
     return next(block for block in blocks if block["metadata"]["name"] == "techpulse-grpo-training")
 

@@ -2,6 +2,7 @@
 
 - the navigation is what docs/README.md lists, by its headings; a page that it does not list is an error of the strict
   build,
+- two long pages are generated here and not committed: all settings, and the families of models that were tried,
 - links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`.
   Markdown files become pages, other files are copied. A folder has no page: its link becomes plain text.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 COPIES = "repository"
+SITE_ONLY = {"config.md": "config-reference.md", "models.md": "model-families.md"}  # the second follows the first
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
@@ -28,14 +31,19 @@ def on_config(config: Any) -> Any:
     for section in sections:
         heading, _, body = section.partition("\n")
         pages = [target for target in _targets("docs/README.md", body) if target.endswith(".md")]
-        config.nav.append({heading: [_in_site(page) for page in dict.fromkeys(pages)]})
+        in_site = [_in_site(page) for page in dict.fromkeys(pages)]
+        config.nav.append({heading: [one for page in in_site for one in (page, SITE_ONLY.get(page)) if one]})
     decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
     config.nav.append({"Decisions": ["decisions/README.md", *(f"decisions/{path.name}" for path in decisions)]})
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files that pages link to, and those that these link to."""
+    """Add the pages that only the site has, the files that pages link to, and those that these link to."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from config_reference import config_reference
+    from generated_pages import families_page
+
     open_pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     added: set[str] = set()
     while open_pages:
@@ -48,6 +56,8 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, path, abs_src_path=source, inclusion=InclusionLevel.NOT_IN_NAV))
             if target.endswith(".md"):
                 open_pages.append(target)
+    for page, content in zip(SITE_ONLY.values(), (config_reference(), families_page()), strict=True):
+        files.append(File.generated(config, page, content=content))
     return files
 
 

@@ -2,7 +2,7 @@
 # "GRPO/RLHF Training with NeMo RL": LoRA of a 7B model on two nodes with eight GPUs each.
 #
 # Run as it stands, this is the guide's command with its sizes; set the variables for another model and other sizes.
-# On two nodes: NODE_RANK=0 on the first, NODE_RANK=1 MASTER_IP=... on the second. The guide's manifest is in docs/launch-seeds.md.
+# On two nodes: NODE_RANK=0 on the first, NODE_RANK=1 MASTER_IP=... on the second. The guide's manifest is in docs/seeds/manifests.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}

@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     ERROR_FOUND = 3  # the doctor found an error in a run; the gate rejects a model
     MORE_SAMPLES = 4  # the gate cannot decide
     BAD_INPUT = 64
-    NO_PROGRESS = 65  # not one rollout could be scored; attempts without a new checkpoint
+    NO_PROGRESS = 65  # no rollout could be scored; attempts without a new checkpoint
     UNREACHABLE = 69  # the cluster
     STORAGE_FAILED = 74
     FOLDER_HELD = 75

@@ -118,7 +118,7 @@ class TrainingLoop:
             step, finished, owes_validation=is_owed, seconds_left=self.interruption.seconds_left()
         )
         saved = f"not saved: {obstacle}" if obstacle else "saved"
-        text = f"{reason} after step {step}, {saved}; the same command goes on from here"
+        text = f"{reason} after step {step}, {saved}; the same command resumes from here"
         return Ending("signal", text, unsaved if obstacle else self.interruption.exit_code)
 
     def _ending_after(self, step: int, report: StepReport, validation: StepReport | None) -> Ending | None:

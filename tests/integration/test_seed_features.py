@@ -1,4 +1,4 @@
-"""What docs/seeds-checked.md says of the published guides was seen, and is seen again."""
+"""What docs/seeds/checked.md says of the published guides was seen, and is seen again."""
 
 from __future__ import annotations
 

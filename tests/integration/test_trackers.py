@@ -120,7 +120,7 @@ def test_mlflow_has_every_step_once(run: Tracked) -> None:
 
 
 def test_an_outage_is_said_and_the_run_goes_on(run: Tracked) -> None:
-    assert re.search(r"warning: logger mlflow: .*; the run goes on", run.output)
+    assert re.search(r"warning: logger mlflow: .*; the run continues", run.output)
     assert run.output.count("logger mlflow:") == 1
 
 

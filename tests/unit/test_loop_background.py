@@ -233,7 +233,7 @@ def test_the_reason_for_no_copy_is_said_once(tmp_path: Path) -> None:
     assert exporter.made == []
     said = [line for line in run.recorder.said if "converted copy" in line]
     assert len(said) == 1
-    assert said[0].startswith("step_1 gets no second, converted copy of the model in hf/: it would take")
+    assert said[0].startswith("skipped Hugging Face export of step_1: it would take")
 
 
 def test_both_times_of_a_background_save_are_reported(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ class CheckpointSaver:
         )
         if reason is not None and not self._has_said_why_no_copy:
             self._has_said_why_no_copy = True
-            self.recorder.say(f"step_{step} gets no second, converted copy of the model in hf/: {reason}")
+            self.recorder.say(f"skipped Hugging Face export of step_{step}: {reason}")
         return reason is None
 
     def _make_copy(self, make: Callable[[Exporter], None]) -> None:

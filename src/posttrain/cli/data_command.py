@@ -71,9 +71,7 @@ _METAVARS = {"since": "DATE", "until": "DATE", "near_similarity": "S", "max_pair
 
 def add_arguments(parser: OverridesParser) -> None:
     actions = parser.commands()
-    inspect = _add_command(
-        actions, "inspect", "show what is in a set of labelled traces, or of rows with images", _inspect
-    )
+    inspect = _add_command(actions, "inspect", "show statistics of labelled traces, or of rows with images", _inspect)
     inspect.option("--html FILE", "of rows with images: a page with thumbnails", type=Path)
     inspect.option("--image-key NAME", "column with images (default: images or image)")
     inspect.option("--image-dir FOLDER", "folder of images that rows name (default: that of the data file)")
@@ -81,7 +79,7 @@ def add_arguments(parser: OverridesParser) -> None:
     inspect.option("--picture FILE", "draw the rewards into FILE.svg or FILE.png, too", type=Path)
     advise = _add_command(actions, "advise", "recommend GRPO or DPO for a set of labelled traces", _advise)
     advise.switch("--quick", "a quick first result matters most")
-    pairs = _add_command(actions, "pairs", "make preference pairs of labelled traces", _pairs)
+    pairs = _add_command(actions, "pairs", "make preference pairs from labelled traces", _pairs)
     pairs.add_argument("out", type=Path, metavar="OUT", help="the file to write, NAME.jsonl or NAME.jsonl.gz")
     pairs.option(
         "--format",

@@ -36,9 +36,9 @@ examples:
 
 Kept rows have all their columns and two more: screen_mean_reward, and screen_num_scored, the answers that it is the
 mean of. Answers that cannot be scored are ignored. NAME.screen.jsonl beside OUT has the rewards of every prompt: after
-an interruption the same command goes on, and another --keep samples nothing again. NAME.screen.json has the counts and
+an interruption the same command resumes, and another --keep needs no new samples. NAME.screen.json has the counts and
 what made them. Prompts are taken in a seeded order, so --limit and --minutes measure a random part.
-exit codes: 0 done, also by --minutes · 64 bad input, or no prompt is left · 65 not one answer could be scored · 75
+exit codes: 0 done, also by --minutes · 64 bad input, or no prompt is left · 65 no answer could be scored · 75
 another process is screening into OUT · 85 SIGTERM or SIGHUP, 130 Ctrl-C: what was measured is written
 """
 
@@ -47,7 +47,7 @@ def add_parser(actions: Subparsers) -> None:
     parser = add_command(
         actions,
         "screen",
-        "keep the prompts of a GRPO run that its model finds neither too hard nor too easy",
+        "keep the prompts that are neither too hard nor too easy for the model of a GRPO run",
         description=DESCRIPTION,
         epilog=EPILOG,
         usage="posttrain data screen [--config FILE] --out OUT [options] [key=value …]",
@@ -67,7 +67,7 @@ def add_parser(actions: Subparsers) -> None:
     parser.switch("--json", "print NAME.screen.json instead of the table")
     parser.switch("--quiet", "print the result, warnings and errors only")
     parser.words()
-    parser.set_defaults(run=run, interrupted="stopped; what was measured is saved, and the same command goes on")
+    parser.set_defaults(run=run, interrupted="stopped; what was measured is saved, and the same command resumes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def table(summary: JsonObject) -> list[str]:
         "too easy": f"above {high:g}",
         "no difference": "within, but all answers earn the same",
         "unscored": "fewer than two answers have a reward",
-        "not measured": "the same command goes on",
+        "not measured": "the same command resumes",
     }
     lines += [f"  {name:<16}{count:>7,}  {meaning[name]}" for name, count in summary["prompts"].items() if count]
     if summary["num_unscored_answers"]:

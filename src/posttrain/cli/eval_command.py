@@ -23,11 +23,11 @@ examples:
   posttrain eval compare results/eval/A results/eval/B
 
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
-OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config
-show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
-An answer may have generation.max_new_tokens tokens, by default as many as generation.vllm_cfg.max_model_len allows: set
-fewer for a first try on a CPU.
-exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into
+OpenAI-compatible server; an argument without `=` is the model. Settings have the names that NeMo RL uses; `posttrain
+config show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command
+resumes. An answer may have generation.max_new_tokens tokens, by default as many as generation.vllm_cfg.max_model_len
+allows: set fewer for a first try on a CPU.
+exit codes: 0 done · 1 done, and no answer could be scored · 64 bad input · 75 another process is evaluating into
 the folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first
 batch
 """
@@ -69,7 +69,7 @@ def _add_compare(parser: OverridesParser) -> None:
     parser.option("--metric", "pass@k, cons@k or avg@k; the main metric of A if left out")
     parser.option("--confidence", "of the interval, as a share", default=0.95)
     parser.option("--seed", "of resampling", default=42)
-    parser.option("--html FILE", "also write a page that needs nothing but itself", type=Path)
+    parser.option("--html FILE", "also write a self-contained HTML page", type=Path)
     parser.switch("--json", "print the comparison as JSON")
     parser.option("--show N", "changed problems to list", default=20)
     parser.set_defaults(run=run_compare)

@@ -59,7 +59,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--production [NAME=]FOLDER", "the same of the model in use", action="append", default=[])
     parser.switch("--no-production", "there is no model in use yet: checks against it are skipped")
     parser.option("--json FILE", "write the verdict as JSON; - prints it instead of the table")
-    parser.option("--html FILE", "write a page that needs nothing but itself", type=Path)
+    parser.option("--html FILE", "write a self-contained HTML page", type=Path)
     parser.words(help="settings that override those of gate.yaml")
     parser.set_defaults(run=run)
 

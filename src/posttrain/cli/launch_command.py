@@ -50,20 +50,20 @@ actions (each has --help):
   doctor --on PROFILE          what the cluster lacks         list          runs, here and in the cluster
   status NAME                  pods, attempts, events         logs NAME     output of a rank
   checkpoints NAME             steps with metrics             stop NAME     end a run; checkpoints stay
-  interrupt NAME --rank 1      take a machine away: a fire drill
+  interrupt NAME --rank 1      simulate the loss of a node
 
 examples:
   posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2      the run's manifests, on this machine
-  posttrain launch --on eks.yaml grpo --config my.yaml                       checked, priced, asked for, followed
+  posttrain launch --on eks.yaml grpo --config my.yaml                       check, price, confirm, submit, follow
   posttrain launch logs grpo-math --attempt 2 --rank 1                       found by label: no config is needed
-  posttrain launch interrupt grpo-math --rank 1 --notice 120                 what the loss of a Spot machine does
+  posttrain launch interrupt grpo-math --rank 1 --notice 120                 simulate a Spot interruption
   posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
   posttrain launch --on slurm.yaml grpo --config my.yaml                     a batch script, submitted with sbatch
   posttrain plan --on eks.yaml grpo --config my.yaml                         hours and dollars
 
-PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on when this command ends. Exit codes: 0
-done · 64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster cannot
-be reached · 1 the run failed.
+PROFILE is a cluster profile (docs/launch.md), or the word local. The run continues after this command exits. Exit
+codes: 0 done · 64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster
+cannot be reached · 1 the run failed.
 """
 
 
@@ -78,7 +78,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--crds FOLDER", CRDS, type=Path)
     parser.switch("--yes", "submit without asking")
     parser.switch("--detach", "submit, and do not follow the run")
-    parser.set_defaults(run=_launch, interrupted="no longer followed; the run goes on (posttrain launch list)")
+    parser.set_defaults(run=_launch, interrupted="no longer followed; the run continues (posttrain launch list)")
 
 
 def _add_action(name: str, parser: OverridesParser) -> None:
@@ -106,16 +106,16 @@ def _add_action(name: str, parser: OverridesParser) -> None:
     if name in ("check", "list", "status", "checkpoints"):
         parser.switch("--json", "print as JSON")
     if name in ("logs", "interrupt"):
-        parser.option("--rank", "whose output, or machine; 0 is where the driver is", default=0)
+        parser.option("--rank", "rank; 0 runs the driver", default=0)
     if name == "logs":
         parser.option("--attempt", "of which attempt, from 1; else of the newest", type=int)
-        parser.switch("--follow", "go on while the pod lives")
+        parser.switch("--follow", "stream until the pod exits")
     if name == "checkpoints":
         parser.option("--folder", "of checkpoints that are on this machine, instead of a run's name", type=Path)
         parser.option("--logs FOLDER", "of its metrics, if they are elsewhere", type=Path)
     if name == "interrupt":
         at_most_a_day = number(float, Option(at_least=0, at_most=86400))
-        parser.option("--notice S", "seconds from the notice to the end", type=at_most_a_day, default=120.0)
+        parser.option("--notice S", "seconds between notice and SIGKILL", type=at_most_a_day, default=120.0)
         parser.switch("--evict", "send SIGTERM, as a drain does, with the pod's own grace period")
     if name == "doctor":
         parser.switch("--image", "also start the image in a small pod, to see that posttrain is in it")
@@ -156,7 +156,7 @@ def _launch(args: argparse.Namespace) -> int:
     if not _is_confirmed(args):
         return 0
     cluster.create(objects)
-    print(f"{objects[-1]['kind']} {request.name} is created; it goes on without this command")
+    print(f"{objects[-1]['kind']} {request.name} is created; it continues after this command exits")
     return 0 if args.detach else follow(cluster, request.name)
 
 
@@ -391,11 +391,11 @@ ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
     "check": ("check manifests, folders of them and Helm charts", _check),
     "setup": ("write what an administrator creates once: machines, queues, storage", _setup),
     "values": ("print values for the chart charts/posttrain-ray", _values),
-    "doctor": ("ask a cluster what a run of this profile would miss; creates nothing", _doctor),
+    "doctor": ("check what a cluster lacks for a run with this profile; creates nothing", _doctor),
     "list": ("list runs, on this machine and in the cluster of the kubeconfig", _list_runs),
     "status": ("show the pods of a run, its attempts and events", _status),
     "logs": ("print the output of a rank", _logs),
     "checkpoints": ("list the checkpoints of a run, with metrics", _checkpoints),
     "stop": ("end a run and remove what was created for it; checkpoints are kept", _stop),
-    "interrupt": ("take the machine of a rank away, with or without notice: a fire drill", _interrupt),
+    "interrupt": ("simulate the loss of a rank's node, with or without notice", _interrupt),
 }

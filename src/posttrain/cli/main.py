@@ -60,7 +60,7 @@ GROUPS = {
 }  # fmt: skip
 
 EPILOG = """\
-exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout could be
+exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 no rollout could be
 scored · 74 the storage failed during the run · 75 another process is using the folder · 76 another process has taken
 the folder over · 85 stopped by SIGTERM or SIGHUP after saving · 143, 129 the same with nothing to save · 130 stopped by
 Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a kill, the same
@@ -72,7 +72,7 @@ settings are given as key=value, with the names that NeMo RL uses:
 
   posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
 
-What is typed often has a short name, also as an option (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
+Common settings have short names, which are also options (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
   model, data, lr, lora, steps, epochs, batch_size, max_length, seed, folder, precision{of_kind}
 policy.model_name may be the folder of a run: its newest checkpoint.
 `posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
@@ -100,45 +100,45 @@ COMMANDS = {
     **{kind: ("main.add_training", described.summary) for kind, described in KINDS.items()},
     "distill": (
         "main.add_distillation",
-        "on-policy distillation: learn the distributions of a teacher over own answers",
+        "on-policy distillation: match a teacher's distributions on the model's own answers",
     ),
-    "ppo": ("main.add_ppo", "reinforcement learning with a critic: PPO, the loop of grpo with a value for every token"),
-    "status": ("run_commands.add_status", "is a run alive, who holds its folder, how far is it, why did it stop"),
+    "ppo": ("main.add_ppo", "PPO: reinforcement learning with a critic that values every token"),
+    "status": ("run_commands.add_status", "state of a run: progress, writing process, reason of its end"),
     "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, some minutes, no network)"),
     "faults": ("start_commands.add_faults", "kill a run at random moments, resume it, and compare it bit for bit"),
     "init": ("start_commands.add_init", "write a config and data to start from"),
-    "agents": ("agents_command.add_arguments", "run an agent once and again without training, and show what it did"),
+    "agents": ("agents_command.add_arguments", "run an agent without training and show what it did"),
     "config": ("config_command.add_arguments", "show or check the config of a run"),
     "data": (
         "data_command.add_arguments",
-        "look at labelled traces, make preference pairs of them, pack pairs, screen prompts",
+        "inspect labelled traces, make preference pairs, pack pairs, screen prompts",
     ),
-    "doctor": ("run_commands.add_doctor", "what is wrong with a run, and the setting that fixes it"),
+    "doctor": ("run_commands.add_doctor", "diagnose a run and suggest settings that fix it"),
     "convert": ("convert_command.add_arguments", "a checkpoint to a Hugging Face folder or GGUF"),
-    "eval": ("eval_command.add_arguments", "measure a model on a benchmark, or compare two such measurements"),
+    "eval": ("eval_command.add_arguments", "evaluate a model on a benchmark, or compare two evaluations"),
     "gate": (
         "gate_command.add_arguments",
         "decide whether a candidate may ship: promote, reject, or more samples needed",
     ),
     "launch": (
         "launch_command.add_arguments",
-        "a run on Kubernetes, Slurm, or on this machine as a cluster: submit, follow, stop; manifests and their checks",
+        "run on Kubernetes, Slurm or this machine as a cluster; render and check manifests",
     ),
     "log": ("run_commands.add_log", "send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab"),
-    "models": ("start_commands.add_models", "fetch a small model to try things with"),
+    "models": ("start_commands.add_models", "fetch a small model for first experiments"),
     "node": ("main.add_node", "the first process of a pod; the manifests of `posttrain launch` start it"),
     "pipeline": (
         "pipeline_command.add_arguments",
-        "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again",
+        "run traces → dataset → train → convert → evaluate → gate → registry → canary, repeatedly",
     ),
-    "plan": ("plan_command.add_arguments", "memory and time of a run, predicted from its config"),
+    "plan": ("plan_command.add_arguments", "predict memory and time of a run from its config"),
     "rewards": ("rewards_command.add_arguments", "list the types of reward, or try one on stored samples"),
     "registry": (
         "registry_command.add_arguments",
         "keep model versions with lineage and stages; promote and roll back",
     ),
     "serve": ("serve_command.add_arguments", "an OpenAI-compatible server over a model"),
-    "chat": ("serve_command.add_chat", "talk with a model in the terminal"),
+    "chat": ("serve_command.add_chat", "chat with a model in the terminal"),
     "watch": ("watch_command.add_arguments", "runs in the browser, live"),
 }
 
@@ -214,7 +214,7 @@ def _add_training(parser: OverridesParser, kind: str) -> None:
     parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)
     parser.short_names = short_names(kind)
     parser.config_file()
-    parser.switch("--verbose", "the whole block of every step, as in logs/train.log, instead of one line")
+    parser.switch("--verbose", "print the long form of every step, as in logs/train.log, instead of one line")
     parser.switch("--quiet", "print warnings, errors and the end result only")
     parser.switch("--resume-with-changes", "resume although training settings differ; the changes are recorded")
     parser.switch("--restart", "begin at step 1; the run in the folder and its checkpoints move to earlier_NNN/")

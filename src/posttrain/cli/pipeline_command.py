@@ -39,7 +39,7 @@ examples:
   posttrain pipeline run configs/pipelines/demo.yaml              a few minutes on a CPU, with a model of its own
   posttrain pipeline run pipeline.yaml --dry-run                  what would run, and why
   posttrain pipeline run pipeline.yaml --until evaluate train.algorithm=grpo
-  posttrain pipeline run pipeline.yaml --from gate                the gate and what follows, once more
+  posttrain pipeline run pipeline.yaml --from gate                run the gate and later stages again
   posttrain pipeline status pipeline.yaml
 
 Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the
@@ -47,7 +47,7 @@ same command resumes: training from its checkpoint, evaluation with the remainin
 finished and the traces have changed, the next one begins, from the model in production or from the base model
 (pipeline.start_from).
 exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
-65 not one rollout could be scored · 75, 76 another process is running or training this pipeline ·
+65 no rollout could be scored · 75, 76 another process is running or training this pipeline ·
 85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash
 """
 
@@ -55,7 +55,7 @@ exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more s
 def add_arguments(parser: OverridesParser) -> None:
     parser.epilog = EPILOG
     commands = parser.commands()
-    run = _add(commands, "run", "run what has to run", run_pipeline)
+    run = _add(commands, "run", "run stages that are out of date", run_pipeline)
     run.option("--until STAGE", "stop after this stage", choices=STAGES, default=STAGES[-1])
     run.option("--from STAGE", "this stage and those after it run again", dest="redo_from", choices=STAGES)
     run.switch("--dry-run", "show what would run, and why; change nothing")

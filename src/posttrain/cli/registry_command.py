@@ -68,8 +68,8 @@ def add_arguments(parser: OverridesParser) -> None:
     add.option("--eval NAME=FOLDER", "evaluation whose metrics are recorded", action="append", default=[])
     add.option("--metric NAME=NUMBER", "a metric of your own", action="append", default=[])
     add.option("--gate FILE", "what `posttrain gate --json FILE` wrote", type=Path)
-    add.option("--note", "anything else worth knowing", default="")
-    add.option("--by WHO", "who does this (default: you)")
+    add.option("--note", "free text, stored with the version", default="")
+    add.option("--by WHO", "name recorded in the history (default: you)")
     add.switch("--in-place", "leave the files where they are instead of copying them")
     add.switch("--json", "print the version as JSON")
     listing = _command(commands, "list", _list)
@@ -93,13 +93,13 @@ def add_arguments(parser: OverridesParser) -> None:
     promote.add_argument("version", type=int, metavar="VERSION")
     promote.option("--to", "default: the next stage", choices=("canary", "production", "archived"))
     promote.option("--expect VERSION", "only if this version is in that place now (or: none)")
-    promote.switch("--force", "against the gate's verdict; the history records it")
+    promote.switch("--force", "override the gate; the history records it")
     rollback.add_argument("name", metavar="NAME")
     rollback.option("--stage", "what to take back", choices=("production", "canary"), default="production")
     rollback.option("--to VERSION", ROLLBACK_TO, type=int)
     for change in (promote, rollback):
         change.option("--why TEXT", "the reason, for the history", required=True)
-        change.option("--by WHO", "who does this (default: you)")
+        change.option("--by WHO", "name recorded in the history (default: you)")
         change.switch("--no-verify", "do not compare the files with their checksums first")
 
 

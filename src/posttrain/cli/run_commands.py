@@ -92,18 +92,17 @@ def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now:
     return str(info.get("reason", ""))
 
 
-# -- doctor: what is wrong with a run, and the setting that fixes it ---------------------------------------------------
+# -- doctor: diagnose a run and suggest settings that fix it ---------------------------------------------------
 
 WIDTH = 110
 DOCTOR_EPILOG = """\
 examples:
   posttrain doctor results/grpo                 a run of posttrain, finished or not
   posttrain doctor outputs/trl-grpo             a run of TRL, NeMo RL, verl or prime-rl, as far as its logs go
-  posttrain doctor results/grpo --json          the same for programs
-  posttrain doctor --rules                      what is looked for, what it means and what to do
+  posttrain doctor results/grpo --json          as JSON
+  posttrain doctor --rules                      the rules: conditions, meaning and advice
 
-A run looks at itself with the same rules while it goes on;
-doctor.on_error=stop lets an error save and stop it.
+The same rules run after each step; with doctor.on_error=stop an error saves and stops the run.
 exit codes: 0 no error found · 3 an error found · 64 no run in the folder
 """
 

@@ -45,8 +45,8 @@ exit codes: 0 every request was answered · 1 some were cut off, or the engine h
 def add_arguments(parser: OverridesParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.option("--backend", "who samples", choices=("native", "vllm"), default="native")
-    parser.option("--served-model-name NAME", "what clients call the model (default: from MODEL)")
+    parser.option("--backend", "sampling engine", choices=("native", "vllm"), default="native")
+    parser.option("--served-model-name NAME", "model name for clients (default: from MODEL)")
     parser.option(
         "--adapter NAME=ADAPTER",
         "a LoRA adapter as a model: a folder, checkpoint, run or registry:NAME@STAGE; may be repeated",
@@ -59,8 +59,10 @@ def add_arguments(parser: OverridesParser) -> None:
     add_option(network, "--port", "0 takes a free one", default=8000)
     keys = f"keys that are accepted; lines with # are comments (default: {KEY_VARIABLE})"
     add_option(network, "--api-key-file FILE", keys, type=Path)
-    add_option(network, "--api-key KEY", "the same, but others on this machine can see it")
-    network.add_argument("--no-auth", action="store_true", help="serve everyone who can reach --host, without a key")
+    add_option(network, "--api-key KEY", "the same on the command line, where other users of this machine can see it")
+    network.add_argument(
+        "--no-auth", action="store_true", help="serve every client that can reach --host, without a key"
+    )
     drain = f"for running requests after SIGTERM ({ServeOptions.drain_timeout_s:g})"
     add_option(network, "--drain-timeout-s S", drain, type=float)
     engine = parser.add_argument_group("engine")
@@ -69,7 +71,7 @@ def add_arguments(parser: OverridesParser) -> None:
         "--processes",
         type=int,
         choices=(1, 2),
-        help="2: the engine beside HTTP and text, in a process of its own (default: 2 on a GPU, 1 on a CPU)",
+        help="2: the engine in a process of its own (default: 2 on a GPU, 1 on a CPU)",
     )
     add_fields(parser.add_argument_group("limits"), ServerLimits)
     canary = parser.add_argument_group("canary: a second version behind the same name")
@@ -154,7 +156,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"--drain-timeout-s is {args.drain_timeout_s}: at least 0 is accepted")
 
 
-# -- chat: talk with a model in the terminal ---------------------------------------------------------------------------
+# -- chat: chat with a model in the terminal ---------------------------------------------------------------------------
 
 CHAT_DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.

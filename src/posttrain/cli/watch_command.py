@@ -41,7 +41,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=places)
     parser.option("--host", "address to listen at", default="127.0.0.1")
     parser.option("--port", "0 takes a free one", default=8411)
-    parser.option("--token-file FILE", f"holds what browsers are asked for (default: {TOKEN_VARIABLE})", type=Path)
+    parser.option("--token-file FILE", f"file with the access token (default: {TOKEN_VARIABLE})", type=Path)
     further = "a registry to show, beside those in the folders; may be repeated"
     parser.option("--registry WHERE", further, action="append", default=[])
     parser.switch("--open", "open a browser")

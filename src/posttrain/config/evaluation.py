@@ -212,4 +212,4 @@ class EvalRunConfig(Section):
         asked, used = self.cluster.num_workers, self.num_devices
         if asked > used and not on_server:
             each = f"generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size = {self.gpus_per_engine}"
-            yield f"cluster: {asked} GPUs are asked for, {used} are used: an engine takes {each} of one machine"
+            yield f"cluster: {asked} GPUs are requested, {used} are used: an engine takes {each} of one machine"

@@ -17,7 +17,7 @@ Confidence = Annotated[float, Field(gt=0.5, lt=1)]
 class GateSettings(Section):
     confidence: Confidence = setting(0.95, "Confidence of each one-sided bound: 0.95 errs in 1 of 20 cases at most.")
     power: float = setting(
-        0.8, "Chance of a decision, as a share, that the number of problems asked for should give.", gt=0, lt=1
+        0.8, "Chance of a decision, as a share, that the suggested number of problems should give.", gt=0, lt=1
     )
     looks: PositiveInt = setting(
         1, "How often one candidate may be looked at as problems are added; the error is shared among the looks."

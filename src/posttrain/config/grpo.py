@@ -209,7 +209,7 @@ class GrpoConfig(ScheduleConfig):
     reward_shaping: RewardShapingConfig = setting(RewardShapingConfig, "Penalties for long or cut-off answers.")
     reward_scaling: RewardScalingConfig = setting(RewardScalingConfig, "Linear map from one reward range to another.")
     turn_credit: TurnCreditConfig = setting(TurnCreditConfig, "Rewards of turns as advantages of their tokens.")
-    async_grpo: AsyncGrpoConfig = setting(AsyncGrpoConfig, "Sampling that goes on from step to step.")
+    async_grpo: AsyncGrpoConfig = setting(AsyncGrpoConfig, "Asynchronous sampling.")
     adv_estimator: AdvEstimatorConfig = setting(AdvEstimatorConfig, "How rewards become advantages.")
 
     @property
@@ -388,7 +388,7 @@ class LossFnConfig(Section):
     trust_region: Literal["clip", "soft", "geometric_mean", "tv", "kl"] = setting(
         "clip",
         "What bounds an update: the clipped ratio; its sigmoid (SAPO); the geometric mean of clipped ratios, with log-"
-        "ratios between -ratio_clip_min and ratio_clip_max (GMPO); or (DPPO) no gradient from tokens that go on moving "
+        "ratios between -ratio_clip_min and ratio_clip_max (GMPO); or (DPPO) no gradient from tokens that keep moving "
         "away beyond ratio_clip_min and ratio_clip_max of the difference of probabilities (tv) or of its binary KL.",
     )
     soft_temperature_pos: Annotated[PositiveFloat, _IF_SOFT] = setting(

@@ -178,7 +178,7 @@ def load_words(words: Sequence[str], path: FilePath | None, kinds: Sequence[str]
     """`KIND key=value …`, as on the command line. The kind may be left out where the file at `path` tells it."""
     if not words or words[0] not in kinds:
         if path is None:
-            unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
+            unknown = f"unknown run type {words[0]!r}: " if words and "=" not in words[0] else ""
             raise ConfigError(f"{unknown}give the kind of run ({', '.join(kinds)}), or --config FILE")
         words = [guess_kind(path), *words]
         if words[0] not in kinds:

@@ -77,7 +77,7 @@ class TrainSection(Section):
     config: str | None = setting(None, "Config file of the run; null is the built-in defaults.")
     overrides: list[str] = setting(list, "Settings over the file, as on the command line: key=value.")
     checkpoint: Literal["newest", "best"] = setting(
-        "newest", "Which checkpoint goes on: the newest, or the best by checkpointing.metric_name."
+        "newest", "Checkpoint passed to the next stage: the newest, or the best by checkpointing.metric_name."
     )
     on_doctor_error: Literal["continue", "stop"] = setting(
         "continue", "What an error that the doctor found in the training does: it is recorded, or the pipeline stops."

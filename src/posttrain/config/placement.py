@@ -126,7 +126,7 @@ def placement_problems(requests: Sequence[GroupRequest], num_nodes: int, gpus_pe
     for request in placement.left_over:
         yield (
             f"{request.field}.resources: {request.name} does not fit: cluster.num_nodes x cluster.gpus_per_node = "
-            f"{num_nodes} x {gpus_per_node}, and asked for are {listed}; lower one of them, or raise cluster.num_nodes"
+            f"{num_nodes} x {gpus_per_node}, but {listed} are requested; lower one of them, or raise cluster.num_nodes"
         )
     if not placement.left_over and not placement.ranks:
         yield (

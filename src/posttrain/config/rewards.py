@@ -274,7 +274,8 @@ class BoxRewardConfig(_RuleReward):
     )
     threshold: float | None = setting(None, "1 from this IoU on, otherwise 0; null gives the IoU itself.", gt=0, le=1)
     giou_below: NonNegativeFloat = setting(
-        0.0, "Below this IoU the generalised IoU is given, -1 to 1, which tells near boxes from far ones; 0 never."
+        0.0,
+        "Below this IoU the generalised one, -1 to 1, is given, which distinguishes near from distant boxes; 0: off.",
     )
 
     @model_validator(mode="after")

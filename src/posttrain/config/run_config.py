@@ -193,7 +193,7 @@ class RunConfig(Section):
     env: dict[str, EnvironmentConfig] = setting(dict, "Judges of answers, by name.")
     checkpointing: CheckpointingConfig = setting(..., "What is saved, and when.")
     logger: LoggerConfig = setting(LoggerConfig, "Where metrics go.")
-    doctor: DoctorConfig = setting(DoctorConfig, "Problems found while the run goes on.")
+    doctor: DoctorConfig = setting(DoctorConfig, "Problems found during the run.")
     cluster: ClusterConfig = setting(ClusterConfig, "Machines.")
 
     @property

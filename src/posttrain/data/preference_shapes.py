@@ -1,6 +1,6 @@
 """The shapes in which rows say that one answer is better than another, or that an answer is good or bad.
 
-A shape is recognised by its columns; `docs/preference-data.md` lists them. Independent of tokens and templates: the
+A shape is recognised by its columns; `docs/data.md` lists them. Independent of tokens and templates: the
 output is text and messages.
 """
 

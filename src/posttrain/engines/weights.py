@@ -260,7 +260,7 @@ class WeightReceiver:
         for number, (part, source) in zip(sums, expected, strict=True):
             if number != part.checksum:
                 raise HardwareError(
-                    f"{part.name} arrived changed in the engine: its checksum is another than the trainer's. {source} "
+                    f"{part.name}: checksum mismatch after weight transfer. {source} "
                     "was written to by another process, or memory or a disk is faulty. The same command continues from "
                     "what was saved"
                 )

@@ -114,9 +114,7 @@ def _attend(
                 f"{named_layer(module)} has {what}, which posttrain does not compute; it cannot be used here"
             )
     if attention_mask is not None:  # transformers builds none for this implementation, see above
-        raise InputError(
-            f"{named_layer(module)} makes a mask of its own, which posttrain does not look at; it cannot be used here"
-        )
+        raise InputError(f"{named_layer(module)} builds its own attention mask, which is not supported")
     context = active_context()
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling

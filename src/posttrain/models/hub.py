@@ -54,8 +54,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
         return None
     if "/" in name and Path(name).parent.exists():
         return (
-            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems "
-            f"to be meant. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
+            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so it is "
+            f"treated as a local path. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
         )
     problem = _ask_hub(name, folder)
     return None if problem is None else f"no folder {name!r}, and {problem}"

@@ -21,7 +21,7 @@ class KindOfRun(NamedTuple):
 
 KINDS = {
     "grpo": KindOfRun(
-        "reinforcement learning: sample, score, and prefer what scored better in its group",
+        "GRPO: sample groups of answers, score them, train on relative advantages",
         "GRPO (reinforcement learning from rewards)",
         ("data/prompts.jsonl", "rewards.py"),
     ),
@@ -31,7 +31,7 @@ KINDS = {
         ("data/pairs.jsonl",),
     ),
     "rm": KindOfRun(
-        "reward model: learn a score for answers from pairs of them",
+        "reward model: learn a score for answers from preference pairs",
         "the Bradley-Terry loss (a reward model)",
         ("data/pairs.jsonl",),
     ),

@@ -395,7 +395,7 @@ class RunRecorder:
         self._open_log()
         self.warn(
             f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again "
-            "and the run goes on, but what was in it is lost, and the run will not end with exit code 0"
+            "and the run continues, but what was in it is lost, and the run will not end with exit code 0"
         )
         self._write_info("running")
         self._num_losses, self._has_rows = num_losses, False

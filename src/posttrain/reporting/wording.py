@@ -1,7 +1,7 @@
 """The text of a run's output: stages, step blocks, one-line steps, validation, samples.
 
 Pure functions from rows and groups to lines of text; `console.py` shows them. Stages and blocks have NeMo RL's words
-and order: results, timing with percentages, performance. docs/seeds.md compares them line by line.
+and order: results, timing with percentages, performance. docs/seeds/differences.md compares them line by line.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ here. No text that the model has read or sampled is rendered or tokenised again.
 observation is found by rendering the conversation with a placeholder for each of the model's turns and keeping what
 follows the last one. So the result does not depend on the model's text or on how the template would render it.
 
-Some templates render an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
+Some templates render an earlier turn differently once the conversation continues: they drop its chain of thought, or
 move the tools. Training on such text would train on tokens that were not sampled. `caution` is set for these templates.
 """
 
@@ -121,7 +121,7 @@ class NextTurn:
             after: Message = {"role": self.role, "content": "?"}
             if not self._chat.render([asked, turn, after]).startswith(before + text):
                 return (
-                    f"the chat template {what} in another way once the conversation goes on; posttrain keeps the "
+                    f"the chat template {what} differently once the conversation continues; posttrain keeps the "
                     "tokens that were sampled, so a server that renders the whole conversation again shows the model "
                     "another text"
                 )

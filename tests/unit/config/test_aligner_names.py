@@ -154,7 +154,7 @@ def test_cosine_schedule_has_the_learning_rates_of_nemo() -> None:
         ("model.optim.sched={name: PolynomialDecay}", "policy.scheduler"),
         ("model.peft.peft_scheme=ptuning", "lora or none"),
         ("model.peft.lora_tuning.target_modules=[embedding]", "attention_qkv"),
-        ("model.dpo.unheard_of=1", "docs/seeds.md"),
+        ("model.dpo.unheard_of=1", "docs/seeds/differences.md"),
         ("model.peft.lora_tuning.target_modules=5", "attention_qkv"),
         ("model.optim.sched={name: CosineAnnealing, warmup_steps: soon, max_steps: 9}", "numbers of steps"),
     ],

@@ -71,7 +71,7 @@ def test_the_command_of_the_walk_through_loads_as_printed() -> None:
         ((), None),
         (("generation.backend=vllm",), None),
         (("generation.backend=vllm", "generation.vllm_cfg.tensor_parallel_size=4"), None),
-        (("generation.backend=vllm", "generation.vllm_cfg.tensor_parallel_size=3"), "8 GPUs are asked for, 6 are used"),
+        (("generation.backend=vllm", "generation.vllm_cfg.tensor_parallel_size=3"), "8 GPUs are requested, 6 are used"),
         (("generation.model_name=http://host/v1",), None),
     ],
 )

@@ -202,7 +202,7 @@ def test_groups_are_placed_on_the_last_machines_with_room(words: list[str], mach
         ([REFERENCE, f"{ITS_GPUS}=1", "loss_fn.reference_policy_kl_penalty=0"], "this run has no reference policy"),
         ([REFERENCE, f"{ITS_GPUS}=3", f"{TP}=2"], "tensor_parallel_size = 2 must divide the 3 GPUs of a machine"),
         ([REFERENCE, f"{ITS_GPUS}=4", DEDICATED, f"{GPUS}=4"], "1 x 8 are all given away .engine 1 x 4, reference 1"),
-        ([REFERENCE, f"{ITS_GPUS}=5", DEDICATED, f"{GPUS}=4"], "engine does not fit: .* 1 x 8, and asked for are engi"),
+        ([REFERENCE, f"{ITS_GPUS}=5", DEDICATED, f"{GPUS}=4"], "engine does not fit: .* 1 x 8, but engi"),
         ([*TWO_BY_TWO, *ONE_GPU[:-1], f"{TP}=2"], "less what has GPUs of its own = 1"),
     ],
 )

@@ -100,7 +100,7 @@ def test_models_with_an_unknown_recurrence_are_refused() -> None:
     [
         # Mamba of the first kind: a decay for every number of its state.
         ("jamba", {"num_experts": 1, "mamba_d_state": 8}, "decays every number of its state"),
-        ("doge", {}, "doge: layer 0, DogeAttention, makes a mask of its own"),
+        ("doge", {}, "doge: layer 0, DogeAttention, builds its own attention mask"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 5}, r"config\.sliding_window is 5, and layer 0"),
         ("phimoe", {"num_local_experts": 4, "sliding_window": 256}, None),  # as long as the context
     ],

@@ -248,7 +248,7 @@ def test_problems_are_said_once_per_outage_with_the_reason(tmp_path: Path, track
     one = follower(tmp_path, tracker)
     assert [one.deliver(), one.deliver()] == [False, False]
     (warning,) = one.warnings()
-    assert warning.startswith("logger fake: there is no API key: type `wandb login`; the run goes on")
+    assert warning.startswith("logger fake: there is no API key: type `wandb login`; the run continues")
 
 
 def test_a_missing_client_is_named_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

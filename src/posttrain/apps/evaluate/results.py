@@ -197,7 +197,7 @@ def read_summary(folder: str | Path) -> EvaluationSummary:
     if not path.exists():
         if (path.parent / PROBLEMS_FILE).exists():
             raise EvaluationError(
-                f"{path.parent}: not finished (no {SUMMARY_FILE}); the same `posttrain eval` goes on with it"
+                f"{path.parent}: not finished (no {SUMMARY_FILE}); the same `posttrain eval` resumes it"
             )
         raise EvaluationError(
             f"{path.parent}: no {SUMMARY_FILE}; expected the save_path of a finished `posttrain eval`"

@@ -296,7 +296,7 @@ def measure(
             if None in group.rewards
         }
         if not files.rewards and not _scored(rewards.values()):
-            raise NothingScored(f"not one answer could be scored: {next(iter(reasons.values()))}")
+            raise NothingScored(f"no answer could be scored: {next(iter(reasons.values()))}")
         files.append(rewards, reasons)
         keep.check(_scored(rewards.values()))
         deadline.mark_step()

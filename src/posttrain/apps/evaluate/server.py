@@ -118,7 +118,7 @@ class OpenAiServer:
         if all(answer.error is not None for answer in answers):
             raise InputError(
                 f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished "
-                "before is saved, and the same command goes on with the rest"
+                "before is saved, and the same command resumes"
             )
         return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 

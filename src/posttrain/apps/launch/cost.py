@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHOWN_MTBF_HOURS = (12.0, 24.0, 72.0)  # of one machine, where none is given: no rates of H100 and newer were found
 OLD_AFTER_DAYS = 90
-# Measured with a checkpoint of 30.2 GiB (8B, bf16 weights, 8-bit moments) on one H200, docs/log.md 2026-11-15.
+# Measured with a checkpoint of 30.2 GiB (8B, bf16 weights, 8-bit moments) on one H200, bench/LOG.md 2026-11-15.
 BACKGROUND_SAVE_S = 0.32  # that training stands still while the copy is queued
 WAITING_SAVE_BYTES_PER_S = 30.2 * 2**30 / 46.0  # where training waits for the files
 _AWS = ("us-east-2", "2026-08-22", "skypilot-catalog v7")

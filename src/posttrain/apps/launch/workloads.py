@@ -238,7 +238,7 @@ def _raycluster(request: LaunchRequest) -> list[Object]:
 def _fluent_bit_config(profile: ClusterProfile) -> str:
     kind, zone = profile.cluster.kind, profile.nodes.zone
     if kind == "eks" and zone is None:
-        raise InputError("log_image on EKS needs nodes.zone: CloudWatch wants the region")
+        raise InputError("log_image on EKS needs nodes.zone: CloudWatch logging requires a region")
     output = _LOG_OUTPUTS[kind].replace("{region}", (zone or "")[:-1])
     inputs = (
         "[INPUT]\n    Name tail\n    Path /tmp/ray/session_latest/logs/*\n    Exclude_Path *debug_state*\n    Tag ray\n"

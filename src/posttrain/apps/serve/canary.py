@@ -31,7 +31,9 @@ _MOST_REMEMBERED_ANSWERS = 100_000
 @dataclass(frozen=True)
 class CanaryRules:
     share: Annotated[float, Option("of users, or of requests", "SHARE", at_least=0, at_most=1)] = 0.1
-    max_error_rate: Annotated[float, Option("more sends all traffic back", "RATE", at_least=0, at_most=1)] = 0.05
+    max_error_rate: Annotated[float, Option("a higher rate sends all traffic back", "RATE", at_least=0, at_most=1)] = (
+        0.05
+    )
     min_requests: Annotated[int, Option("before that is judged", at_least=1)] = 20
     window: int = 200  # number of recent answers that count
     max_kpi_drop: Annotated[

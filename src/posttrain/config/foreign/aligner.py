@@ -157,7 +157,7 @@ class _Translation:
                 ignored.append(key)
             else:
                 self._errors.append(
-                    f"{origin}: `{key}` is no key of NeMo-Aligner's DPO that posttrain knows; docs/seeds.md lists "
+                    f"{origin}: `{key}` is not a supported key of NeMo-Aligner's DPO; docs/seeds/differences.md lists "
                     "those it translates, and `posttrain config show dpo` its own"
                 )
         return ignored

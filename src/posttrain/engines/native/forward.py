@@ -288,4 +288,4 @@ class BackendPerAdapter:
 
 
 def warn_without_graphs(error: GraphCaptureError) -> None:
-    warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=3)
+    warnings.warn(f"decoding continues without CUDA graphs, more slowly: {error}", stacklevel=3)

@@ -79,7 +79,7 @@ def _turn_fields(turn: object) -> JsonObject:
     if not isinstance(turn, Turn):
         raise Unscored(f"step returned {type(turn).__name__}: a posttrain.environments.turns.Turn is needed")
     if turn.observation is None and not turn.done:
-        raise Unscored("step returned a Turn with neither an observation nor done: there is nothing to go on with")
+        raise Unscored("step returned a Turn with neither an observation nor done: the conversation cannot continue")
     if turn.answer is not None and not isinstance(turn.answer, str):
         raise Unscored(f"the answer of a Turn is {type(turn.answer).__name__}: text is needed")
     fields: JsonObject = {"done": bool(turn.done), "counts": _counts(turn.counts)}

@@ -240,7 +240,7 @@ def load(
     if not (folder / _OPTIMIZER / ".metadata").exists():
         raise CheckpointError(
             f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot "
-            "go on from it exactly. Start a new run from its weights with policy.model_name instead."
+            "resume from it exactly. Start a new run from its weights with policy.model_name instead."
         )
     schedule = load_plain(folder / _SCHEDULE)
     optimizer.check_kinds(schedule)

@@ -220,7 +220,7 @@ class MixedPrecisionOptimizer:
                     self.scheduler.step()
             except ValueError as error:  # one that has an end
                 raise InputError(
-                    f"policy.scheduler ends before the checkpoint from which this run goes on: {error}"
+                    f"policy.scheduler ends before the checkpoint from which this run resumes: {error}"
                 ) from error
 
 

@@ -144,7 +144,7 @@ class Follower:
         kind = "" if isinstance(error, LoggerProblem) else f"{type(error).__name__}: "
         reason = redact(f"{kind}{reason_of(error)}")[:500]
         if not self.problem:
-            goes_on = "the run goes on, and the tracker gets all steps when it can be reached"
+            goes_on = "the run continues, and the tracker gets all steps when it can be reached"
             self._warnings.put(f"logger {self.name}: {reason}; {goes_on}")
         self.problem = reason
 

@@ -185,7 +185,7 @@ def test_measuring_ends_when_one_more_batch_would_not_fit_into_the_minutes(tmp_p
 
 
 def test_nothing_scored_ends_the_screening_with_the_reason_and_without_a_record(tmp_path: Path) -> None:
-    with pytest.raises(NothingScored, match="not one answer could be scored: no judge") as raised:
+    with pytest.raises(NothingScored, match="no answer could be scored: no judge") as raised:
         measured(tmp_path, ScriptedRollouts(groups([None, None], [0, 1])), [1, 1])
     assert raised.value.exit_code == 65
     assert reopened(tmp_path / "s.jsonl").rewards == {}

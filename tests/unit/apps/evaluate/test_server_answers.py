@@ -160,7 +160,7 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
 
 def test_a_server_that_answers_nothing_ends_the_evaluation(server: Server) -> None:
     server.script = {"q": [500]}
-    with pytest.raises(InputError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
+    with pytest.raises(InputError, match=r"none of 2 requests was answered .*HTTP 500.*the same command resumes"):
         ask(asking(server), {0: "q"}, 2)
 
 

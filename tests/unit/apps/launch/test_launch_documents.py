@@ -17,7 +17,7 @@ from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
 
 ROOT = Path(__file__).parents[4]
-GUIDES = (ROOT / "docs" / "launch-seeds.md").read_text(encoding="utf-8")
+GUIDES = (ROOT / "docs" / "seeds" / "manifests.md").read_text(encoding="utf-8")
 LAUNCH = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
 _ROW = re.compile(r"^\| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
 
@@ -59,9 +59,7 @@ def test_the_profile_of_slurm_in_configs_can_be_used(capsys: pytest.CaptureFixtu
         assert line in printed.splitlines()
 
 
-def test_every_rule_and_every_machine_is_documented() -> None:
-    missing = [rule for rule in RULES if f"`{rule}`" not in LAUNCH]
-    assert missing == []
+def test_every_machine_is_documented() -> None:
     for name in INSTANCES:
         assert f"`{name}`" in LAUNCH
     assert set(PRICES) == set(INSTANCES)

@@ -109,7 +109,7 @@ def test_plan_that_does_not_fit_exits_64_with_remedies(capsys: pytest.CaptureFix
         (["grpo", "policy.model_name=nowhere"], "no folder 'nowhere'"),
         (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no such folder"),
         (["grpo", "--run", "/", "policy.model_name=llama-8b"], "no config.yaml there"),
-        (["grop"], "'grop' is no kind of run: give the kind"),
+        (["grop"], "unknown run type 'grop': give the kind"),
         (
             ["--gpu", "a100-80gb", "grpo", "policy.model_name=llama-1.5b", "policy.fp8=true"],
             "policy.fp8 = true: a100-80gb has no FP8 matrix units",

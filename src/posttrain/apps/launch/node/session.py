@@ -1,4 +1,4 @@
-"""How both ends of a control connection prove that they have the secret of the run (decision 42).
+"""How both ends of a control connection prove that they have the secret of the run (decision 40).
 
 | line | from | content |
 |---|---|---|

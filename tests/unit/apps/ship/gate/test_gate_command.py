@@ -53,7 +53,7 @@ def test_each_verdict_has_its_exit_code_and_reasons(
     assert report["rules"][0]["estimate"]["num_problems"] == 200
     page = (folders / "out" / "gate.html").read_text()
     assert f"<b>{words}</b>" in page
-    assert "http" not in page.replace("http-equiv", ""), "the page needs nothing but itself"
+    assert "http" not in page.replace("http-equiv", ""), "the page is self-contained"
     assert ("to decide: about" in printed) == (words == "needs more samples")
 
 

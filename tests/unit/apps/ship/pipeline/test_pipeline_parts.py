@@ -97,7 +97,7 @@ def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("ended_with", "code", "words"),
     [
-        (65, 65, "not one rollout could be scored"),
+        (65, 65, "no rollout could be scored"),
         (75, 75, "another process is training in this folder"),
         (76, 76, "another process is training in this folder"),
         (85, 85, "stopped, saved"),

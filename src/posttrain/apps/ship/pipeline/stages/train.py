@@ -34,8 +34,7 @@ _ENDINGS: dict[int, str] = {
     ExitCode.SAVED: "stopped, saved; {again}",
     ExitCode.INTERRUPTED: "stopped, saved; {again}",
     ExitCode.STORAGE_FAILED: "the storage failed; see the error above. When it is fixed, {again}",
-    ExitCode.NO_PROGRESS: "not one rollout could be scored, so nothing was learnt; see the reasons above and fix the "
-    "reward",
+    ExitCode.NO_PROGRESS: "no rollout could be scored, so nothing was learnt; see the reasons above and fix the reward",
     ExitCode.FOLDER_HELD: _HELD,
     ExitCode.SUPERSEDED: _HELD,
     ExitCode.BAD_INPUT: "`posttrain {algorithm}` refused its input; see the error above",
