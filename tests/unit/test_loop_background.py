@@ -231,7 +231,7 @@ def test_the_reason_for_no_copy_is_said_once(tmp_path: Path) -> None:
     run.saver.copy_rule = CopyRule(by_cost=True, model_bytes=10**12)
     assert run.loop.run() == 0
     assert exporter.made == []
-    said = [line for line in run.recorder.said if "converted copy" in line]
+    said = [line for line in run.recorder.said if "Hugging Face export" in line]
     assert len(said) == 1
     assert said[0].startswith("skipped Hugging Face export of step_1: it would take")
 

@@ -75,7 +75,7 @@ def test_a_byte_that_changed_on_the_way_is_refused_by_the_name_of_its_tensor(tmp
         (byte,) = file.read(1)
         file.seek(begin + 5)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(HardwareError, match=rf"{name} checksum mismatch after weight transfer.*{sent.file}"):
+    with pytest.raises(HardwareError, match=rf"{name}: checksum mismatch after weight transfer.*{sent.file}"):
         WeightReceiver(tiny_model()).receive([sent])
 
 
@@ -170,7 +170,7 @@ def test_a_bucket_that_was_changed_is_refused(shared: dict[str, torch.Tensor], t
     shared["bucket"][sent.lots[0][0].begin] ^= 1
     assert not receiver.open_buckets([sent])
     with pytest.raises(
-        HardwareError, match=f"{sent.parts[0].name} checksum mismatch after weight transfer.*bucket of a rank"
+        HardwareError, match=f"{sent.parts[0].name}: checksum mismatch after weight transfer.*bucket of a rank"
     ):
         receiver.receive([sent], 0)
 

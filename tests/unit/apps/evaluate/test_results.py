@@ -117,5 +117,5 @@ def test_unfinished_or_missing_evaluation_is_refused(tmp_path: Path) -> None:
         read_evaluation(tmp_path)
     write(tmp_path, [problem(0)])
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(EvaluationError, match=r"not finished.*goes on with it"):
+    with pytest.raises(EvaluationError, match=r"not finished.*resumes it"):
         read_evaluation(tmp_path)
