@@ -165,7 +165,7 @@ def test_pairs_stops_at_a_damaged_file_by_default(capsys: pytest.CaptureFixture[
         (["inspect", "{t}", "--reward", "score"], "no column 'score' (reward)"),
         (["inspect", "{t}", "--picture", "r.gif"], "a picture is written as .svg or .png"),
         (["inspect", "{t}", "--where", "model"], "expected COLUMN=VALUE"),
-        (["inspect", "{t}", "--since", "soon"], "since: 'soon' is no date"),
+        (["inspect", "{t}", "--since", "soon"], "since: 'soon' is not a date"),
         (["inspect", "{t}", "--tokenizer", "no/such-tokenizer"], "--tokenizer: no folder 'no/such-tokenizer'"),
         (["pairs", "{t}", "out.txt"], "the name must end in .jsonl"),
         (["pairs", "{t}", "a.jsonl", "--format", "trl", "b.jsonl"], "unexpected: 'b.jsonl'"),

@@ -66,7 +66,7 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; accepted: a number with B, KB, MB, GB, MiB or GiB, e.g. 5GB"
+            f"{text!r} is not a size; accepted: a number with B, KB, MB, GB, MiB or GiB, e.g. 5GB"
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
 

@@ -51,7 +51,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.config_file()
     parser.switch("--list", "list the benchmarks that are known by name")
     parser.option("--gpu-hour-price PRICE", "shows what the evaluation cost", type=float)
-    parser.option("--harness", "measure with the tasks of another harness", choices=("lm-eval", "inspect"))
+    parser.option("--harness", "evaluate with the tasks of another harness", choices=("lm-eval", "inspect"))
     parser.option("--tasks NAMES", "with --harness: its tasks, separated by commas")
     parser.option("--harness-python FILE", "with --harness: a Python that has it")
     parser.option("--harness-metric NAME", "with --harness: the metric that is the reward (default: the task's first)")

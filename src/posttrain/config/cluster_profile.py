@@ -62,7 +62,7 @@ SecretKey = Annotated[str, matching(r"[-._A-Za-z0-9]{1,253}", "letters, digits, 
 ImageName = Annotated[
     str,
     Field(min_length=1, max_length=253),
-    matching(r"[^\s<>]*", "is no name of an image; expected registry/name:tag or registry/name@sha256:…"),
+    matching(r"[^\s<>]*", "is not the name of an image; expected registry/name:tag or registry/name@sha256:…"),
 ]
 
 
@@ -383,7 +383,7 @@ class ClusterProfile(Section):
         if self.log_image is not None and self.scheduler.kind != "raycluster":
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
         if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":
-            raise ValueError("scheduler.kind raycluster: cluster.kind local has no cluster that lives on; use rayjob")
+            raise ValueError("scheduler.kind raycluster: cluster.kind local has no long-lived cluster; use rayjob")
         if self.cluster.kind == "local" and self.pods != PodsSection():
             raise ValueError("pods: with cluster.kind local none of it has an effect; leave it out")
         if any(volume.mount.rstrip("/") == self.storage.mount for volume in self.pods.volumes):

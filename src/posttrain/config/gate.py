@@ -33,7 +33,7 @@ class GateSettings(Section):
         "note", "What an error that the doctor found in the candidate's training does: it is noted, or rejects."
     )
     speed_noise: NonNegativeFloat = setting(
-        0.15, "How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share."
+        0.15, "Relative difference in speed, and so in cost_per_answer, between equal evaluations."
     )
 
     @model_validator(mode="after")
@@ -84,7 +84,7 @@ class CheckConfig(Section):
     def _asks_for_something(self) -> CheckConfig:
         bounds = (self.at_least, self.at_most, self.better_by, self.worse_by_at_most)
         if all(bound is None for bound in bounds):
-            raise ValueError("asks for nothing: set at_least, at_most, better_by or worse_by_at_most")
+            raise ValueError("sets no bound: set at_least, at_most, better_by or worse_by_at_most")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}")
         if self.relative and self.better_by is None and self.worse_by_at_most is None:

@@ -112,14 +112,16 @@ class CanarySection(Section):
     max_error_rate: Fraction = setting(0.05, "Share of failed answers above which all traffic goes back to production.")
     min_requests: int = setting(20, "Answers before the share of failures is judged.", ge=1, le=200)
     max_kpi_drop: NonNegativeFloat | None = setting(
-        None, "Mean score of /v1/feedback that it may lie below production's; null does not look."
+        None, "Largest drop of the mean score of /v1/feedback below production's; null disables the check."
     )
     min_feedback: int = setting(30, "Scores of both versions before their means are compared.", ge=2)
 
 
 class PipelineConfig(Section):
     pipeline: PipelineSettings = setting(..., "What holds for all stages.")
-    schedule: Cron | None = setting(None, "When to run, as in cron; the cluster starts it, not posttrain by itself.")
+    schedule: Cron | None = setting(
+        None, "Cron expression for the scheduler of your cluster; posttrain does not start runs itself."
+    )
     demo: DemoSection | None = setting(None, "Makes the demo's model and data first; null does not.")
     base_model: str = setting(..., "Model that everything starts from: a folder, a checkpoint or a hub name.")
     traces: TracesSection = setting(..., "Where the labelled traces are.")

@@ -104,7 +104,8 @@ class JudgeRewardConfig(RewardConfig):
     model: str = setting(..., "Model that judges, by its name there.", min_length=1)
     api_key_env: str | None = setting(None, "Environment variable that holds the API key; null sends none.")
     prompt: str | None = setting(
-        None, "What the judge is asked, with {response}, {question}, {reference} and others; null asks for 0 to 10."
+        None,
+        "Prompt of the judge, with {response}, {question}, {reference} and others; null asks for a score of 0 to 10.",
     )
     prompt_file: str | None = setting(None, "File with that text instead.")
     system: str | None = setting(None, "System message of the request; null sends none.")
@@ -247,7 +248,7 @@ class MultipleChoiceRewardConfig(_RuleReward):
 
     type: Literal["multiple_choice"] = setting(..., WHAT_TYPE_MEANS)
     language: Literal["english", "multilingual"] = setting(
-        "english", "Languages in which the word for `answer` and the letters are known."
+        "english", "Languages of the words for `answer` and of the letters."
     )
 
 

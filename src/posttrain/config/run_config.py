@@ -129,7 +129,7 @@ class ClusterConfig(Section):
         "auto", "Who runs the workers: auto is one local process for one worker, else Ray."
     )
     max_restarts: NonNegativeInt = setting(
-        0, "Times that a run begins again from its newest checkpoint by itself, after it has lost a rank or a machine."
+        0, "Automatic restarts from the newest checkpoint after a lost rank or machine."
     )
 
     @property
@@ -187,7 +187,9 @@ class RunConfig(Section):
 
     kind: ClassVar[str]
 
-    preset: str | None = setting(None, "Settings of another system to begin with; `posttrain config presets` has all.")
+    preset: str | None = setting(
+        None, "Settings of another system to start from; `posttrain config presets` lists all."
+    )
     policy: PolicyConfig = setting(..., "The model that is trained.")
     data: DataConfig = setting(..., "What it is trained on.")
     env: dict[str, EnvironmentConfig] = setting(dict, "Judges of answers, by name.")

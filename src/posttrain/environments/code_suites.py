@@ -174,7 +174,7 @@ def _setup(around: JsonMapping) -> str:
 def _entry_point(around: JsonMapping) -> str | None:
     name = next((around[key] for key in _ENTRY_POINT_KEYS if around.get(key)), None)
     if name is not None and not str(name).isidentifier():
-        raise Unscored(f"the function to test is {name!r:.80}, which is no name")
+        raise Unscored(f"the function to test is {name!r:.80}, which is not a name")
     return None if name is None else str(name)
 
 

@@ -84,7 +84,7 @@ def resolve_model(
     if not text.strip():
         raise ModelReferenceError(f"the name of the model is empty; accepted: {ACCEPTED}")
     if re.match(r"[a-z]+://|registry:", text):
-        raise ModelReferenceError(f"{text!r} is no model that can be loaded here; accepted: {ACCEPTED}")
+        raise ModelReferenceError(f"{text!r} is not a model that can be loaded here; accepted: {ACCEPTED}")
     path = Path(text).expanduser()
     if path.is_dir():
         return _resolve_folder(text, path, base, say or partial(print, file=sys.stderr))

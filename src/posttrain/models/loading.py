@@ -82,7 +82,7 @@ def check_available(name: str, field: str, holding: str = "config.json and weigh
 def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
     if Path(name).is_dir():
         return SettingsError(f"{field}: the folder {name!r} is not a Hugging Face model folder: {error}")
-    return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
+    return SettingsError(f"{field}: {name!r} is not a local folder and could not be fetched from the hub: {error}")
 
 
 def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObject:

@@ -77,7 +77,7 @@ def stored_parts(file: Path) -> dict[str, StoredPart]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise ValueError("its header is no safetensors header")
+                raise ValueError("its header is not a safetensors header")
             header = parse_json(stream.read(length))
         sharding = parse_json(header.pop("__metadata__", {}).get(_SHARDING, "{}"))
         parts = {}

@@ -143,7 +143,7 @@ def load_reward_model(
     fresh = f"{HEAD}.weight" in missing
     if fresh and seed is None:
         raise SettingsError(
-            f"{field}: {name!r} is no reward model: it has no {HEAD}.weight. Train one with `posttrain rm`, and give "
+            f"{field}: {name!r} is not a reward model: it has no {HEAD}.weight. Train one with `posttrain rm` and give "
             "its checkpoint (the folder policy/weights/model in it)"
         )
     if lacking := sorted([*(missing - {f"{HEAD}.weight"}), *wrong]):

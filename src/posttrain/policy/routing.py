@@ -62,7 +62,7 @@ class TrainedRouters:
 
     def check_replay(self, model_type: str) -> None:
         if not self._layers or self._layers != sorted(self._routers.modules):
-            why = "its routers are no modules of their own" if self._layers else "it has no experts"
+            why = "its routers are not separate modules" if self._layers else "it has no experts"
             raise InputError(f"policy.router_replay.enabled = true: the family {model_type}: {why}; set it to false")
 
     @contextmanager

@@ -87,7 +87,7 @@ def test_a_column_that_is_not_there(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"since": "soon"}, "since: 'soon' is no date"),
+        ({"since": "soon"}, "since: 'soon' is not a date"),
         ({"since": "2026-02-01", "until": "2026-02-01"}, "no trace could pass"),
         ({"duplicates": "some"}, "unknown 'some'"),
         ({"near_similarity": 0.2}, "between 0.7 and 1"),

@@ -224,7 +224,7 @@ def test_out_of_time_is_unscored_unless_the_code_used_the_time(
         ("assert (", {}, "is not Python"),
         ("x = 1", {}, "no assert line"),
         (HUMAN_EVAL, {}, "entry_point"),
-        (HUMAN_EVAL, {"entry_point": "f(); import os"}, "is no name"),
+        (HUMAN_EVAL, {"entry_point": "f(); import os"}, "is not a name"),
         ({"inputs": ["1"], "outputs": []}, {}, "as many inputs as outputs"),
         ([{"input": "1"}], {}, "test 1 of the task has no `input` or no `output`"),
         (["assert True", "assert ("], {}, "test 2 of the task is not Python"),

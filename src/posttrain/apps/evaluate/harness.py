@@ -162,7 +162,7 @@ class HarnessRun:
         if found is None or found.returncode:
             make = f"python3 -m venv {harness.folder} && {harness.folder}/bin/pip install {harness.package}"
             raise InputError(
-                f"--harness {self.name}: {python} is no Python with {harness.module}. It has an environment of its "
+                f"--harness {self.name}: {python} has no module {harness.module}. It has an environment of its "
                 f"own: {make}; --harness-python or {harness.variable} names another"
             )
         self.version = found.stdout.strip()

@@ -195,7 +195,7 @@ def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> object:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:  # NaN: a missing value in a table
         raise DataError(
-            f"{row.where}: the expected answer {value!r} is no number; a benchmark needs one for every problem"
+            f"{row.where}: the expected answer {value!r} is not a number; a benchmark needs one for every problem"
         ) from None
     return value
 
@@ -235,7 +235,7 @@ def _ids(rows: Sequence[Row], key: str | None, label: str) -> list[str]:
             seen: set[str] = set()
             for row, value in zip(rows, values, strict=True):
                 if not isinstance(value, str | int) or not str(value) or str(value) in seen:
-                    fault = "is there already" if str(value) in seen else "is no name"
+                    fault = "is there already" if str(value) in seen else "is not a name"
                     raise DataError(f"{row.where}: data.id_key {key!r} is {value!r}, which {fault}")
                 seen.add(str(value))
     return [f"{label}:{index}" for index in range(len(rows))]

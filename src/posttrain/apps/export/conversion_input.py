@@ -206,7 +206,7 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if config is not None:  # it provides the model's lineage; a file without it would lose the lineage silently
         if "policy" not in run_config:
             raise ConversionError(
-                f"{config} is no config of a training run: it has no section policy; accepted: step_N/config.yaml"
+                f"{config} is not a config of a training run: it has no section policy; accepted: step_N/config.yaml"
             )
         if base is None and not (run_config["policy"] or {}).get("model_name"):
             raise ConversionError(f"{config} has no policy.model_name, so the model that was trained is unknown")
@@ -265,7 +265,7 @@ def read_run_config(path: Path) -> JsonObject:
     """A run's config.yaml, ours or NeMo RL's, as it is: only a few of its keys are needed, so no schema is applied."""
     content = read_document(path, str(path)).values
     if not isinstance(content.get("policy") or {}, dict):
-        raise ConversionError(f"{path} is no config of a run: its policy is no section")
+        raise ConversionError(f"{path} is not a config of a run: its policy is not a section")
     return content
 
 
@@ -308,6 +308,6 @@ def _local_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
     except Exception as error:  # network, rights, spelling: the hub's errors have no common class
         raise ConversionError(
-            f"{name!r} is no local folder and could not be fetched from the hub: {reason_of(error)}. Give its folder "
+            f"{name!r} is not a local folder and cannot be fetched from the hub: {reason_of(error)}. Give its folder "
             "with --base"
         ) from error

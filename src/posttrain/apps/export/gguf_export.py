@@ -91,7 +91,7 @@ def check_gguf_target(file: Path, force: bool) -> None:
         with file.open("rb") as stream:
             begins_with = stream.read(len(_GGUF_MAGIC))
         if begins_with not in (b"", _GGUF_MAGIC):
-            raise InputError(f"{file} is no GGUF file, which --force does not replace; name another file")
+            raise InputError(f"{file} is not a GGUF file, which --force does not replace; name another file")
 
 
 @contextmanager

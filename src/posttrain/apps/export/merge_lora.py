@@ -89,14 +89,14 @@ def adapter_in(source: WeightSource, settings: JsonMapping, place: Path) -> Adap
         if match:
             factors[f"{match['module']}.lora_{match['which']}.weight"] = name
         elif is_lora(plain):
-            raise InputError(f"{place}: {name} is no adapter of a linear layer, so it cannot be merged")
+            raise InputError(f"{place}: {name} is not an adapter of a linear layer, so it cannot be merged")
         else:
             whole[plain] = name
     odd = [name for name in factors if name.replace(".lora_A.", ".lora_B.") not in factors]
     odd += [name for name in factors if name.replace(".lora_B.", ".lora_A.") not in factors]
     if odd or not factors:
         what = f"{odd[0]} has no counterpart" if odd else "there are no lora_A and lora_B weights in it"
-        raise InputError(f"{place} is no complete LoRA adapter: {what}")
+        raise InputError(f"{place} is not a complete LoRA adapter: {what}")
     adapter = Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
     for module in adapter.modules:
         rank = adapter.factors.facts[f"{module}.lora_A.weight"].shape[0]

@@ -85,8 +85,7 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
         made_for = getattr(found, "config_class", None)
         if not isinstance(made_for, type) or not isinstance(config, made_for):
             raise MismatchError(
-                f"architectures names {name}, which is no model of model_type {config.model_type!r}; one of the two is "
-                "wrong"
+                f"architectures names {name}, not a model of model_type {config.model_type!r}; one of the two is wrong"
             )
         return found
     try:

@@ -164,7 +164,7 @@ def as_moment(value: str | date, name: str) -> datetime:
             moment = datetime.fromisoformat(value)
         except ValueError as error:
             raise DataError(
-                f"{name}: {value!r} is no date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
+                f"{name}: {value!r} is not a date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
             ) from error
     else:
         moment = value

@@ -121,7 +121,7 @@ class VllmProcess:
         try:
             self._socket.sendall(frame(json.dumps(fields).encode()))
         except TimeoutError:
-            raise self._failure("does not read what it is sent", VllmLostError) from None
+            raise self._failure("does not read its input", VllmLostError) from None
         except OSError:
             raise self._failure("has ended", VllmLostError) from None
 

@@ -95,9 +95,7 @@ class CompactAdam(Optimizer):
     ) -> None:
         unknown = sorted(name for name, value in others.items() if name not in _HOW_TO_COMPUTE and value)
         if unknown:
-            raise TypeError(
-                f"{', '.join(unknown)} cannot be had with moments, masters or offloading of one's own choice"
-            )
+            raise TypeError(f"{', '.join(unknown)} is not supported with state_dtype, master_weights or offload_states")
         if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas) and len(betas) == 2):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}: needs lr and eps of at least 0, two betas in [0, 1)")
         decay = (0.01 if decoupled else 0.0) if weight_decay is None else weight_decay

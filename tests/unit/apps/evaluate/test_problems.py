@@ -161,7 +161,7 @@ def test_gpqa_is_shuffled_by_the_seed_and_the_letter_follows() -> None:
         ),
         ([{"problem": "1+1?", "answer": []}], {}, "row 1: the expected answer is empty"),
         ([{"problem": "1+1?", "answer": float("nan")}], {}, "row 1: 'answer' is nan; every row needs a value"),
-        ([{"problem": "1+1?", "answer": [1, float("inf")]}], {}, "row 1: the expected answer [1, inf] is no number"),
+        ([{"problem": "1+1?", "answer": [1, float("inf")]}], {}, "row 1: the expected answer [1, inf] is not a number"),
         ([{"problem": "", "answer": "2"}], {}, "row 1: the problem is empty"),
         ([{"problem": "1+1?", "answer": "2"}], {"problem_key": "quest"}, "no key 'quest'"),
         ([{"problem": "q", "answer": "E", "choices": ["x", "y"]}], {}, "expected a letter from A to B"),
@@ -170,7 +170,11 @@ def test_gpqa_is_shuffled_by_the_seed_and_the_letter_follows() -> None:
             {"id_key": "n"},
             "row 2: data.id_key 'n' is 1, which is there already",
         ),
-        ([{"problem": "q", "answer": "2", "n": ""}], {"id_key": "n"}, "row 1: data.id_key 'n' is '', which is no name"),
+        (
+            [{"problem": "q", "answer": "2", "n": ""}],
+            {"id_key": "n"},
+            "row 1: data.id_key 'n' is '', which is not a name",
+        ),
         ([{"question": "q", "answer": "no hashes"}], {"dataset_name": "gsm8k"}, "no '####'"),
     ],
 )

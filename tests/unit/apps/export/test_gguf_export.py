@@ -142,7 +142,7 @@ def test_unsupported_models_are_refused_and_leave_no_file(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"named\.gguf exists"):
         check_gguf_target(tmp_path / "named.gguf", force=False)
     check_gguf_target(tmp_path / "named.gguf", force=True)
-    with pytest.raises(InputError, match=r"model\.safetensors is no GGUF file, which --force does not replace"):
+    with pytest.raises(InputError, match=r"model\.safetensors is not a GGUF file, which --force does not replace"):
         check_gguf_target(folder / "model.safetensors", force=True)
 
 

@@ -161,7 +161,7 @@ def test_impossible_config_value_is_quoted_for_gguf(model: Path, tmp_path: Path,
 @pytest.mark.parametrize("name", ["gate.yaml", "eval.yaml", "pipelines/demo.yaml"])
 def test_other_yaml_files_are_refused_as_run_config(model: Path, refused: Refused, name: str) -> None:
     error = refused(model, "--config", str(CONFIGS / name))
-    assert f"{CONFIGS / name} is no config of a training run" in error
+    assert f"{CONFIGS / name} is not a config of a training run" in error
 
 
 def test_a_config_that_names_no_model_is_refused_unless_base_does(
@@ -171,7 +171,7 @@ def test_a_config_that_names_no_model_is_refused_unless_base_does(
     file.write_text(yaml.safe_dump({"policy": {"precision": "float32"}}))
     assert "has no policy.model_name" in refused(model, "--config", str(file))
     file.write_text("policy: 5\n")
-    assert "its policy is no section" in refused(model, "--config", str(file))
+    assert "its policy is not a section" in refused(model, "--config", str(file))
     file.write_text("policy: {}\n")
     options = ["--config", str(file), "--base", str(model), "--no-verify"]
     assert main(["convert", str(model), "--to", str(tmp_path / "hf"), *options]) == 0

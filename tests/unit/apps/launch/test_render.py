@@ -493,7 +493,7 @@ OWN_NODES = {"gpus": 8, "cpu": 100, "memory_gib": 500}
         ({"storage": {"claim": "c", "file_system": "fs-1"}}, "address and export_name"),
         ({"nodes": {"capacity": "spot"}}, "give instance_type"),
         ({"nodes": {"instance_type": "p5.48xlarge", "gpus": 8}}, "leave them out"),
-        ({"image": {"name": "<YOUR_ECR_REPO>/x"}}, "no name of an image"),
+        ({"image": {"name": "<YOUR_ECR_REPO>/x"}}, "not the name of an image"),
         ({"log_image": "fluent"}, "raycluster"),
         ({"cost": {"price": {"spot": 3.0, "as_of": "yesterday"}}}, "must be a day"),
         ({"secrets": {"POSTTRAIN_CONTROL_SECRET_FILE": {"secret": "a", "key": "b"}}}, "set by the launcher"),

@@ -294,7 +294,7 @@ class DatabaseCopy(MlflowStore):
                 if num_bytes > _MAX_READ_BYTES:
                     raise RegistryError(f"{DATABASE}: more than {_MAX_READ_BYTES >> 20} MiB of records")
         except sqlite3.Error as error:
-            raise RegistryError(f"{DATABASE}: this is no registry database, or a damaged one ({error})") from error
+            raise RegistryError(f"{DATABASE}: this is not a registry database, or a damaged one ({error})") from error
         return rows
 
 

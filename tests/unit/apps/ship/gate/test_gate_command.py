@@ -126,7 +126,7 @@ def test_bad_input_exits_with_64_and_names_the_problem(
         ("checks: {}", "`checks` = {}: is empty|`checks`: is empty"),
         ("gate: {confidence: 0.9}", "gate.yaml: `checks` is missing"),
         ("checks: {a: {at_least: 1}}", "`checks.a.metric` is missing"),
-        ("checks: {a: {metric: pass@1}}", "asks for nothing: set at_least"),
+        ("checks: {a: {metric: pass@1}}", "sets no bound: set at_least"),
         ("checks: {a: {metric: pass@1, at_least: 2, at_most: 1}}", "at_least 2 is above at_most 1"),
         ("checks: {a: {metric: pass@1, at_least: 0.1, relative: true}}", "relative is for better_by"),
         ("checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}", "is not a regular expression"),

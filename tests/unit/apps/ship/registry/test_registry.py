@@ -473,11 +473,11 @@ def test_invalid_database_file_is_reported_in_one_line(
     for words in (["list"], ["show", "m"], ["promote", "m", "1", "--why", "x"]):
         assert main(["registry", *words, "--registry", str(registry_folder)]) == 64
         said = capsys.readouterr().err
-        assert f"{database}: this is no registry database" in said
+        assert f"{database}: this is not a registry database" in said
         assert len(said.strip().splitlines()) == 1
         assert "sqlalche" not in said
     registry = Registry(registry_folder)
-    with pytest.raises(RegistryError, match="this is no registry database"):
+    with pytest.raises(RegistryError, match="this is not a registry database"):
         registry.add("m", make_model("a"), Lineage())
     assert artifacts(registry) == []
 
