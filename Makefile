@@ -14,7 +14,7 @@ AGENTS_VENV ?= .agents-venv
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (3 to 6 minutes on 2 cores, and 1 for the installation)"
-	@echo "make test    set up, then run the tests that hold every promise once (8 minutes on 2 cores)"
+	@echo "make test    set up, then run at least one test of every guarantee (8 minutes on 2 cores)"
 	@echo "make test-full  all tests: every family, kernel, Ray layout, browser (an hour on 2 cores)"
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, make test, and the invariants at lower ATen CPU capabilities: what CI begins with"
@@ -68,7 +68,7 @@ WITH_FOREIGN = $(if $(wildcard .openenv-venv/.installed),POSTTRAIN_OPENENV_PYTHO
 # The tests with real packages run where their environments are (docs/evaluate.md).
 WITH_OTHERS = $(foreach one,LM_EVAL INSPECT AGENTS,$(if $(wildcard $($(one)_VENV)/bin/python),POSTTRAIN_$(one)_PYTHON=$(abspath $($(one)_VENV))/bin/python))
 
-# Every promise at least once, chosen by measured times (tests/tiers.py): at most 8 minutes on two quiet cores.
+# At least one test of every guarantee, chosen by measured times (tests/tiers.py): at most 8 minutes on two quiet cores.
 test: setup
 	$(PYTEST) --tier fast
 

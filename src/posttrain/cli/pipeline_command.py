@@ -46,7 +46,7 @@ Each stage is stored with a hash of its inputs, and runs again only if they have
 same command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is
 finished and the traces have changed, the next one begins, from the model in production or from the base model
 (pipeline.start_from).
-exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
+exit codes of run: 0 promoted, or done up to --until · 3 rejected · 4 more samples needed · 64 bad input ·
 65 no rollout could be scored · 75, 76 another process is running or training this pipeline ·
 85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash
 """

@@ -95,7 +95,7 @@ def add_arguments(parser: OverridesParser) -> None:
     promote.option("--expect VERSION", "only if this version is in that place now (or: none)")
     promote.switch("--force", "override the gate; the history records it")
     rollback.add_argument("name", metavar="NAME")
-    rollback.option("--stage", "what to take back", choices=("production", "canary"), default="production")
+    rollback.option("--stage", "stage to roll back", choices=("production", "canary"), default="production")
     rollback.option("--to VERSION", ROLLBACK_TO, type=int)
     for change in (promote, rollback):
         change.option("--why TEXT", "the reason, for the history", required=True)

@@ -67,8 +67,8 @@ class TraceFiltersConfig(Section):
     """Which traces are used; the others are counted by reason."""
 
     min_reward_threshold: float | None = setting(None, "Traces with a lower reward are left out; null keeps all.")
-    since: str | None = setting(None, "First moment that counts, such as 2026-03-01; UTC.")
-    until: str | None = setting(None, "First moment that counts no more.")
+    since: str | None = setting(None, "First moment that is included, such as 2026-03-01; UTC.")
+    until: str | None = setting(None, "First moment that is excluded; UTC.")
     where: FreeMap = setting(dict, "Column: the value, or the values, that it must have.")
     duplicates: Literal["keep", "exact", "near"] = setting(
         "keep", "Of equal, or nearly equal, answers to one prompt the first is kept."
