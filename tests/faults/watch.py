@@ -1,25 +1,33 @@
 """Odd and damaged files in one run folder: `posttrain watch` shows the others, and its answers are no errors of the
-server; `launch checkpoints` prints no control characters of theirs.
+server; `launch checkpoints` prints no control characters of theirs. In runs of other systems: `posttrain doctor` reads
+or refuses them.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from made_runs import append, make_run
+from PIL import Image
 
 from faults import processes
 from faults.campaign import Case, Part
+from faults.inputs import worker_of
 from faults.lab import Lab, assert_no_traceback
 from faults.mutations import mutated
 
+IMAGE = f"images/{'0' * 64}.png"
+FOREIGN_RUNS = Path(__file__).parents[1] / "foreign_runs"
 FILES = (
+    IMAGE,
     "metrics.jsonl",
     "run.json",
     "findings.jsonl",
@@ -40,6 +48,7 @@ PAGES = (
     "/rollouts/train/1/0",
     "/rollouts/train/search?q=the",
     "/tokens/10/54/0",
+    f"/{IMAGE}",
 )
 LIMIT_S = 60.0  # for all pages of two runs
 MUTATIONS = 25  # of each file
@@ -69,11 +78,13 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
+    kinds, times = (("pipe", "link"), 1) if short else (tuple(KINDS), MUTATIONS)
     for file in FILES:
-        for kind in KINDS:
-            if not short or kind in ("pipe", "link"):
-                yield Case(f"{kind}:{file}", partial(odd_file, file, KINDS[kind]))
-        yield Case(f"mutated:{file}", partial(mutated_file, file, 1 if short else MUTATIONS), tries=MUTATIONS)
+        for kind in kinds:
+            yield Case(f"{kind}:{file}", partial(odd_file, file, KINDS[kind]))
+        yield Case(f"mutated:{file}", partial(mutated_file, file, times), tries=times)
+    for path in sorted(path.relative_to(FOREIGN_RUNS) for path in FOREIGN_RUNS.glob("*/**/*") if path.is_file()):
+        yield Case(f"doctor:{path}", partial(foreign_run, lab, path, kinds, times), tries=len(kinds) + times)
     yield Case("launch-checkpoints", checkpoints)
 
 
@@ -113,7 +124,15 @@ def assert_shown(home: Path) -> None:
 def made(folder: Path) -> Path:
     for name in ("good", "odd"):
         make_run(folder / name, steps=10, sick=name == "odd")
+        (folder / name / "images").mkdir()
+        (folder / name / IMAGE).write_bytes(_png())
     return folder
+
+
+def _png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def odd_file(file: str, make: Callable[[Path], Any], folder: Path, chance: random.Random) -> None:
@@ -129,6 +148,30 @@ def mutated_file(file: str, times: int, folder: Path, chance: random.Random) -> 
     for _ in range(times):
         path.write_bytes(mutated(content, chance))
         assert_shown(folder)
+
+
+def foreign_run(lab: Lab, file: Path, kinds: Sequence[str], times: int, folder: Path, chance: random.Random) -> None:
+    """One file of another system's run is odd."""
+    run = shutil.copytree(FOREIGN_RUNS / file.parts[0], folder / "run")
+    path = folder / "run" / Path(*file.parts[1:])
+    content = path.read_bytes()
+
+    def assert_read_or_refused(what: object) -> None:
+        finished = worker_of(lab).run(["doctor", str(run)], folder)
+        assert finished.code in (0, 3, 64), f"{what}: {finished}"
+        assert_no_traceback(finished)
+
+    for name in kinds:
+        path.unlink()
+        KINDS[name](path)
+        assert_read_or_refused(name)
+        if path.is_dir():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.touch()
+    for _ in range(times):
+        path.write_bytes(mutated(content, chance))
+        assert_read_or_refused("mutated")
 
 
 def checkpoints(folder: Path, chance: random.Random) -> None:
