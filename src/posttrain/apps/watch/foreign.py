@@ -157,8 +157,8 @@ def _trl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
     with not_parquet(), parquet.ParquetFile(path) as file:
         for row in (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist()):
             rewards = _numbers(value for key, value in row.items() if key not in known)
-            texts = (_message_text(row.get(key, "")) for key in ("prompt", "completion"))
-            yield *texts, sum(rewards) if rewards else None
+            prompt, completion = _message_text(row.get("prompt", "")), _message_text(row.get("completion", ""))
+            yield prompt, completion, sum(rewards) if rewards else None
 
 
 def _message_text(content: object) -> str:
