@@ -109,7 +109,7 @@ class ImageReader:
         images[found.digest] = found
         return {"type": "text", "text": f"{_EDGE}{found.digest}{_EDGE}"}
 
-    def _image(self, value: Any, row: Row, label: str) -> ImageRef:
+    def _image(self, value: object, row: Row, label: str) -> ImageRef:
         where = f"{row.where}: {label}"
         if isinstance(value, Mapping):  # as `datasets.Image` stores one
             value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), value)

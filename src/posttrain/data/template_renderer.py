@@ -210,7 +210,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return found if thoughts is None else {"thinking": thoughts, **found, "reasoning_content": thoughts}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Of a value, texts, numbers, lists and maps; the name of its type for anything else, as in transformers."""
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -6,13 +6,13 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused import recurrence_kernels as kernels
 from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks, PackedRecurrence, RowPiece
 
@@ -70,7 +70,7 @@ def _folded(grad: Tensor, x: Tensor, shape: _Shape, scale: float, *, unit: bool)
 class _Recur(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
+        ctx: Context, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
         before: Tensor | None, unit: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         shape = _Shape(v.shape[0], v.shape[1], k.shape[1], k.shape[2], v.shape[2], k.dtype)
@@ -88,7 +88,7 @@ class _Recur(torch.autograd.Function):
         return out, ends
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         raw_q, raw_k, v, g, beta, before = ctx.saved_tensors
         chunks, shape, scale = ctx.chunks, ctx.shape, ctx.shape.key_width**-0.5
         common, corrects = shape.common, beta is not None
