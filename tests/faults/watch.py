@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from api_server import ApiServer
 from made_runs import append, make_run
 from PIL import Image
 
@@ -86,6 +87,8 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
     for path in sorted(path.relative_to(FOREIGN_RUNS) for path in FOREIGN_RUNS.glob("*/**/*") if path.is_file()):
         yield Case(f"doctor:{path}", partial(foreign_run, lab, path, kinds, times), tries=len(kinds) + times)
     yield Case("launch-checkpoints", checkpoints)
+    if not short:  # eight starts of the client of Kubernetes
+        yield Case("launch-logs", logs)
 
 
 PART = Part("watch", "one odd file harms the pages of its own run only, and steers no terminal", cases, 4)
@@ -190,3 +193,46 @@ def checkpoints(folder: Path, chance: random.Random) -> None:
         assert_no_traceback(finished)
         assert not [mark for mark in ("\x1b", "\x07", "\x9b") if mark in finished.output], repr(finished.output)
         assert "0.5" in finished.output, finished
+
+
+def logs(folder: Path, chance: random.Random) -> None:
+    """Of a cluster whose pods choose their names, messages and output."""
+    said = f"step 1\n{HOSTILE}\x1b[2A\x1b[Kall is well\rover\x1b[1G\n"
+    labels = {"posttrain.dev/run": "mine", "batch.kubernetes.io/job-completion-index": "0"}
+    server = ApiServer()
+    try:
+        server.put("/api/v1/namespaces/training")
+        job = {"metadata": {"name": "mine", "namespace": "training", "labels": labels}}
+        ended = {"type": "Failed", "status": "True", "reason": HOSTILE, "message": said}
+        server.put("/apis/batch/v1/namespaces/training/jobs/mine", {**job, "status": {"conditions": [ended]}})
+        state = {"waiting": {"reason": HOSTILE, "message": said}, "terminated": {"exitCode": 1, "message": said}}
+        pod = {
+            "metadata": {"name": "mine-0", "namespace": "training", "labels": labels, "creationTimestamp": HOSTILE},
+            "spec": {"containers": [{"name": "posttrain"}], "nodeName": HOSTILE},
+            "status": {"phase": "Failed", "containerStatuses": [{"state": state}]},
+        }
+        server.put("/api/v1/namespaces/training/pods/mine-0", pod)
+        server.logs["mine-0"] = said
+        surroundings = processes.Surroundings(
+            {
+                "KUBECONFIG": str(server.write_kubeconfig(folder / "kubeconfig")),
+                "POSTTRAIN_LOCAL": str(folder / "local"),
+            }
+        )
+        for words, codes in (
+            (["logs", "mine"], (0,)),
+            (["status", "mine"], (0,)),
+            *(
+                (["logs", name], (2, 64))
+                for name in ("../../etc", HOSTILE, "a" * 10_000, "mine/../other", "", "%2e%2e")
+            ),
+        ):
+            finished = processes.run(["launch", *words], folder / "log", surroundings)
+            assert finished.code in codes, f"{words}: {finished}"
+            assert_no_traceback(finished)
+            assert not [mark for mark in ("\x1b", "\x07", "\x9b", "\rover") if mark in finished.output], (
+                f"{words}: {finished.output!r}"
+            )
+            assert words != ["logs", "mine"] or "all is well" in finished.output, finished
+    finally:
+        server.close()
