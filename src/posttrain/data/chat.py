@@ -422,10 +422,13 @@ def images_of(messages: Sequence[Message]) -> list[ImageRef]:
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
     """The same with parts {"type": "image"}, as templates expect them."""
-    return [
-        {**one, "content": [_bare(part) for part in one["content"]]} if isinstance(one.get("content"), list) else one
-        for one in messages
-    ]
+    bare = []
+    for one in messages:
+        parts = one.get("content")
+        if isinstance(parts, list):
+            one = {**one, "content": [{key: part[key] for key in part if key != "image"} for part in parts]}
+        bare.append(one)
+    return bare
 
 
 def attached(messages: Sequence[Message], images: Sequence[ImageRef]) -> list[Message]:
@@ -446,10 +449,6 @@ def attached(messages: Sequence[Message], images: Sequence[ImageRef]) -> list[Me
 def _with_parts(message: Message) -> Message:
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _bare(part: JsonMapping) -> JsonMapping:
-    return {name: value for name, value in part.items() if name != "image"}
 
 
 def is_answer(message: Message) -> bool:

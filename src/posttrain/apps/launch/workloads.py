@@ -98,23 +98,19 @@ def _job(request: LaunchRequest) -> list[Object]:
             {"action": "Ignore", "onExitCodes": _exit_codes(ExitCode.SAVED)},
         ],
     )
-    job["template"]["spec"]["subdomain"] = request.name
+    pod = job["template"]["spec"]
+    pod["subdomain"] = request.name
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # pods look for rank 0 before it is ready
         "selector": {RUN_LABEL: request.name},
-        "ports": _ports(request),
+        "ports": [{"name": port["name"], "port": port["containerPort"]} for port in pod["containers"][0]["ports"]],
     }
     spec = {**_suspended(request), "ttlSecondsAfterFinished": KEEP_FINISHED_S, **job}
     return [
         object_of_run(request, "v1", "Service", request.name, spec=service),
         _workload(request, "batch/v1", "Job", spec),
     ]
-
-
-def _ports(request: LaunchRequest) -> list[Object]:
-    container = pod_template(request, head_host=None)["spec"]["containers"][0]
-    return [{"name": port["name"], "port": port["containerPort"]} for port in container["ports"]]
 
 
 def _jobset(request: LaunchRequest) -> list[Object]:

@@ -139,13 +139,11 @@ def _trl_run(folder: Path) -> ForeignRun | None:
     for row in rows:
         for share in _numbers([row.get("frac_reward_zero_std")]):
             row["groups_with_signal"] = 1 - share
+    completions = folder / "completions"
     kind = _kind_of(rows, grpo="reward", dpo="rewards/chosen", rm="margin")
-    return _run("TRL", rows, kind, groups=lambda step: _trl_groups(folder, step))
-
-
-def _trl_groups(folder: Path, step: int) -> list[JsonObject]:
-    path = folder / "completions" / f"completions_{step:05d}.parquet"
-    return _grouped(_trl_answers(path)) if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES else []
+    return _run(
+        "TRL", rows, kind, groups=lambda step: _grouped(_trl_answers(completions / f"completions_{step:05d}.parquet"))
+    )
 
 
 def _trl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
@@ -153,6 +151,8 @@ def _trl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
 
     from posttrain.data.sources import not_parquet
 
+    if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        return
     known = {"step", "prompt", "completion", "advantage"}
     with not_parquet(), parquet.ParquetFile(path) as file:
         for row in (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist()):
@@ -214,17 +214,18 @@ def _nemo_rl_run(folder: Path) -> ForeignRun | None:
     rows = [merged[step] for step in sorted(merged)]
     logs = files[0].parent.parent if files[0].parent.name == "tensorboard" else files[0].parent
     kind = _kind_of(rows, grpo="train/reward", dpo="train/sft_loss", rm="train/rewards_chosen_mean")
-    return ForeignRun("NeMo RL", kind, rows, None, groups=lambda step: _nemo_rl_groups(logs, step))
-
-
-def _nemo_rl_groups(logs: Path, step: int) -> list[JsonObject]:
-    path = logs / f"train_data_step{step}.jsonl"
-    return _grouped(_nemo_rl_answers(path)) if path.is_file() else []
+    return ForeignRun(
+        "NeMo RL",
+        kind,
+        rows,
+        None,
+        groups=lambda step: _grouped(_nemo_rl_answers(logs / f"train_data_step{step}.jsonl")),
+    )
 
 
 def _nemo_rl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
     """The first message is the prompt, those after it the answer; a text that is not split is the answer."""
-    for row in _lines(path):
+    for row in _lines(path) if path.is_file() else ():
         content = row.get("content")
         prompt, said = (content[:1], content[1:]) if isinstance(content, list) else ([], [content or ""])
         yield "".join(map(str, prompt)), "\n".join(map(str, said)), row.get("rewards")

@@ -159,16 +159,16 @@ def _states(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """X of all tokens, the states before all chunks and after all pieces, T and W. Without `beta` there is none of
     the last two, and X is `v`."""
-    x, t, w, new = v, v, v, {"dtype": shape.dtype, "device": v.device}
+    x, t, w = v, v, v
     if beta is not None:
-        t = torch.empty(chunks.num_chunks, shape.heads, CHUNK_TOKENS, CHUNK_TOKENS, **new)  # type: ignore[call-overload]
-        x = torch.empty(v.shape, **new)  # type: ignore[call-overload]
-        w = torch.empty(shape.rows, shape.heads, shape.key_width, **new)  # type: ignore[call-overload]
+        t = v.new_empty(chunks.num_chunks, shape.heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=shape.dtype)
+        x = v.new_empty(v.shape, dtype=shape.dtype)
+        w = v.new_empty(shape.rows, shape.heads, shape.key_width, dtype=shape.dtype)
         kernels.corrections[(chunks.num_chunks, shape.heads)](
             chunks.table, k, v, g, beta, t, x, w, k.stride(0), v.stride(0), *shape.widths,
             **shape.common, **shape.key_tiles, **shape.value_tiles,
         )  # fmt: skip
-    states = torch.empty(chunks.num_chunks, shape.heads, *shape.widths, **new)  # type: ignore[call-overload]
+    states = v.new_empty(chunks.num_chunks, shape.heads, *shape.widths, dtype=shape.dtype)
     sizes = (chunks.num_pieces, shape.heads, *shape.widths)
     ends = torch.empty(sizes, dtype=torch.float32, device=v.device)
     for wave in chunks.waves:
