@@ -97,7 +97,7 @@ class ImageReader:
                 turns.append(turn)
         return turns
 
-    def _part(self, part: Mapping[str, Any], row: Row, key: str, images: dict[str, ImageRef]) -> Mapping[str, Any]:
+    def _part(self, part: Mapping[str, object], row: Row, key: str, images: dict[str, ImageRef]) -> Mapping[str, Any]:
         if part.get("type") not in _PART_KINDS:
             return part
         given = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
