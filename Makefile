@@ -81,7 +81,7 @@ test-full: setup
 # that moves every day.
 UNTIL ?= 9999999999
 test-rest: setup
-	$(WITH_VLLM) $(WITH_FOREIGN) $(WITH_OTHERS) $(PYTEST) --tier rest --rotate --until $(UNTIL) $$($(BIN)/python tools/touched_tests.py)
+	$(WITH_VLLM) $(WITH_FOREIGN) $(WITH_OTHERS) $(PYTEST) --tier rest --rotate --until $(UNTIL) $(if $(FIRST),--first $(FIRST)) $$($(BIN)/python tools/touched_tests.py)
 
 # Measure every test anew, on a quiet machine: the tier of a test follows from its time.
 durations: setup

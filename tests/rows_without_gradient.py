@@ -126,6 +126,9 @@ class RanksInStep:
         self.mesh, self.workers = rank.trainer.mesh, [_Member(self, at) for at in range(dist.get_world_size())]
         self.rank, self.pending, self.results = rank, dict[int, Future[Any]](), list[Any]()
 
+    def beside(self, name: str) -> None:
+        return None
+
     def call(self, number: int, operation: Callable[..., Any], *args: Any) -> Future[Any]:
         future = self.pending[number] = Future()
         if number == dist.get_rank():

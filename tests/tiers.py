@@ -6,8 +6,10 @@ in their order until the next one would exceed it. A test marked `invariant` is 
 first case. Tests that were never measured are in it, too.
 
 With `--until SECONDS` (since 1970) no test is started that would end later by its measured time; what was left out is
-printed. `--rotate` begins with the files named by `--first`, and continues at a place that moves on every day, so that
-the whole tier is run within `ROTATION_DAYS`.
+printed. `--rotate` begins with the files named by `--first`, for at most `FIRST_S`, and continues at a place that moves
+on every day by an equal share of the measured time. The tests of Ray are one list, which one worker runs, and the
+others are another. So the whole tier is run within `ROTATION_DAYS` if two workers have `DAY_S` each; `.ci/run` leaves
+about 1,100 s.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ import pytest
 FILE = Path(__file__).with_name("durations.json")
 LAST_RUN = FILE.parents[1] / "results" / "make_test.json"
 LIMIT_S = 2.0
-ROTATION_DAYS = 3
+ROTATION_DAYS = 8
+DAY_S = 1000.0
+FIRST_S = 150.0  # of each list
 MEASURED_FROM_S = 0.2  # shorter ones are not recorded
 Durations = dict[str, dict[str, float]]  # by file, then by test or @fixture
 
@@ -59,6 +63,20 @@ def file_of(item: pytest.Item) -> str:
 
 def name_of(nodeid: str) -> str:
     return nodeid.partition("::")[2]
+
+
+def rotated(seconds: Mapping[str, float], day: int, first: Collection[str]) -> list[str]:
+    """The files in the order of a day. What does not fit into `FIRST_S` keeps its place in the rotation."""
+    start, left = sum(seconds.values()) * (day % ROTATION_DAYS) / ROTATION_DAYS, FIRST_S
+    early, later, earlier, begun = [], [], [], 0.0
+    for name, taken in seconds.items():
+        if name in first and taken <= left:
+            early.append(name)
+            left -= taken
+        else:
+            (later if begun >= start else earlier).append(name)
+        begun += taken
+    return [*early, *later, *earlier]
 
 
 class Tiers:
@@ -105,15 +123,21 @@ class Tiers:
                 yield item
 
     def _rotated(self, items: list[pytest.Item]) -> list[pytest.Item]:
-        files: defaultdict[str, list[pytest.Item]] = defaultdict(list)
-        for item in items:
-            files[file_of(item)].append(item)
-        first = [name for name in files if name in self.config.getoption("--first")]
-        others = [name for name in files if name not in first]
-        day = os.environ.setdefault("POSTTRAIN_TEST_DAY", str(int(time.time() // 86400)))  # one for all workers
-        start = int(day) % ROTATION_DAYS * len(others) // ROTATION_DAYS
-        order = [*first, *others[start:], *others[:start]]
-        return [item for name in order for item in files[name]]
+        day = int(os.environ.setdefault("POSTTRAIN_TEST_DAY", str(int(time.time() // 86400))))  # one for all workers
+        chosen = []
+        for of_ray in (True, False):
+            files: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+            for item in items:
+                if of_ray == (item.get_closest_marker("ray") is not None):
+                    files[file_of(item)].append(item)
+            seconds = {name: self._seconds(name, of_file) for name, of_file in files.items()}
+            chosen += [item for name in rotated(seconds, day, self.config.getoption("--first")) for item in files[name]]
+        return chosen
+
+    def _seconds(self, file: str, items: list[pytest.Item]) -> float:
+        known = self.durations.get(file, {})
+        shared = sum(seconds for name, seconds in known.items() if name.startswith("@"))
+        return shared + sum(known.get(name_of(item.nodeid), MEASURED_FROM_S) for item in items)
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 

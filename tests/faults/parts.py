@@ -11,6 +11,7 @@ from faults import (
     disks,
     inputs,
     kills,
+    large,
     moments,
     ranks,
     rewards,
@@ -19,6 +20,7 @@ from faults import (
     server,
     signals,
     spot,
+    templates,
     watch,
     writers,
 )
@@ -43,6 +45,8 @@ PARTS = {
         watch.PART,
         control.PART,
         spot.PART,
+        templates.PART,
+        large.PART,
         inputs.PART,
     )
 }

@@ -25,7 +25,7 @@ from faults.processes import Finished, Running, Surroundings
 STEPS, AT_ROW = 60, 12
 MAX_ROWS_AFTER = 2  # the step under way, and a row that was just being written
 MAX_STOP_S = 20.0  # 10 of them wait for the rank that caused an error
-STILL_S = 8.0
+STILL_S = 60.0  # longer than the heartbeat of a run folder may be old
 DEADLINE_S = 20  # of every operation, the start of the ranks among them; the default is hours
 
 
@@ -39,7 +39,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
     yield Case("still-for-good:rank", partial(still_for_good, lab))
 
 
-PART = Part("ranks", "a run that loses a rank or its node stops within seconds; one that stood still goes on", cases, 4)
+PART = Part("ranks", "a run that loses a rank or its node stops within seconds; one that stood still goes on", cases, 6)
 
 
 def arguments(lab: Lab, folder: Path) -> list[str]:

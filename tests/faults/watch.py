@@ -1,25 +1,34 @@
 """Odd and damaged files in one run folder: `posttrain watch` shows the others, and its answers are no errors of the
-server; `launch checkpoints` prints no control characters of theirs.
+server; `launch checkpoints` prints no control characters of theirs. In runs of other systems: `posttrain doctor` reads
+or refuses them.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from api_server import ApiServer
 from made_runs import append, make_run
+from PIL import Image
 
 from faults import processes
 from faults.campaign import Case, Part
+from faults.inputs import worker_of
 from faults.lab import Lab, assert_no_traceback
 from faults.mutations import mutated
 
+IMAGE = f"images/{'0' * 64}.png"
+FOREIGN_RUNS = Path(__file__).parents[1] / "foreign_runs"
 FILES = (
+    IMAGE,
     "metrics.jsonl",
     "run.json",
     "findings.jsonl",
@@ -40,6 +49,7 @@ PAGES = (
     "/rollouts/train/1/0",
     "/rollouts/train/search?q=the",
     "/tokens/10/54/0",
+    f"/{IMAGE}",
 )
 LIMIT_S = 60.0  # for all pages of two runs
 MUTATIONS = 25  # of each file
@@ -69,12 +79,16 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
+    kinds, times = (("pipe", "link"), 1) if short else (tuple(KINDS), MUTATIONS)
     for file in FILES:
-        for kind in KINDS:
-            if not short or kind in ("pipe", "link"):
-                yield Case(f"{kind}:{file}", partial(odd_file, file, KINDS[kind]))
-        yield Case(f"mutated:{file}", partial(mutated_file, file, 1 if short else MUTATIONS), tries=MUTATIONS)
+        for kind in kinds:
+            yield Case(f"{kind}:{file}", partial(odd_file, file, KINDS[kind]))
+        yield Case(f"mutated:{file}", partial(mutated_file, file, times), tries=times)
+    for path in sorted(path.relative_to(FOREIGN_RUNS) for path in FOREIGN_RUNS.glob("*/**/*") if path.is_file()):
+        yield Case(f"doctor:{path}", partial(foreign_run, lab, path, kinds, times), tries=len(kinds) + times)
     yield Case("launch-checkpoints", checkpoints)
+    if not short:  # eight starts of the client of Kubernetes
+        yield Case("launch-logs", logs)
 
 
 PART = Part("watch", "one odd file harms the pages of its own run only, and steers no terminal", cases, 4)
@@ -113,7 +127,15 @@ def assert_shown(home: Path) -> None:
 def made(folder: Path) -> Path:
     for name in ("good", "odd"):
         make_run(folder / name, steps=10, sick=name == "odd")
+        (folder / name / "images").mkdir()
+        (folder / name / IMAGE).write_bytes(_png())
     return folder
+
+
+def _png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def odd_file(file: str, make: Callable[[Path], Any], folder: Path, chance: random.Random) -> None:
@@ -129,6 +151,30 @@ def mutated_file(file: str, times: int, folder: Path, chance: random.Random) -> 
     for _ in range(times):
         path.write_bytes(mutated(content, chance))
         assert_shown(folder)
+
+
+def foreign_run(lab: Lab, file: Path, kinds: Sequence[str], times: int, folder: Path, chance: random.Random) -> None:
+    """One file of another system's run is odd."""
+    run = shutil.copytree(FOREIGN_RUNS / file.parts[0], folder / "run")
+    path = folder / "run" / Path(*file.parts[1:])
+    content = path.read_bytes()
+
+    def assert_read_or_refused(what: object) -> None:
+        finished = worker_of(lab).run(["doctor", str(run)], folder)
+        assert finished.code in (0, 3, 64), f"{what}: {finished}"
+        assert_no_traceback(finished)
+
+    for name in kinds:
+        path.unlink()
+        KINDS[name](path)
+        assert_read_or_refused(name)
+        if path.is_dir():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.touch()
+    for _ in range(times):
+        path.write_bytes(mutated(content, chance))
+        assert_read_or_refused("mutated")
 
 
 def checkpoints(folder: Path, chance: random.Random) -> None:
@@ -147,3 +193,46 @@ def checkpoints(folder: Path, chance: random.Random) -> None:
         assert_no_traceback(finished)
         assert not [mark for mark in ("\x1b", "\x07", "\x9b") if mark in finished.output], repr(finished.output)
         assert "0.5" in finished.output, finished
+
+
+def logs(folder: Path, chance: random.Random) -> None:
+    """Of a cluster whose pods choose their names, messages and output."""
+    said = f"step 1\n{HOSTILE}\x1b[2A\x1b[Kall is well\rover\x1b[1G\n"
+    labels = {"posttrain.dev/run": "mine", "batch.kubernetes.io/job-completion-index": "0"}
+    server = ApiServer()
+    try:
+        server.put("/api/v1/namespaces/training")
+        job = {"metadata": {"name": "mine", "namespace": "training", "labels": labels}}
+        ended = {"type": "Failed", "status": "True", "reason": HOSTILE, "message": said}
+        server.put("/apis/batch/v1/namespaces/training/jobs/mine", {**job, "status": {"conditions": [ended]}})
+        state = {"waiting": {"reason": HOSTILE, "message": said}, "terminated": {"exitCode": 1, "message": said}}
+        pod = {
+            "metadata": {"name": "mine-0", "namespace": "training", "labels": labels, "creationTimestamp": HOSTILE},
+            "spec": {"containers": [{"name": "posttrain"}], "nodeName": HOSTILE},
+            "status": {"phase": "Failed", "containerStatuses": [{"state": state}]},
+        }
+        server.put("/api/v1/namespaces/training/pods/mine-0", pod)
+        server.logs["mine-0"] = said
+        surroundings = processes.Surroundings(
+            {
+                "KUBECONFIG": str(server.write_kubeconfig(folder / "kubeconfig")),
+                "POSTTRAIN_LOCAL": str(folder / "local"),
+            }
+        )
+        for words, codes in (
+            (["logs", "mine"], (0,)),
+            (["status", "mine"], (0,)),
+            *(
+                (["logs", name], (2, 64))
+                for name in ("../../etc", HOSTILE, "a" * 10_000, "mine/../other", "", "%2e%2e")
+            ),
+        ):
+            finished = processes.run(["launch", *words], folder / "log", surroundings)
+            assert finished.code in codes, f"{words}: {finished}"
+            assert_no_traceback(finished)
+            assert not [mark for mark in ("\x1b", "\x07", "\x9b", "\rover") if mark in finished.output], (
+                f"{words}: {finished.output!r}"
+            )
+            assert words != ["logs", "mine"] or "all is well" in finished.output, finished
+    finally:
+        server.close()

@@ -10,6 +10,7 @@ import pytest
 import tiers
 
 pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
 
 CASES = """
 import pytest
@@ -76,13 +77,14 @@ def test_no_test_is_started_that_would_end_too_late(suite: pytest.Pytester) -> N
     }
 
 
-def test_touched_files_are_first_and_every_file_is_reached_within_the_rotation(
+def test_touched_files_are_first_and_another_file_follows_each_day(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "abcde":
         suite.makepyfile(**{f"test_{name}": "def test_it(): pass"})
-    starts = set()
-    for day in range(tiers.ROTATION_DAYS):
+    tiers.FILE.write_text(json.dumps({f"test_{name}.py": {"test_it": 20.0} for name in "abcde"}))
+    second = []
+    for day in (0, tiers.ROTATION_DAYS // 2):
         monkeypatch.setenv("POSTTRAIN_TEST_DAY", str(day))
         record = suite.inline_run("-p", "no:xdist", "--rotate", "--first", "test_c.py")
         order = list(
@@ -90,8 +92,37 @@ def test_touched_files_are_first_and_every_file_is_reached_within_the_rotation(
         )
         assert order[0] == "test_c.py"
         assert len(order) == 6
-        starts.add(order[1])
-    assert len(starts) == tiers.ROTATION_DAYS
+        second.append(order[1])
+    assert second[0] != second[1]
+
+
+@pytest.mark.parametrize("touched", ["nothing", "everything"])
+@pytest.mark.parametrize("of_ray", [True, False])
+def test_every_file_is_run_within_the_rotation(of_ray: bool, touched: str) -> None:
+    """By the measured times, also those of the fast tier: one worker for `DAY_S` a day, whatever was touched."""
+    seconds = {}
+    for name, times in tiers.read_durations().items():
+        marks = [line for line in (ROOT / name).read_text().splitlines() if "mark.ray" in line]
+        # A file with Ray in some of its tests counts in both lists.
+        if marks if of_ray else not any(line.startswith("pytestmark") for line in marks):
+            seconds[name] = sum(times.values())
+    missing = set(seconds)
+    for day in range(tiers.ROTATION_DAYS):
+        left = tiers.DAY_S
+        for name in tiers.rotated(seconds, 1000 + day, seconds if touched == "everything" else ()):
+            left -= seconds[name]
+            if left < 0:
+                break
+            missing.discard(name)
+    assert not missing
+
+
+def test_only_tests_that_exist_have_times() -> None:
+    """The names of functions; what their cases are called is known after collection only."""
+    for name, times in tiers.read_durations().items():
+        functions = {one.partition("[")[0].rpartition("::")[2] for one in times if not one.startswith("@")}
+        text = (ROOT / name).read_text()
+        assert not [function for function in functions if f"def {function}(" not in text], name
 
 
 def test_times_are_recorded(suite: pytest.Pytester) -> None:

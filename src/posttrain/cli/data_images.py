@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.cli.tables import console, facts
 from posttrain.errors import InputError
@@ -95,7 +95,7 @@ def _has_images(entry: Entry, reward: str) -> bool:
         return False
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in value.items()) if isinstance(value, dict) else f"{value:,}"
 
 

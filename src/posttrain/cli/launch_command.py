@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -39,6 +38,7 @@ from posttrain.cli.overrides_parser import OverridesParser, number
 from posttrain.config import KINDS, LoadedConfig, load_config
 from posttrain.config.loader import load_words
 from posttrain.errors import InputError
+from posttrain.reporting.wording import in_order
 
 _SHOWN_EVENTS = 12
 CRDS = "CustomResourceDefinitions, for checking"
@@ -311,15 +311,15 @@ def _status(args: argparse.Namespace) -> int:
         result = {"name": args.name, "phase": state.phase, "restarts": state.restarts, "message": state.message}
         print(json.dumps({**result, "pods": rows, "events": events}, indent=2))
         return 0
-    about = f": {state.message}" if state.message else ""
+    about = f": {in_order(state.message)}" if state.message else ""
     attempts = max((pod.attempt for pod in pods), default=0)
     print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, attempt {attempts}{about}")
     for pod in pods:
         code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
-        waits = f", waits: {pod.waits_for}" if pod.waits_for else ""
+        waits = f", waits: {in_order(pod.waits_for)}" if pod.waits_for else ""
         print(f"  attempt {pod.attempt}, rank {pod.rank}: {pod.phase}{code}{waits} ({pod.name})")
     for event in events[-_SHOWN_EVENTS:]:
-        print(f"  {event}")
+        print(f"  {in_order(event)}")
     return 0
 
 
@@ -327,8 +327,7 @@ def _logs(args: argparse.Namespace) -> int:
     cluster, workload = _find(args)
     pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, args.attempt)
     for text in cluster.log(pod.body, args.follow):
-        # A program in the pod must not write over the lines before: only colours are let through.
-        print(re.sub(r"\x1b(?!\[[\d;]*m)|\r(?=[^\n])", lambda found: repr(found[0])[1:-1], text), end="", flush=True)
+        print(in_order(text), end="", flush=True)
     return 0
 
 

@@ -40,7 +40,7 @@ class OverridesParser(argparse.ArgumentParser):
         self.short_names: Collection[str] = ()
         self.meant_by_a_word = ""  # what to say of one that is too many, {}
 
-    def option(self, name: str, help: str, **settings: Any) -> None:
+    def option(self, name: str, help: str, **settings: object) -> None:
         """`--limit N`, with a value of the default's type. The help names the default, unless it does so already."""
         add_option(self, name, help, **settings)
 
@@ -50,7 +50,7 @@ class OverridesParser(argparse.ArgumentParser):
     def words(self, metavar: str = "key=value", help: str = "settings that override the file's") -> None:
         self.add_argument("words", nargs="*", default=[], metavar=metavar, help=help)
 
-    def config_file(self, help: str = "YAML file; what it does not set keeps its default", **settings: Any) -> None:
+    def config_file(self, help: str = "YAML file; what it does not set keeps its default", **settings: object) -> None:
         self.option("--config FILE", help, type=Path, **settings)
 
     def commands(self, **options: Any) -> Subparsers:

@@ -205,7 +205,7 @@ def _register_functions() -> None:
     """`${add:1,2}`, `${mul:…}`, `${div:…}` and `${max:…}` of two numbers."""
 
     def register(name: str, compute: Callable[[Any, Any], int | float]) -> None:
-        def function(left: Any, right: Any) -> int | float:
+        def function(left: object, right: object) -> int | float:
             for operand in (left, right):
                 if isinstance(operand, bool) or not isinstance(operand, int | float):
                     raise ValueError(f"{name} takes two numbers, got {operand!r}")

@@ -142,7 +142,7 @@ class ChatFormat:
         """Tokens of the prompt and of the answer with its end of turn."""
         return self.encode_turns([self.render_turn(prompt_messages, response)])[0]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[JsonMapping] = (), **kwargs: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[JsonMapping] = (), **kwargs: object) -> str:
         """The text of `prompt`. `tools` and `kwargs` are passed to the template; see `tool_prompts.py`."""
         return self._write(messages, opens_answer=True, tools=tools, **kwargs)
 
@@ -278,7 +278,7 @@ class ChatFormat:
         return opened[len(closed) :] if opened.startswith(closed) else ""
 
     def _write(
-        self, messages: Sequence[Message], *, opens_answer: bool, tools: Sequence[JsonMapping] = (), **kwargs: Any
+        self, messages: Sequence[Message], *, opens_answer: bool, tools: Sequence[JsonMapping] = (), **kwargs: object
     ) -> str:
         return next(
             self._write_all([(messages, opens_answer)], {**kwargs, **({"tools": list(tools)} if tools else {})})
@@ -422,10 +422,13 @@ def images_of(messages: Sequence[Message]) -> list[ImageRef]:
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
     """The same with parts {"type": "image"}, as templates expect them."""
-    return [
-        {**one, "content": [_bare(part) for part in one["content"]]} if isinstance(one.get("content"), list) else one
-        for one in messages
-    ]
+    bare = []
+    for one in messages:
+        parts = one.get("content")
+        if isinstance(parts, list):
+            one = {**one, "content": [{key: part[key] for key in part if key != "image"} for part in parts]}
+        bare.append(one)
+    return bare
 
 
 def attached(messages: Sequence[Message], images: Sequence[ImageRef]) -> list[Message]:
@@ -446,10 +449,6 @@ def attached(messages: Sequence[Message], images: Sequence[ImageRef]) -> list[Me
 def _with_parts(message: Message) -> Message:
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _bare(part: JsonMapping) -> JsonMapping:
-    return {name: value for name, value in part.items() if name != "image"}
 
 
 def is_answer(message: Message) -> bool:
@@ -486,7 +485,7 @@ def _opening_token(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.bos_token) if alone[:1] == [tokenizer.bos_token_id] else ""
 
 
-def _jinja_literal(value: Any, name: str) -> str:
+def _jinja_literal(value: object, name: str) -> str:
     """A value of a config file as Jinja writes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()

@@ -97,7 +97,7 @@ class ImageReader:
                 turns.append(turn)
         return turns
 
-    def _part(self, part: Mapping[str, Any], row: Row, key: str, images: dict[str, ImageRef]) -> Mapping[str, Any]:
+    def _part(self, part: Mapping[str, object], row: Row, key: str, images: dict[str, ImageRef]) -> Mapping[str, Any]:
         if part.get("type") not in _PART_KINDS:
             return part
         given = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
@@ -109,7 +109,7 @@ class ImageReader:
         images[found.digest] = found
         return {"type": "text", "text": f"{_EDGE}{found.digest}{_EDGE}"}
 
-    def _image(self, value: Any, row: Row, label: str) -> ImageRef:
+    def _image(self, value: object, row: Row, label: str) -> ImageRef:
         where = f"{row.where}: {label}"
         if isinstance(value, Mapping):  # as `datasets.Image` stores one
             value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), value)

@@ -68,7 +68,7 @@ class TemplateRenderer:
         self.forget()
 
     def render(
-        self, template: str, variables: Mapping[str, Any], conversations: Sequence[tuple[Sequence[Any], bool]]
+        self, template: str, variables: Mapping[str, object], conversations: Sequence[tuple[Sequence[object], bool]]
     ) -> Iterator[str]:
         """The texts of conversations, each with whether the text opens an answer. Some go through the pipe at once."""
         if len(template) > MAX_TEMPLATE_CHARACTERS:
@@ -192,7 +192,7 @@ atexit.register(RENDERER.close)
 os.register_at_fork(after_in_child=RENDERER.forget)
 
 
-def _packed(make: Callable[[], dict[str, Any]], index: int) -> bytes:
+def _packed(make: Callable[[], dict[str, object]], index: int) -> bytes:
     try:
         return marshal.dumps(make(), _MARSHAL_VERSION)
     except (RecursionError, ValueError):
@@ -203,14 +203,14 @@ def _variables(messages: Sequence[Any], opens_answer: bool) -> dict[str, Any]:
     return {"messages": [_message(one) for one in messages], "add_generation_prompt": opens_answer}
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, object]) -> dict[str, Any]:
     """As transformers passes it on: without empty values, and thoughts by the names that templates read."""
     found = {name: plain(value) for name, value in message.items() if value is not None}
     thoughts = next((found[name] for name in _REASONING if name in found), None)
     return found if thoughts is None else {"thinking": thoughts, **found, "reasoning_content": thoughts}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Of a value, texts, numbers, lists and maps; the name of its type for anything else, as in transformers."""
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -131,7 +131,7 @@ class _Generation(jinja2.ext.Extension):
 class _Dict:
     """Of `dict`, what templates use."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def __call__(self, *args: object, **kwargs: object) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
@@ -141,19 +141,19 @@ class _Dict:
 class _Namespace(jinja2.utils.Namespace):
     """Without private names, by which templates have left the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
+    def __init__(*args: object, **kwargs: object) -> None:
         own, *given = args
         values = dict(*given, **kwargs)
         for name in values:
             _check_name(name)
         jinja2.utils.Namespace.__init__(own, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace has no attribute {name!r}: names that start with _ are refused")
 

@@ -14,7 +14,7 @@ from posttrain.files.json_files import JsonMapping, JsonObject
 WORKER_MARK = "POSTTRAIN_WORKER"  # variable in the environment of a worker and of what it starts
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """The content of a message for people and judges; `<image>` stands for an image part."""
     if not isinstance(content, list):
         return str(content)

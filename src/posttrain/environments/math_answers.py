@@ -112,7 +112,7 @@ def _math_verify_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
         except SympifyError:  # digits of other scripts, which math-verify takes for numbers and sympy cannot read
             return []
 
-    def is_equal(truth: Any, answer: Any) -> bool:
+    def is_equal(truth: object, answer: object) -> bool:
         equal = bool(verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison))
         if not equal or setup.get("as_math_verify"):
             return equal

@@ -71,7 +71,7 @@ def _next_place() -> Place:
 
 
 def _unless_active(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: object, **kwargs: object) -> Any:
         return (original if is_idle() or _uses_originals else replacement)(*args, **kwargs)
 
     compute.replaced_by_posttrain = True  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _exact_type(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def _refuse(*_: Any, **__: Any) -> None:
+def _refuse(*_: object, **__: object) -> None:
     raise InputError(
         f"{named_layer(_running[0])} decays every number of its state by itself, as Mamba of the first kind and Kimi's "
         "delta attention do; posttrain computes gated delta rules, Mamba-2 and short convolutions"

@@ -41,7 +41,7 @@ class CallsAhead:
     _num_begun: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, key: Hashable, operation: Callable[..., Any], *args: object) -> None:
+    def begin(self, key: Hashable, operation: Callable[..., object], *args: object) -> None:
         with self._lock:
             if key not in self._calls:
                 worker = self.group.workers[self._num_begun % len(self.group.workers)]

@@ -117,7 +117,7 @@ class RayWorker:
     def __init__(self, actor: ActorHandle) -> None:
         self.actor = actor
 
-    def submit(self, operation: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, operation: Callable[Concatenate[object, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return future_of(self.actor.run.remote(operation.__name__, args, kwargs))
 
     def take_whole_groups(self) -> Future[list[OpenGroup]]:

@@ -96,7 +96,7 @@ class RayMember:
                     self._say(str(error))  # with the end of its log
         raise AssertionError("the last attempt returns or raises")
 
-    def _call_all(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def _call_all(self, operation: Callable[..., T], *args: object, **kwargs: object) -> T:
         pending = [worker.submit(operation, *args, **kwargs) for worker in self.workers]
         results = self._wait(pending, operation.__name__)
         # All actors sample the same. Only some may report why weights were not received.

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.parallel.fsdp import local_part
 
 
@@ -214,10 +215,10 @@ def _inverse(order: Tensor) -> Tensor:
 
 class _ScaledGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0] * ctx.factor, None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.objectives.distillation import TeacherDivergence
@@ -133,8 +134,9 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, group: TensorGroup | None
-    ) -> Tensor:
+        ctx: Context, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int,
+        group: TensorGroup | None,
+    ) -> Tensor:  # fmt: skip
         keeps_logits = any(ctx.needs_input_grad[:2]) and len(hidden) <= chunk
         pieces, normalisers = [], []
         ctx.logits = None
@@ -151,7 +153,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return torch.cat(pieces)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None  # it is used up below
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

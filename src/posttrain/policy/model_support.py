@@ -121,7 +121,7 @@ def _check_no_other_link(config: PretrainedConfig, head: Head, device: torch.dev
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
     states: list[dict[str, Tensor]] = []  # of the last token, after each layer and at the end
 
-    def keep(name: str, output: Any) -> None:
+    def keep(name: str, output: object) -> None:
         output = output[0] if isinstance(output, tuple) else output
         if isinstance(output, Tensor):
             states[-1][name] = output.flatten(0, -2)[-1].float()

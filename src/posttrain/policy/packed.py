@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
 from posttrain.models.vision import ImageTokens, RowImages
+from posttrain.policy.autograd import Context
 from posttrain.policy.recurrence import PackedRecurrence, RowPiece
 from posttrain.policy.runtime import to_device
 from posttrain.types import ImageRef, TokenBatch
@@ -234,7 +235,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: VarlenLengths,
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: VarlenLengths,
         scale: float, left: int,
     ) -> Tensor:  # fmt: skip
         # The operators, not `varlen_attn`: that has no gradient by lse, and takes shared key heads from torch 2.12 on
@@ -252,7 +253,7 @@ class _Flash(torch.autograd.Function):
         return cast(Tensor, out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse, *state = ctx.saved_tensors
         grad_sinks = None
         if ctx.needs_input_grad[3]:
@@ -326,13 +327,13 @@ class RowShare:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = values.clone()
         dist.all_reduce(total, group=group)  # each number is on one rank, and zero on the others
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
 
 

@@ -209,20 +209,20 @@ def _step_samples(path: Path, groups: Sequence[Row], words: str, num_shown: int)
     known = [reward for group in rewards for reward in group]
     # Groups with different rewards, which give a gradient, are shown first.
     mixed_first = sorted(range(len(groups)), key=lambda index: len(set(rewards[index])) < 2)
+    shown = []
+    for group in (groups[index] for index in mixed_first[:num_shown]):
+        images = [one for one in group.get("images") or [] if isinstance(one, dict)][:MAX_PICTURES]
+        pictures = [{**one, "url": embedded(path.parents[1], one)} for one in images]
+        shown.append({**group, "pictures": pictures})
     return {
         "words": words,
         "step": rollout_step(path),
         "num_groups": len(groups),
-        "shown": [_with_pictures(groups[index], path.parents[1]) for index in mixed_first[:num_shown]],
+        "shown": shown,
         "mean": sum(known) / len(known) if known else None,
         "low": min(known, default=0.0),
         "high": max(known, default=1.0),
     }
-
-
-def _with_pictures(group: Row, folder: Path) -> Row:
-    images = [one for one in group.get("images") or [] if isinstance(one, dict)][:MAX_PICTURES]
-    return {**group, "pictures": [{**one, "url": embedded(folder, one)} for one in images]}
 
 
 def _rewards(group: Row) -> list[float]:

@@ -6,12 +6,14 @@ Reading works in every state of a run: young, still being written, killed, or wr
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, parse_json, read_at_most, refuse_pipe
 from posttrain.reporting.doctor.findings import Finding, kept_findings
@@ -30,7 +32,8 @@ from posttrain.reporting.run_files import (
 )
 
 MAX_ROLLOUT_BYTES = 512 * 2**20  # of one step's answers that a report or an examination reads, unpacked
-_BYTES_OF_A_VALUE = 100  # that a list or an object takes beyond its text
+MAX_ANSWERS = 16_384  # of one group
+BYTES_OF_A_VALUE = 100  # that a list or an object takes beyond its text
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,39 @@ def groups_of(path: Path) -> list[Row]:
         refuse_pipe(path)
         with gzip.open(path, "rb") as lines:
             while line := lines.readline(left):
-                left -= len(line) + _BYTES_OF_A_VALUE * (line.count(b"{") + line.count(b"["))
+                left -= len(line) + BYTES_OF_A_VALUE * (line.count(b"{") + line.count(b"["))
                 if left <= 0:
                     break
                 found.append(parse_json(line))
     except (OSError, ValueError, EOFError, zlib.error):
         return []
-    return [group for group in found if isinstance(group, dict)]
+    return [group for group in found if is_group(group)]
+
+
+def is_group(row: object) -> TypeGuard[Row]:
+    """Whether a row of a rollout file has the types that a run writes."""
+    answers = row.get("completions") if isinstance(row, dict) else None
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("prompt", ""), str)
+        and isinstance(answers, list)
+        and len(answers) <= MAX_ANSWERS
+        and all(isinstance(answer, dict) and _is_answer(answer) for answer in answers)
+    )
+
+
+def _is_answer(answer: Row) -> bool:
+    turns = answer.get("turns")
+    return (
+        is_number(answer.get("reward"))
+        and is_number(answer.get("num_tokens"))
+        and isinstance(answer.get("text", ""), str)
+        and (turns is None or (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)))
+    )
+
+
+def is_number(value: object) -> bool:
+    """Or none. The sum of larger ones is no float."""
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and not 1e100 < abs(value) < math.inf
+    )

@@ -7,6 +7,7 @@ and order: results, timing with percentages, performance. docs/seeds/differences
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -100,6 +101,12 @@ def printable(text: str) -> str:
         else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def in_order(text: str) -> str:
+    """Text of another program, or of a part of it: its colours are kept, and what would write over earlier lines is
+    shown as escape sequences."""
+    return re.sub(r"\x1b(?!\[[\d;]*m)|\r(?!\n)", lambda found: repr(found[0])[1:-1], text)
 
 
 def stage_of(label: str, total: int) -> str:

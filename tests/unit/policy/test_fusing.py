@@ -102,7 +102,8 @@ def test_layers_with_other_mixers_have_the_same_outputs_and_gradients(family: st
     assert num_fused(model) == FUSED_AROUND_MIXERS[family]
     assert fuse_layers(decoder_of(model), may_join=may_join) == 0
     assert_same_model(model, own, EXACT)
-    assert all(layer.forward.successor is not None for layer in decoder_of(model).layers) is may_join  # type: ignore[union-attr]
+    forwards = [layer.forward for layer in decoder_of(model).layers]  # type: ignore[union-attr]
+    assert all(forward.successor is not None for forward in forwards) is may_join
     ours, theirs = (normed(decoder_of(each)).last_hidden_state for each in (model, own))
     assert_near("without gradients", ours, theirs, EXACT)
 

@@ -20,7 +20,7 @@ from posttrain.files.digests import sha256_of
 from posttrain.files.durable import write_text
 
 
-def right(completions: list[Any], output: list[str], **columns: Any) -> list[float]:
+def right(completions: list[Any], output: list[str], **columns: object) -> list[float]:
     texts = [completion[0]["content"] for completion in completions]
     found = [re.search(r"\\boxed\{(\d+)\}", text) for text in texts]
     return [float(one is not None and int(one[1]) == int(answer)) for one, answer in zip(found, output, strict=True)]

@@ -103,7 +103,7 @@ def request_run(
     )
 
 
-def _check_sandbox(value: Any, key: str) -> None:
+def _check_sandbox(value: object, key: str) -> None:
     if isinstance(value, dict):
         if value.get("type") == "code" and value.get("sandbox") in (None, "strict"):
             raise InputError(
@@ -202,7 +202,7 @@ def _check_size(named: Named, path: Path, files: Mapping[str, bytes], text: str,
         )
 
 
-def _renamed(value: Any, key: str, names: Mapping[tuple[str, str], str]) -> Any:
+def _renamed(value: object, key: str, names: Mapping[tuple[str, str], str]) -> Any:
     if isinstance(value, dict):
         return {name: _renamed(inner, f"{key}.{name}" if key else str(name), names) for name, inner in value.items()}
     if isinstance(value, list):

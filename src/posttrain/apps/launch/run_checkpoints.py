@@ -6,7 +6,6 @@ import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
@@ -66,7 +65,7 @@ def shared_mount(workload: Object) -> tuple[PurePosixPath, str]:
 def pod_spec(workload: Object) -> Object:
     """The `spec` of the first pod template in it."""
 
-    def look(value: Any) -> Object | None:
+    def look(value: object) -> Object | None:
         if isinstance(value, dict):
             if isinstance(value.get("containers"), list):
                 return value

@@ -8,7 +8,8 @@ run. `srun` starts `posttrain node` once on every machine, by the contract that 
 | others: a crash, or a machine that was lost | requeues the job, MAX_RESTARTS times |
 
 Slurm sends SIGTERM to the step before the time limit (`--signal`), when it preempts the job, and on `scancel`, which
-ends the script as well: a cancelled job is not requeued.
+ends the script as well: a cancelled job is not requeued. Crashes are counted in the folder of the job: the count of
+Slurm includes interruptions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -85,7 +87,8 @@ def job_script(request: LaunchRequest) -> str:
         "case $code in",
         f"  {ended}) ;;  # done, bad input, no progress",
         f'  {ExitCode.SAVED}) scontrol requeue "$SLURM_JOB_ID" ;;  # interrupted: goes on from its checkpoint',
-        f'  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
+        f'  *) crashes={shlex.quote(str(folder))}/crashes-$SLURM_JOB_ID; echo "$code" >> "$crashes"',
+        f'     [ "$(wc -l < "$crashes")" -le {MAX_RESTARTS} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
         "esac",
         "exit $code",
     ]
@@ -115,6 +118,7 @@ def write_job(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
         shutil.rmtree(folder / "files", ignore_errors=True)
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).unlink(missing_ok=True)  # may belong to somebody else, or be a link
             (folder / name).write_bytes(content)
         secret = folder / SECRET_KEY
         secret.unlink(missing_ok=True)
@@ -138,6 +142,11 @@ def submit_job(request: LaunchRequest) -> str:
     if others := _slurm("squeue", "--me", f"--name={request.name}", "--noheader", "--format=%i %T").split("\n")[0]:
         raise InputError(f"job {others} is {request.name} already: scancel it, or give another --name")
     folder = Path(job_folder(request))
+    if folder.exists() or folder.is_symlink():
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise InputError(f"{folder} is a link, or not yours: give another --name, or remove it")
+        folder.chmod(found.st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # the script runs as you
     write_job(folder, job_files(request))
     return _slurm("sbatch", "--parsable", str(folder / SCRIPT)).partition(";")[0]
 

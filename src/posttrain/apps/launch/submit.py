@@ -20,6 +20,7 @@ from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
 from posttrain.errors import ExitCode, InputError
+from posttrain.reporting.wording import in_order
 
 UNREACHABLE_LIMIT_S = 60.0  # for which a run is followed though its cluster does not answer
 
@@ -150,12 +151,13 @@ def follow(cluster: Cluster, name: str) -> int:
                     if not pod.is_alive:
                         complete.add(pod.uid)
         if state.phase in (*ENDED, "Lost"):
-            print(f"-- {name}: {state.phase}{f': {state.message}' if state.message else ''}", file=sys.stderr)
+            why = f": {in_order(state.message)}" if state.message else ""
+            print(f"-- {name}: {state.phase}{why}", file=sys.stderr)
             return _exit_code(state.phase, pods)
         waiting = "; ".join(f"rank {pod.rank}: {pod.waits_for}" for pod in pods if pod.waits_for)
         if waiting and waiting != reported:
             reported = waiting
-            print(f"-- waiting: {waiting}", file=sys.stderr, flush=True)
+            print(f"-- waiting: {in_order(waiting)}", file=sys.stderr, flush=True)
         time.sleep(cluster.poll_s)
 
 
@@ -164,7 +166,7 @@ def _print_log(cluster: Cluster, pod: RunPod, printed: dict[str, int]) -> None:
     for text in cluster.log(pod.body, follow=True):
         seen += len(text)
         if seen > known:
-            print(text[known - seen :], end="", flush=True)
+            print(in_order(text[known - seen :]), end="", flush=True)
             printed[pod.uid] = known = seen
 
 

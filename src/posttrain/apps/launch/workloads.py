@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from posttrain.apps.launch.launch_request import LaunchRequest
@@ -36,6 +37,7 @@ KEEP_FINISHED_S = 7 * 24 * 3600
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # otherwise KubeRay wraps the command in a shell
 REPLICATED_JOB = "node"
+_TOKENS_SINCE = (2, 52)  # of Ray
 _LOG_OUTPUTS = {
     "gke": "[OUTPUT]\n    Name stackdriver\n    Match *\n    Resource gce_instance\n",
     "eks": "[OUTPUT]\n    Name cloudwatch_logs\n    Match *\n    Region {region}\n    Log_Group_Name /posttrain\n"
@@ -96,23 +98,19 @@ def _job(request: LaunchRequest) -> list[Object]:
             {"action": "Ignore", "onExitCodes": _exit_codes(ExitCode.SAVED)},
         ],
     )
-    job["template"]["spec"]["subdomain"] = request.name
+    pod = job["template"]["spec"]
+    pod["subdomain"] = request.name
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # pods look for rank 0 before it is ready
         "selector": {RUN_LABEL: request.name},
-        "ports": _ports(request),
+        "ports": [{"name": port["name"], "port": port["containerPort"]} for port in pod["containers"][0]["ports"]],
     }
     spec = {**_suspended(request), "ttlSecondsAfterFinished": KEEP_FINISHED_S, **job}
     return [
         object_of_run(request, "v1", "Service", request.name, spec=service),
         _workload(request, "batch/v1", "Job", spec),
     ]
-
-
-def _ports(request: LaunchRequest) -> list[Object]:
-    container = pod_template(request, head_host=None)["spec"]["containers"][0]
-    return [{"name": port["name"], "port": port["containerPort"]} for port in container["ports"]]
 
 
 def _jobset(request: LaunchRequest) -> list[Object]:
@@ -209,8 +207,12 @@ def ray_cluster_spec(request: LaunchRequest) -> Object:
         "rayStartParams": {"num-gpus": str(request.gpus_per_node), "dashboard-host": "0.0.0.0"},
         "template": template("head"),
     }
+    version = request.profile.image.ray_version
+    # The operator draws a token, and puts it into the environment of Ray's containers; older ones ignore the field.
+    has_tokens = tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= _TOKENS_SINCE
     return {
-        "rayVersion": request.profile.image.ray_version,
+        "rayVersion": version,
+        **({"authOptions": {"mode": "token"}} if has_tokens else {}),
         "enableInTreeAutoscaling": False,
         "headGroupSpec": head,
         "workerGroupSpecs": workers,
@@ -311,6 +313,7 @@ def chart_values(request: LaunchRequest) -> Object:
         "image": container["image"],
         "pullSecret": profile.image.pull_secret or "",
         "rayVersion": spec["rayVersion"],
+        "rayToken": "authOptions" in spec,
         "command": container["command"],
         "workers": request.num_nodes - 1,
         "gpusPerNode": request.gpus_per_node,

@@ -129,7 +129,7 @@ class DrainingServer(uvicorn.Server):
         await self._service.engine.stop()
 
 
-def _is_silent(connection: Any) -> bool:
+def _is_silent(connection: object) -> bool:
     """No request is being answered, and no keep-alive time limit of uvicorn is running."""
     answering = getattr(connection, "cycle", None)
     is_idle = answering is None or answering.response_complete

@@ -8,19 +8,23 @@ NeMo RL   TensorBoard's event files of `logger.log_dir/exp_NNN`, and the answers
           metrics and settings have its names, so few need another.
 prime-rl  the `metrics.jsonl` of its file monitor. Trainer and orchestrator write rows of their own for the same step.
           It has no KL to the starting model, and its file monitor keeps no answers.
+
+A file with the metrics that cannot be read is an InputError; of answers, those that can be read are shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import yaml
 
 from posttrain.errors import InputError
-from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_json
+from posttrain.reporting.run_data import BYTES_OF_A_VALUE, MAX_ANSWERS, is_number
 
 EXPECTED = (
     "a run folder of posttrain (metrics.jsonl, run.json), or the output of TRL (trainer_state.json), NeMo RL "
@@ -43,7 +47,10 @@ class ForeignRun:
 def open_foreign_run(folder: Path) -> ForeignRun | None:
     """None if none of the known systems wrote it."""
     runs = (read(folder) for read in (_trl_run, _verl_run, _nemo_rl_run, _prime_rl_run))
-    return next((run for run in runs if run is not None), None)
+    try:
+        return next((run for run in runs if run is not None), None)
+    except OSError as error:
+        raise InputError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from error
 
 
 @cache
@@ -67,7 +74,7 @@ def _run(
     for row in rows:
         step = int(row["step"])
         for key, value in row.items():
-            if key in names["metrics"] and (value is None or isinstance(value, int | float)):
+            if key in names["metrics"] and is_number(value):
                 merged.setdefault(step, {"step": step})[names["metrics"][key]] = value
     return ForeignRun(system, kind, [merged[step] for step in sorted(merged)], names["settings"], groups=groups)
 
@@ -78,22 +85,33 @@ def _kind_of(rows: Iterable[JsonMapping], **metrics: str) -> str:
     return next((kind for kind, metric in metrics.items() if metric in logged), "sft")
 
 
-def _grouped(answers: Iterable[tuple[str, JsonObject]]) -> list[JsonObject]:
-    """Answers with their prompts, as groups: those of equal prompts that follow each other."""
+def _grouped(answers: Iterable[tuple[str, str, object]]) -> list[JsonObject]:
+    """Prompts, answers and rewards as groups: those of equal prompts that follow each other. Reading ends where the
+    file is damaged.
+    """
     groups: list[JsonObject] = []
-    for prompt, answer in answers:
-        if not groups or groups[-1]["prompt"] != prompt:
-            groups.append({"id": f"prompt {len(groups) + 1}", "prompt": prompt, "completions": []})
-        groups[-1]["completions"].append(answer)
+    try:
+        for prompt, text, reward in islice(answers, MAX_ANSWERS):
+            if not groups or groups[-1]["prompt"] != prompt:
+                groups.append({"id": f"prompt {len(groups) + 1}", "prompt": prompt, "completions": []})
+            groups[-1]["completions"].append({"text": text, "reward": reward if is_number(reward) else None})
+    except (OSError, ValueError, OverflowError):  # the last one: a time that Python has no number for
+        pass
     return groups
+
+
+def _numbers(values: Iterable[object]) -> list[float]:
+    return [value for value in values if isinstance(value, int | float) and is_number(value)]
 
 
 def _lines(path: Path, max_lines: int | None = None) -> Iterator[JsonObject]:
     """The objects on the lines of a file. A torn line, as the last one of a run that is being written, is left out."""
+    left = MAX_FILE_BYTES
     with path.open("rb") as file:
-        for number, line in enumerate(file):
-            if number == max_lines:
-                return
+        for line in islice(iter(partial(file.readline, MAX_FILE_BYTES + 1), b""), max_lines):
+            left -= len(line) + BYTES_OF_A_VALUE * (line.count(b"{") + line.count(b"["))
+            if left < 0:
+                raise InputError(f"{path}: more than {MAX_FILE_BYTES / 2**20:g} MiB; that is no file of a run")
             try:
                 row = parse_json(line)
             except ValueError:
@@ -106,36 +124,41 @@ def _lines(path: Path, max_lines: int | None = None) -> Iterator[JsonObject]:
 
 
 def _trl_run(folder: Path) -> ForeignRun | None:
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2] or 0))
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    checkpoints = sorted(
+        (path for path, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p])
+    )
     places = [place / "trainer_state.json" for place in (folder, *reversed(checkpoints))]
     state = next((place for place in places if place.is_file()), None)
     if state is None:
         return None
-    content = parse_json(state.read_bytes())
-    history = content.get("log_history") if isinstance(content, dict) else None
+    history = read_json(state).get("log_history")
     if not isinstance(history, list):
         raise InputError(f"{state} has no log_history: it is not the state of a TRL trainer")
     rows = [dict(row) for row in history if isinstance(row, dict) and isinstance(row.get("step"), int)]
     for row in rows:
-        if isinstance(row.get("frac_reward_zero_std"), int | float):
-            row["groups_with_signal"] = 1 - row["frac_reward_zero_std"]
+        for share in _numbers([row.get("frac_reward_zero_std")]):
+            row["groups_with_signal"] = 1 - share
+    completions = folder / "completions"
     kind = _kind_of(rows, grpo="reward", dpo="rewards/chosen", rm="margin")
-    return _run("TRL", rows, kind, groups=lambda step: _trl_groups(folder, step))
+    return _run(
+        "TRL", rows, kind, groups=lambda step: _grouped(_trl_answers(completions / f"completions_{step:05d}.parquet"))
+    )
 
 
-def _trl_groups(folder: Path, step: int) -> list[JsonObject]:
-    path = folder / "completions" / f"completions_{step:05d}.parquet"
-    if not path.is_file():
-        return []
-    import pyarrow.parquet
+def _trl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
+    from pyarrow import parquet
 
+    from posttrain.data.sources import not_parquet
+
+    if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        return
     known = {"step", "prompt", "completion", "advantage"}
-    answers = []
-    for row in pyarrow.parquet.read_table(path).to_pylist():
-        rewards = [value for key, value in row.items() if key not in known and isinstance(value, int | float)]
-        answer = {"text": _message_text(row["completion"]), "reward": sum(rewards) if rewards else None}
-        answers.append((_message_text(row["prompt"]), answer))
-    return _grouped(answers)
+    with not_parquet(), parquet.ParquetFile(path) as file:
+        for row in (row for batch in file.iter_batches(batch_size=64) for row in batch.to_pylist()):
+            rewards = _numbers(value for key, value in row.items() if key not in known)
+            prompt, completion = _message_text(row.get("prompt", "")), _message_text(row.get("completion", ""))
+            yield prompt, completion, sum(rewards) if rewards else None
 
 
 def _message_text(content: object) -> str:
@@ -150,16 +173,16 @@ def _message_text(content: object) -> str:
 
 def _verl_run(folder: Path) -> ForeignRun | None:
     """From a file of rows {"step": …, "data": {…}}."""
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(path for path in folder.glob("*.jsonl") if path.is_file()):
         first = next(_lines(file, 1), {})
         if not isinstance(first.get("data"), dict) or "step" not in first:
             continue
         rows = []
         for row in _lines(file):
             if isinstance(row.get("data"), dict) and isinstance(row.get("step"), int):
-                scores = [v for key, v in row["data"].items() if key.startswith("val-core/") and "mean@" in key]
+                scores = _numbers(v for key, v in row["data"].items() if key.startswith("val-core/") and "mean@" in key)
                 validation = {"validation": sum(scores) / len(scores)} if scores else {}
-                rows.append({"step": row["step"], **row["data"], **validation})
+                rows.append({**row["data"], **validation, "step": row["step"]})
         return _run("verl", rows, groups=lambda step: _verl_groups(folder, step))
     return None
 
@@ -168,8 +191,8 @@ def _verl_groups(folder: Path, step: int) -> list[JsonObject]:
     """`STEP.jsonl` in the folder or one below it: input, output, score."""
     paths = (folder / f"{step}.jsonl", *folder.glob(f"*/{step}.jsonl"))
     path = next((path for path in paths if path.is_file()), None)
-    rows = [] if path is None else [row for row in _lines(path) if row]
-    return _grouped((str(row.get("input")), {"text": row.get("output"), "reward": row.get("score")}) for row in rows)
+    rows = _lines(path) if path is not None else ()
+    return _grouped((str(row.get("input")), str(row.get("output")), row.get("score")) for row in rows)
 
 
 # ------------------------------------------------------------------------------------------- NeMo RL
@@ -179,7 +202,7 @@ def _nemo_rl_run(folder: Path) -> ForeignRun | None:
     """From the event files of the folder, or of its newest experiment."""
     places = (folder, *sorted(folder.glob("exp_*"), reverse=True))
     found = (sorted([*place.glob(EVENTS), *place.glob(f"tensorboard/**/{EVENTS}")]) for place in places)
-    files = next((files for files in found if files), None)
+    files = next((files for paths in found if (files := [path for path in paths if path.is_file()])), None)
     if files is None:
         return None
     names = _names()["NeMo RL"]["metrics"]
@@ -191,18 +214,21 @@ def _nemo_rl_run(folder: Path) -> ForeignRun | None:
     rows = [merged[step] for step in sorted(merged)]
     logs = files[0].parent.parent if files[0].parent.name == "tensorboard" else files[0].parent
     kind = _kind_of(rows, grpo="train/reward", dpo="train/sft_loss", rm="train/rewards_chosen_mean")
-    return ForeignRun("NeMo RL", kind, rows, None, groups=lambda step: _nemo_rl_groups(logs, step))
+    return ForeignRun(
+        "NeMo RL",
+        kind,
+        rows,
+        None,
+        groups=lambda step: _grouped(_nemo_rl_answers(logs / f"train_data_step{step}.jsonl")),
+    )
 
 
-def _nemo_rl_groups(logs: Path, step: int) -> list[JsonObject]:
+def _nemo_rl_answers(path: Path) -> Iterator[tuple[str, str, object]]:
     """The first message is the prompt, those after it the answer; a text that is not split is the answer."""
-    path = logs / f"train_data_step{step}.jsonl"
-    answers = []
     for row in _lines(path) if path.is_file() else ():
         content = row.get("content")
         prompt, said = (content[:1], content[1:]) if isinstance(content, list) else ([], [content or ""])
-        answers.append(("".join(map(str, prompt)), {"text": "\n".join(map(str, said)), "reward": row.get("rewards")}))
-    return _grouped(answers)
+        yield "".join(map(str, prompt)), "\n".join(map(str, said)), row.get("rewards")
 
 
 def scalars(path: Path) -> Iterator[tuple[int, str, float]]:
@@ -212,11 +238,16 @@ def scalars(path: Path) -> Iterator[tuple[int, str, float]]:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
         raise InputError(f"{path}: reading it needs TensorBoard: pip install 'posttrain[tensorboard]'") from error
-    for event in EventFileLoader(str(path)).Load():
-        for value in event.summary.value:
-            number = make_ndarray(value.tensor) if value.HasField("tensor") else None
-            if number is not None and number.size == 1 and number.dtype.kind == "f":
-                yield event.step, value.tag, float(number.item())
+    try:
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                # The shape is not checked against the values: a tensor of one value may claim any size.
+                is_scalar = value.HasField("tensor") and all(dim.size == 1 for dim in value.tensor.tensor_shape.dim)
+                number = make_ndarray(value.tensor) if is_scalar else None
+                if number is not None and number.size == 1 and number.dtype.kind == "f":
+                    yield event.step, value.tag, float(number.item())
+    except Exception as error:  # of protobuf, NumPy and TensorBoard, which have no class in common
+        raise InputError(f"{path}: not a readable event file of TensorBoard ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------- prime-rl

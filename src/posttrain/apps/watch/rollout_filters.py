@@ -7,51 +7,19 @@ A group is shown if one of its answers has everything that is asked of an answer
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from posttrain.files.json_files import JsonObject
 
 SNIPPET_BEFORE, SNIPPET_AFTER = 60, 140  # characters around a hit
 PREVIEW = 240  # characters of a prompt
-MAX_ANSWERS = 16_384  # of one group
 _TEMPLATE_MARK = re.compile(
     r"<\|[^|<>]{1,40}\|>(?:(?:system|user|assistant|tool)\n)?|</?s>|\[/?INST\]"
     r"|<(?:start|end)_of_turn>(?:(?:user|model)\n)?"
 )
 _ROLES = ("system", "user", "assistant", "model", "tool", "<think>", "</think>")
-
-
-def is_group(row: object) -> TypeGuard[JsonObject]:
-    """Whether a row of a rollout file has the types that a run writes."""
-    answers = row.get("completions") if isinstance(row, dict) else None
-    return (
-        isinstance(row, dict)
-        and isinstance(row.get("prompt", ""), str)
-        and isinstance(answers, list)
-        and len(answers) <= MAX_ANSWERS
-        and all(isinstance(answer, dict) and _is_answer(answer) for answer in answers)
-    )
-
-
-def _is_answer(answer: JsonObject) -> bool:
-    turns = answer.get("turns")
-    return (
-        _is_number(answer.get("reward"))
-        and _is_number(answer.get("num_tokens"))
-        and isinstance(answer.get("text", ""), str)
-        and (turns is None or (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)))
-    )
-
-
-def _is_number(value: object) -> bool:
-    """Or none. The sum of larger ones is no float."""
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and not 1e100 < abs(value) < math.inf
-    )
 
 
 @dataclass(frozen=True)

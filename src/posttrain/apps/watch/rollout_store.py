@@ -22,8 +22,9 @@ from typing import Literal
 import numpy as np
 
 from posttrain.apps.watch.places import Place, Stamp, Unreadable, read_whole
-from posttrain.apps.watch.rollout_filters import Filters, is_group, summary
+from posttrain.apps.watch.rollout_filters import Filters, summary
 from posttrain.files.json_files import JsonObject, parse_json
+from posttrain.reporting.run_data import is_group
 from posttrain.reporting.run_files import ROLLOUTS_FOLDER
 from posttrain.reporting.token_files import TokenFile, read_tokens
 

@@ -85,7 +85,7 @@ class Rename:
         return counterpart(self.row["values"], value) if "values" in self.row else value
 
 
-def counterpart(pairs: Sequence[Sequence[Any]], value: object) -> Any:
+def counterpart(pairs: Sequence[Sequence[object]], value: object) -> Any:
     """The second of the first pair whose first is `value`, or is a pattern that fits it as text."""
     for old, new in pairs:
         if (type(old) is type(value) and old == value) or (isinstance(old, str) and fnmatchcase(str(value), old)):

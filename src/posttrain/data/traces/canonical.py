@@ -193,7 +193,7 @@ def _from_texts(
 
 
 def _texts(
-    block: Block, name: str, encode: Callable[[Any], tuple[str, bool]], absent: str, problem: NDArray[np.object_]
+    block: Block, name: str, encode: Callable[[object], tuple[str, bool]], absent: str, problem: NDArray[np.object_]
 ) -> tuple[pa.Array, pa.Array]:
     column = block.array(name)
     if column is not None and pa.types.is_dictionary(column.type):

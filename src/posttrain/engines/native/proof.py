@@ -224,7 +224,7 @@ class _Trace:
         self._pieces: dict[str, list[Tensor]] = {}
         self.last_states: Tensor  # of the decoder, in its last pass
 
-    def add(self, name: str, states: Any) -> None:
+    def add(self, name: str, states: object) -> None:
         states = states[0] if isinstance(states, tuple) else states
         if isinstance(states, Tensor):
             # [1, tokens, …], or with streams before: [streams, 1, tokens, hidden size].

@@ -51,7 +51,7 @@ class OpenEnvSide:
 
         return self.call(session, begin)
 
-    def step(self, session: str, action: Any) -> Any:
+    def step(self, session: str, action: object) -> Any:
         return self.call(session, lambda: self.sessions[session].step(action))
 
     def call(self, session: str, act: Callable[[], Any]) -> Any:
@@ -85,7 +85,7 @@ class OpenEnvSide:
         return [ask(f"{self.url}/{name}/task", {"split": split, "index": index}) for index in range(limit)]
 
 
-def ask(url: str, body: Any = None) -> Any:
+def ask(url: str, body: object = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:

@@ -59,7 +59,7 @@ class VerifiersSide:
             )
         return asyncio.run(self.episode(self.all[index], base_url, api_key, model))
 
-    async def episode(self, task: Any, base_url: str, api_key: str, model: str) -> Any:
+    async def episode(self, task: object, base_url: str, api_key: str, model: str) -> Any:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
 

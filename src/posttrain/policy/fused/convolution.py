@@ -8,12 +8,12 @@ up those of the weights over some tokens, torch over programs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from posttrain.policy.autograd import Context
 
 _TOKENS, _CHANNELS = 16, 256  # of a tile
 # Of a program that adds up gradients of weights: one warp, each thread has all tokens of its channels.
@@ -140,7 +140,7 @@ def _gradient_of_input(
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, users: tuple[Tensor, ...], taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+        ctx: Context, users: tuple[Tensor, ...], taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         windows: Tensor | None, silu: bool,
     ) -> Tensor:  # fmt: skip
         x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.T.contiguous()
@@ -157,7 +157,7 @@ class _Convolve(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         taps, x, weight, bias, windows = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
         (rows, channels), width = x.shape, weight.shape[0]

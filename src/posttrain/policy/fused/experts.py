@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.experts import AdaptedExperts, adapters_of, grouped_product, stacked_experts
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.runtime import triton_kernels
@@ -166,13 +167,13 @@ class _Gather(torch.autograd.Function):
     """Rows of tokens in the order of experts; `_Sum` is its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.top_k = top_k
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from posttrain.policy.fused.expert_kernels import sum_pairs
 
         (place,) = ctx.saved_tensors
@@ -183,7 +184,7 @@ class _Sum(torch.autograd.Function):
     """Of the sorted rows of each token, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         from posttrain.policy.fused.expert_kernels import sum_pairs
 
         ctx.save_for_backward(order)
@@ -191,7 +192,7 @@ class _Sum(torch.autograd.Function):
         return sum_pairs(x, top_k, x.dtype, place)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         return grads[0].index_select(0, order // ctx.top_k), None, None, None
 
@@ -200,7 +201,7 @@ class _Gated(torch.autograd.Function):
     """The activation of sorted rows, times the weights of their pairs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, gate: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weights: Tensor, order: Tensor, gate: Any) -> Tensor:
         from posttrain.policy.fused.expert_kernels import gate_forward
 
         ctx.save_for_backward(x, weights, order)
@@ -208,7 +209,7 @@ class _Gated(torch.autograd.Function):
         return gate_forward(x, order, weights, gate)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from posttrain.policy.fused.expert_kernels import gate_backward
 
         x, weights, order = ctx.saved_tensors
@@ -220,14 +221,14 @@ class _RowsOfExperts(torch.autograd.Function):
     """The bias of each sorted row. Its gradient is a product with ones: sums of rows without atomics."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Context, bias: Tensor, experts: Tensor, order: Tensor) -> Tensor:
         of_rows = experts.index_select(0, order)
         ctx.save_for_backward(of_rows)
         ctx.num_experts = len(bias)
         return bias.index_select(0, of_rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (of_rows,) = ctx.saved_tensors
         numbers = torch.arange(ctx.num_experts, device=of_rows.device)
         return (numbers[:, None] == of_rows).to(grads[0].dtype) @ grads[0], None, None

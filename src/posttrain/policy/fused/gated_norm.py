@@ -7,12 +7,12 @@ as much time as the recurrence itself. Computed in fp32 here and rounded once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from posttrain.policy.autograd import Context
 
 _ROWS = 16
 _TILES = 8  # of a program that adds up the weight's gradient
@@ -60,7 +60,7 @@ def _backward(
 
 class GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, gate = x.contiguous(), gate.contiguous()
         out = torch.empty_like(x)
         (rows, width), ctx.eps = x.shape, eps
@@ -71,7 +71,7 @@ class GatedNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         (rows, width), programs = x.shape, triton.cdiv(len(x), _ROWS * _TILES)
         grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)

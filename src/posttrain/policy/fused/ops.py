@@ -10,11 +10,10 @@ two or three. The gradients of the parameters are parts of one tensor. What adap
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused import kernels
 from posttrain.policy.fused.fp8 import Fp8Product
 from posttrain.policy.fused.products import Product
@@ -25,7 +24,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
         adds_one: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         total, y, scale = kernels.norm_forward(x, delta, weight, eps, dtype, adds_one=adds_one)
@@ -36,7 +35,7 @@ class AddNorm(torch.autograd.Function):
         return total if delta is not None else x.view_as(x), y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, scale = ctx.saved_tensors
         grad_total, grad_y = grads
         return *_norm_gradients(ctx, grad_y, grad_total, total, weight, scale), None, None, None
@@ -46,12 +45,12 @@ class Add(torch.autograd.Function):
     """x + delta; the gradient goes to each in its own type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, delta: Tensor) -> Tensor:
         ctx.delta_dtype = delta.dtype
         return kernels.add(x, delta)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].to(ctx.delta_dtype)
 
 
@@ -61,8 +60,8 @@ class NormedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float, adds_one: bool, product: Product,
-        *parts: Tensor,
+        ctx: Context, x: Tensor, delta: Tensor | None, norm_weight: Tensor, eps: float, adds_one: bool,
+        product: Product, *parts: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if isinstance(product, Fp8Product):
             assert not adds_one, "`fp8_obstacle` refuses such models"
@@ -77,7 +76,7 @@ class NormedLinear(torch.autograd.Function):
         return total if delta is not None else x.view_as(x), out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, norm_weight, scale, low = ctx.saved_tensors
         product: Product = ctx.product
         grad_total, grad_out = grads
@@ -101,7 +100,7 @@ class SwigluLinear(torch.autograd.Function):
     what goes into the product is not kept."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, product: Product, *parts: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, product: Product, *parts: Tensor) -> Tensor:
         if isinstance(product, Fp8Product):
             out, low = product.of_swiglu(gate_up)
         else:
@@ -111,7 +110,7 @@ class SwigluLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, low = ctx.saved_tensors
         product: Product = ctx.product
         grad_out = grads[0].contiguous()
@@ -134,12 +133,12 @@ class Swiglu(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return kernels.swiglu_forward(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         kernels.swiglu_backward(grads[0].contiguous(), gate, up, grad_gate, grad_up, again=False)
@@ -150,14 +149,14 @@ class Rotate(torch.autograd.Function):
     """Turns the first `num_heads` heads of each row of `x`, in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin)
         ctx.num_heads = num_heads
         return kernels.rotate(x, cos, sin, num_heads, out=x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = grads[0].contiguous()
         # The gradient of queries, keys and values has no other user, so it may be overwritten.
@@ -167,7 +166,7 @@ class Rotate(torch.autograd.Function):
 
 
 def _norm_gradients(
-    ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
+    ctx: Context, grad_y: Tensor | None, grad_total: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of x, delta and the norm's weight, the first three inputs; the gradients came by the norm and by the residual."""
     if not any(ctx.needs_input_grad[:3]):

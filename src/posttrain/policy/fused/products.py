@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused.accumulate import add_product
 
 
@@ -134,14 +135,14 @@ class Multiply(torch.autograd.Function):
     """x @ weight.T + bias with adapters. To be called with `product.parts`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, product: Product, *parts: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, product: Product, *parts: Tensor) -> Tensor:
         out, low = product.forward(x)
         ctx.save_for_backward(x, low)
         ctx.product = product
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         product: Product = ctx.product
         grad_out = grads[0].contiguous()

@@ -6,13 +6,13 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused import recurrence_kernels as kernels
 from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks, PackedRecurrence, RowPiece
 
@@ -70,7 +70,7 @@ def _folded(grad: Tensor, x: Tensor, shape: _Shape, scale: float, *, unit: bool)
 class _Recur(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
+        ctx: Context, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
         before: Tensor | None, unit: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         shape = _Shape(v.shape[0], v.shape[1], k.shape[1], k.shape[2], v.shape[2], k.dtype)
@@ -88,7 +88,7 @@ class _Recur(torch.autograd.Function):
         return out, ends
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         raw_q, raw_k, v, g, beta, before = ctx.saved_tensors
         chunks, shape, scale = ctx.chunks, ctx.shape, ctx.shape.key_width**-0.5
         common, corrects = shape.common, beta is not None
@@ -159,16 +159,16 @@ def _states(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """X of all tokens, the states before all chunks and after all pieces, T and W. Without `beta` there is none of
     the last two, and X is `v`."""
-    x, t, w, new = v, v, v, {"dtype": shape.dtype, "device": v.device}
+    x, t, w = v, v, v
     if beta is not None:
-        t = torch.empty(chunks.num_chunks, shape.heads, CHUNK_TOKENS, CHUNK_TOKENS, **new)  # type: ignore[call-overload]
-        x = torch.empty(v.shape, **new)  # type: ignore[call-overload]
-        w = torch.empty(shape.rows, shape.heads, shape.key_width, **new)  # type: ignore[call-overload]
+        t = v.new_empty(chunks.num_chunks, shape.heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=shape.dtype)
+        x = v.new_empty(v.shape, dtype=shape.dtype)
+        w = v.new_empty(shape.rows, shape.heads, shape.key_width, dtype=shape.dtype)
         kernels.corrections[(chunks.num_chunks, shape.heads)](
             chunks.table, k, v, g, beta, t, x, w, k.stride(0), v.stride(0), *shape.widths,
             **shape.common, **shape.key_tiles, **shape.value_tiles,
         )  # fmt: skip
-    states = torch.empty(chunks.num_chunks, shape.heads, *shape.widths, **new)  # type: ignore[call-overload]
+    states = v.new_empty(chunks.num_chunks, shape.heads, *shape.widths, dtype=shape.dtype)
     sizes = (chunks.num_pieces, shape.heads, *shape.widths)
     ends = torch.empty(sizes, dtype=torch.float32, device=v.device)
     for wave in chunks.waves:

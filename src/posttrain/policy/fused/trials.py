@@ -80,7 +80,7 @@ class Observed(PackedAttention):
         )
 
 
-def _echo(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _echo(module: nn.Module, inputs: tuple[Any, ...], output: object) -> Any:
     return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
 
 

@@ -9,7 +9,7 @@ whole row; its gradients are those of its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
+from posttrain.policy.autograd import Context
 from posttrain.policy.packed import PackedRow, RowShare
 
 FIELD = "policy.dtensor_cfg.context_parallel_size"
@@ -91,12 +92,12 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, parts.contiguous(), group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _exchange(grads[0], ctx.group), None

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from posttrain.errors import InputError
+from posttrain.policy.autograd import Context
 from posttrain.policy.experts import SortedRows, expert_outputs, stacked_experts, weighted_sum
 from posttrain.policy.head import Head, without_adapter_wrapper
 
@@ -149,12 +150,12 @@ class _Exchange(torch.autograd.Function):
     """Rows that go to each rank, one after another; back come those from each rank."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.lengths, ctx.group = (received, sent), group
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Exchange.apply(grads[0], *ctx.lengths, ctx.group), None, None, None

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
+from posttrain.policy.autograd import Context
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import Head, project, without_adapter_wrapper
 from posttrain.policy.packed import PackedAttention, Segment
@@ -51,7 +52,7 @@ class _RowProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
         ctx.dtype, ctx.group = x.dtype, group
         x = x.to(weight.dtype)
         ctx.save_for_backward(x, weight)
@@ -61,7 +62,7 @@ class _RowProduct(torch.autograd.Function):
             return added.to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = (ctx.group.all_rows(grads[0]) if ctx.group.splits_rows else grads[0]).to(weight.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from posttrain.policy.autograd import Context
 from posttrain.policy.parallel.fsdp import local_part
 
 _MARK = "tensor_group"  # attribute of modules that compute with the group themselves
@@ -142,36 +142,36 @@ def local_parameter(module: nn.Module, summed_over: TensorGroup | None = None) -
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.group.summed(grads[0]), None
 
 
 class _Added(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         if group.splits_rows:
             return group.own_rows_of_sum(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
         return group.summed(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.group.all_rows(grads[0]) if ctx.group.splits_rows else grads[0], None
 
 
 class _AllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, sums: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: TensorGroup, sums: bool) -> Tensor:
         ctx.group, ctx.sums = group, sums
         return group.all_rows(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole = grads[0]
         if not ctx.sums:
             return ctx.group.own_rows(whole), None, None
@@ -181,13 +181,13 @@ class _AllRows(torch.autograd.Function):
 
 class _Beside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int, group: TensorGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, total: int, group: TensorGroup) -> Tensor:
         ctx.first, ctx.width = group.first_of(total), x.shape[-1]
         padded = torch.nn.functional.pad(x, (0, -(-total // group.size) - x.shape[-1]))
         return torch.cat(list(group.stacked(padded)), dim=-1)[..., :total]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].narrow(-1, ctx.first, ctx.width), None, None
 
 

@@ -144,6 +144,9 @@ def test_a_rayjob_retries_with_a_new_cluster_beside_pods_that_are_still_ending(t
     assert [pod.is_deleted for pod in scene.machine.pods] == [True, True, False, False]
     assert "FQ_RAY_IP" in scene.machine.pods[3].env
     assert scene.machine.pods[3].env["FQ_RAY_IP"] != scene.machine.pods[1].env["FQ_RAY_IP"]
+    tokens = [pod.env["RAY_AUTH_TOKEN"] for pod in scene.machine.pods]  # one a cluster
+    assert tokens[:2] + tokens[2:] == [tokens[0]] * 2 + [tokens[2]] * 2
+    assert tokens[0] != tokens[2]
 
 
 @pytest.mark.parametrize("code", [64, 65])

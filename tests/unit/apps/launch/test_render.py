@@ -322,6 +322,16 @@ def test_ray_is_that_of_the_image() -> None:
     assert yaml.safe_load((CHART / "values.yaml").read_text())["rayVersion"] == installed
 
 
+@pytest.mark.parametrize(
+    ("version", "expected"), [("2.60.0", {"mode": "token"}), ("2.51.2", None), ("2.52.0", {"mode": "token"})]
+)
+def test_ray_clusters_ask_for_a_token_where_ray_has_them(tmp_path: Path, version: str, expected: object) -> None:
+    for kind in ("rayjob", "raycluster"):
+        request = make_request(tmp_path, EKS, f"scheduler.kind={kind}", f"image.ray_version={version}")
+        spec = render_run(request)[-1]["spec"]
+        assert spec.get("rayClusterSpec", spec).get("authOptions") == expected
+
+
 def test_only_the_operator_in_its_namespace_reaches_the_dashboard(tmp_path: Path) -> None:
     for setting, expected in (("", "kuberay-operator"), ("scheduler.operator_namespace=ray-system", "ray-system")):
         objects = render_run(make_request(tmp_path, EKS, "scheduler.kind=rayjob", *filter(None, [setting])))

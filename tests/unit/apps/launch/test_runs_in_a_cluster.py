@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.apps.launch import submit
 from posttrain.apps.launch.run_checkpoints import checkpoint_rows
 from posttrain.apps.launch.runs import RunState, pods_by_rank, state_of
 from posttrain.cli import launch_command
@@ -98,12 +99,17 @@ def test_odd_checkpoints_and_metrics_are_left_out(tmp_path: Path) -> None:
     assert (row["step"], row["metrics"]) == (1, {"train/loss": 0.5})
 
 
-def test_a_log_does_not_write_over_the_lines_before(monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_log_does_not_write_over_the_lines_before(monkeypatch: Any, capsys: Any, is_followed: bool) -> None:
     said = "step 1\n\x1b[31mred\x1b[0m\n\x1b[2A\x1b[K\x1b[1Gall is well\rover\r\n\x1b]0;title\x07\x1b[?25l"
-    cluster = SimpleNamespace(pods=lambda workload: [], log=lambda body, follow: iter([said]))
+    cluster = SimpleNamespace(pods=lambda workload: [], log=lambda body, follow: iter([said, "over\r", "over\n"]))
+    pod = SimpleNamespace(body={}, uid="1")
     monkeypatch.setattr(launch_command, "_find", lambda args: (cluster, {}))
-    monkeypatch.setattr(launch_command, "choose_pod", lambda *_: SimpleNamespace(body={}))
-    launch_command._logs(argparse.Namespace(rank=0, attempt=None, follow=False))
+    monkeypatch.setattr(launch_command, "choose_pod", lambda *_: pod)
+    if is_followed:
+        submit._print_log(cluster, pod, {})  # type: ignore[arg-type]
+    else:
+        launch_command._logs(argparse.Namespace(rank=0, attempt=None, follow=False))
     shown = capsys.readouterr().out
     assert "\x1b[31mred\x1b[0m\n" in shown
     assert shown.count("\x1b") == 2

@@ -104,10 +104,50 @@ def test_sigterm_of_one_machine_saves_and_requeues_the_job(scene: Gang) -> None:
     [(0, 0, False), (64, 0, False), (65, 3, False), (85, 99, True), (1, 0, True), (137, 19, True), (1, 20, False)],
 )
 def test_what_is_requeued(scene: Gang, code: int, restarts: int, is_requeued: bool) -> None:
+    """`restarts`: after crashes."""
     (scene.folder / "bin/posttrain").write_text(f"#!/bin/bash\nexit {code}\n")
     job = Job(scene.folder)
-    assert job.start(SLURM_RESTART_COUNT=str(restarts)).wait(WAIT_S) == code
+    (job.script.parent / f"crashes-{os.getpid()}").write_text("1\n" * restarts)
+    assert job.start().wait(WAIT_S) == code
     assert job.requeued == is_requeued
+
+
+def test_interruptions_and_crashes_of_other_jobs_are_not_counted(scene: Gang) -> None:
+    (scene.folder / "bin/posttrain").write_text("#!/bin/bash\nexit 1\n")
+    job = Job(scene.folder)
+    (job.script.parent / "crashes-1").write_text("1\n" * 20)
+    assert job.start(SLURM_RESTART_COUNT="30").wait(WAIT_S) == 1
+    assert job.requeued
+
+
+@pytest.mark.parametrize("kind", ["link", "foreign"])
+def test_a_folder_of_somebody_else_is_refused(
+    scene: Gang, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could read the secret, and put another program into the script."""
+    elsewhere, folder = scene.folder / "elsewhere", scene.folder / ".posttrain/job"
+    elsewhere.mkdir()
+    folder.parent.mkdir()
+    if kind == "link":
+        folder.symlink_to(elsewhere)
+    else:
+        folder.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert Job(scene.folder).code == 64
+    assert str(folder) in capsys.readouterr().err
+    assert not list((elsewhere if kind == "link" else folder).iterdir())
+    assert not (scene.folder / "submitted").exists()
+
+
+def test_nobody_else_can_change_the_script_of_a_job(scene: Gang) -> None:
+    folder, target = scene.folder / ".posttrain/job", scene.folder / "target"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    (folder / "job.sh").symlink_to(target)
+    assert Job(scene.folder).code == 0
+    assert folder.stat().st_mode & 0o022 == 0
+    assert not (folder / "job.sh").is_symlink()
+    assert not target.exists()
 
 
 def test_the_script_has_the_settings_of_the_profile_and_no_secret(scene: Gang) -> None:

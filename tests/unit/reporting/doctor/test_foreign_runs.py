@@ -4,11 +4,16 @@ up."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from made_runs import make_run, write_groups
+from pyarrow import parquet
 
+from posttrain.apps.watch import foreign
 from posttrain.apps.watch.foreign import open_foreign_run, scalars
 from posttrain.cli.main import main
 
@@ -91,3 +96,79 @@ def test_a_folder_without_a_run_names_what_is_expected(tmp_path: Path, capsys: p
     assert "trainer_state.json" in capsys.readouterr().err
     assert main(["doctor", str(SAMPLES.with_name("foreign_run"))]) == 64
     assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.fixture
+def copy(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return shutil.copytree(SAMPLES / request.param, tmp_path / "run")
+
+
+@pytest.mark.parametrize("copy", ["trl"], indirect=True)
+def test_folders_beside_the_checkpoints_of_trl_are_ignored(copy: Path) -> None:
+    (copy / "checkpoint-best").mkdir()
+    assert main(["doctor", str(copy)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("copy", "file"),
+    [
+        ("trl", "checkpoint-12/trainer_state.json"),
+        ("verl", "metrics.jsonl"),
+        ("nemo_rl", str(EVENTS.relative_to(SAMPLES / "nemo_rl"))),
+        ("prime_rl", "trainer/metrics.jsonl"),
+    ],
+    indirect=["copy"],
+)
+@pytest.mark.parametrize("damage", ["torn", "deep", "endless", "link"])
+def test_odd_metrics_are_refused_or_left_out(
+    copy: Path, file: str, damage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "MAX_FILE_BYTES", 2**20)
+    path = copy / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "link":
+        path.symlink_to(path)
+    else:
+        path.write_bytes({"torn": content[:-9], "deep": b"[" * 10_000, "endless": b'{"a": ' * 10**6}[damage])
+    assert main(["doctor", str(copy)]) in (0, 3, 64)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("copy", ["verl"], indirect=True)
+def test_a_metric_that_is_text_counts_as_not_logged(copy: Path) -> None:
+    odd = {"val-core/math/mean@4": "high", "critic/score/mean": 10**400, "step": "two"}
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 21, "data": odd | {"actor/lr": 1.0}}) + "\n")
+    run = open_foreign_run(copy)
+    assert run is not None
+    assert run.rows[-1] == {"step": 21, "train/lr": 1.0}
+
+
+@pytest.mark.parametrize("copy", ["trl"], indirect=True)
+@pytest.mark.parametrize("damage", ["torn", "columns"])
+def test_answers_that_cannot_be_read_are_not_shown(copy: Path, damage: str) -> None:
+    path = copy / "completions" / "completions_00005.parquet"
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:-20])
+    else:
+        parquet.write_table(pa.table({"prompt": ["p"], "text": ["t"]}), path)
+    assert main(["doctor", str(copy)]) == 3
+    run = open_foreign_run(copy)
+    assert run is not None
+    assert [[one["reward"] for one in group["completions"]] for group in run.groups(5)] == (
+        [] if damage == "torn" else [[None]]
+    )
+
+
+def test_answers_of_our_own_run_with_values_that_are_no_numbers_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, steps=40, sick=True)
+    code = main(["doctor", str(folder), "--json"])
+    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["answers"])
+    write_groups(folder, finding["step"], [{"id": 1, "completions": [{"text": "a", "reward": "b", "num_tokens": []}]}])
+    assert main(["doctor", str(folder), "--json"]) == code
+    again = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["rule"] == finding["rule"])
+    assert again["answers"] == []

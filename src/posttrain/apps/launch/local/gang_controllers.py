@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from posttrain.apps.launch.local.controllers import Backoff, Controller
@@ -162,6 +163,8 @@ class RayJobController(Controller):
 
     def _start_cluster(self) -> None:
         cluster = self.spec["rayClusterSpec"]
+        has_token = cluster.get("authOptions", {}).get("mode") == "token"
+        self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_token else {}
         self.cluster_name = f"{self.name}-{self.num_failures + 1:05d}"
         head = cluster["headGroupSpec"]
         service = f"{self.cluster_name}-head-svc"
@@ -173,6 +176,7 @@ class RayJobController(Controller):
             aliases=(service, f"{service}.{self.namespace}", self._address),
             labels={"ray.io/cluster": self.cluster_name, "ray.io/node-type": "head", "ray.io/group": "headgroup"},
             env={
+                **self._token,
                 "RAY_CLUSTER_NAME": self.cluster_name,
                 "RAY_PORT": str(RAY_PORT),
                 "RAY_ADDRESS": f"127.0.0.1:{RAY_PORT}",
@@ -200,6 +204,7 @@ class RayJobController(Controller):
                 "ray.io/group": group["groupName"],
             },
             env={
+                **self._token,
                 "RAY_CLUSTER_NAME": self.cluster_name,
                 "RAY_PORT": str(RAY_PORT),
                 "RAY_ADDRESS": f"{self._address}:{RAY_PORT}",

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from posttrain.apps.launch.local import namespaces
 from posttrain.apps.launch.local.kubelet import ip_command
@@ -240,7 +239,7 @@ def _secret_names(objects: Sequence[Object]) -> list[str]:
     return sorted({one["name"] for one in _maps_in(list(objects)) if "secretKeyRef" in (one.get("valueFrom") or {})})
 
 
-def _maps_in(value: Any) -> Iterator[Object]:
+def _maps_in(value: object) -> Iterator[Object]:
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
