@@ -725,7 +725,7 @@ def test_registry_is_not_written(tmp_path: Path) -> None:
         database.execute("CREATE TABLE other (name)")
     before = (tmp_path / "registry.db").read_bytes()
     for registry in (registry_of(tmp_path), str(tmp_path)):
-        assert "no registry database" in registry_page(registry)["problem"]
+        assert "not a registry database" in registry_page(registry)["problem"]
     assert [path.name for path in tmp_path.iterdir()] == ["registry.db"]
     assert (tmp_path / "registry.db").read_bytes() == before
 
