@@ -245,8 +245,8 @@ class MlflowStore:
             except (MlflowException, DatabaseError) as error:
                 if any(text in str(error) for text in _NO_DATABASE):
                     raise RegistryError(
-                        f"{self.location.beside(DATABASE) if self.location.folder else self.location.text}: this is not "
-                        "a registry database, or a damaged one; restore it from a backup, or name another registry "
+                        f"{self.location.beside(DATABASE) if self.location.folder else self.location.text}: this is "
+                        "not a registry database, or a damaged one; restore it from a backup, or name another registry "
                         "(--registry)"
                     ) from error
                 message = str(error).split("\n")[0]
