@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import LORA, assert_same_curves, copy_until, dpo, grpo, results_of, run, save_reward_model, weights_of
@@ -89,3 +91,66 @@ def test_adapters_pairs_and_two_replicas_make_the_curves_of_one_process(
     assert run([*arguments("local"), *LOCAL]) == 0
     assert run([*arguments("placed"), *places]) == 0
     assert_same_curves(tmp_path / "placed", tmp_path / "local")
+
+
+@pytest.mark.full
+def test_a_whole_group_is_scored_before_the_sampling_of_its_step_ends(
+    fault_at: Callable[..., None], reward: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """The engine goes on from its first whole group when a reward worker has begun to score, or after a minute."""
+    order = tmp_path / "order"
+
+    def note(what: str) -> None:
+        with order.open("a") as file:
+            file.write(f"{what}\n")
+
+    def sampling_waits(actor: Any) -> None:
+        own_tell, own_generate = actor.rank.engine.when_whole, actor.rank.generate
+
+        def tell(group: object) -> None:
+            own_tell(group)
+            end = time.monotonic() + 60
+            while not order.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+
+        def generate(*args: Any) -> Any:
+            sampled = own_generate(*args)
+            note("sampled")
+            return sampled
+
+        actor.rank.engine.when_whole, actor.rank.generate = tell, generate
+
+    def scoring_is_noted(actor: Any) -> None:
+        own = actor.rank.score
+
+        def score(*args: Any) -> Any:
+            note("scored")
+            return own(*args)
+
+        actor.rank.score = score
+
+    # Both from the second step on: each step has four groups.
+    fault_at("generate", 1, lambda actor: actor.__ray_call__.remote(sampling_waits))
+    fault_at("score", 4, lambda actor: actor.__ray_call__.remote(scoring_is_noted))
+    words = [*grpo(model, data, tmp_path / "run", steps=2), *rewarded(reward), "grpo.val_period=0"]
+    assert run([*words, "cluster.gpus_per_node=2", "env.rm.resources={gpus_per_node: 1}"]) == 0
+    found = order.read_text().split()
+    assert found[0] == "scored"
+    assert sorted(found) == ["sampled", *["scored"] * 4]
+
+
+@pytest.mark.full
+def test_a_surplus_of_dynamic_sampling_has_the_same_bits_after_a_resume(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    dynamic = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3", "grpo.val_period=0"]
+
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *REFERENCE, *dynamic]
+
+    assert run(arguments("whole")) == 0
+    rows = [row for row in results_of(tmp_path / "whole") if "train/loss" in row]
+    assert max(row["train/dynamic_sampling_num_earlier_groups"] for row in rows[2:]) > 1
+    copy_until(2, tmp_path / "whole", tmp_path / "resumed")
+    assert run(arguments("resumed")) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
