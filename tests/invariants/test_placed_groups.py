@@ -137,20 +137,3 @@ def test_a_whole_group_is_scored_before_the_sampling_of_its_step_ends(
     found = order.read_text().split()
     assert found[0] == "scored"
     assert sorted(found) == ["sampled", *["scored"] * 4]
-
-
-@pytest.mark.full
-def test_a_surplus_of_dynamic_sampling_has_the_same_bits_after_a_resume(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
-    dynamic = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3", "grpo.val_period=0"]
-
-    def arguments(name: str) -> list[str]:
-        return [*grpo(model, data, tmp_path / name, steps=STEPS), *REFERENCE, *dynamic]
-
-    assert run(arguments("whole")) == 0
-    rows = [row for row in results_of(tmp_path / "whole") if "train/loss" in row]
-    assert max(row["train/dynamic_sampling_num_earlier_groups"] for row in rows[2:]) > 1
-    copy_until(2, tmp_path / "whole", tmp_path / "resumed")
-    assert run(arguments("resumed")) == 0
-    assert_same_run(tmp_path / "resumed", tmp_path / "whole")

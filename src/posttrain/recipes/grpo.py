@@ -53,7 +53,7 @@ from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import Environment, RolloutSource, RoundEngine, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, TaughtRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
@@ -119,6 +119,7 @@ class GrpoRecipe(Recipe):
 
         def algorithm(parts: RunParts) -> Grpo:
             source, validation_source = self._rollouts(stream, position, held_out, chat, parts)
+            chosen = with_dynamic_sampling(config, source, position, self._begin_reference(parts))
             return Grpo(
                 GrpoSettings(
                     num_prompts_per_step=grpo.num_prompts_per_step,
@@ -132,7 +133,7 @@ class GrpoRecipe(Recipe):
                 build_objective(config),
                 build_credit(config, parts.policy),
                 parts.policy,
-                with_dynamic_sampling(config, source, position, self._begin_reference(parts)),
+                chosen if config.trains_on_rewards else TaughtRollouts(chosen),
                 source if isinstance(source, PipelinedRollouts) else parts.weights,
                 validation_source if held_out else None,
                 parts.announce,
@@ -339,6 +340,8 @@ def build_credit(config: GrpoRunConfig, policy: Trainer | None = None) -> Credit
     estimator = config.grpo.adv_estimator
     form = ESTIMATORS[estimator.name]
     over = estimator.whiten_advantages or form.whiten_over
+    if not config.trains_on_rewards:
+        return Credit(form.build(estimator, _spread(estimator, Spread())))
     kind: Callable[..., Credit] = Credit
     if isinstance(policy, ActorCritic):
         kind = partial(TokenCredit, values=policy.values, gamma=estimator.gae_gamma, lam=estimator.gae_lambda)

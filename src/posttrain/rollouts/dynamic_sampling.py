@@ -64,8 +64,9 @@ class DynamicSampling:
         metrics: dict[str, float] = {}
         num_batches = 0
         # Their source has told of them in the step that sampled them; since then the run may have been resumed.
-        for group in earlier[:num_groups] if self.when_earlier is not None else ():
-            self.when_earlier(OpenGroup(group.task, 0, tuple(rollout.completion for rollout in group.rollouts)))
+        if self.when_earlier is not None:
+            for group in earlier[:num_groups]:
+                self.when_earlier(OpenGroup(group.task, 0, tuple(rollout.completion for rollout in group.rollouts)))
         while len(earlier) + len(kept) < num_groups:
             if num_batches == self.max_batches:
                 raise InputError(self._why_too_few(step, num_groups - len(earlier), sampled, len(kept)))
