@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +139,25 @@ def test_a_whole_group_is_scored_before_the_sampling_of_its_step_ends(
     found = order.read_text().split()
     assert found[0] == "scored"
     assert sorted(found) == ["sampled", *["scored"] * 4]
+
+
+@pytest.mark.full
+def test_answers_that_three_reward_workers_died_with_are_unscored(
+    fault_at: Callable[..., None],
+    reward: Path,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for count in (6, 7, 8):  # the second group of the second step, and both repetitions
+        fault_at("score", count)
+    words = [*grpo(model, data, tmp_path / "run", steps=3), *rewarded(reward), "grpo.val_period=0"]
+    assert run([*words, "cluster.gpus_per_node=2", "env.rm.resources={gpus_per_node: 1}"]) == 0
+    # Twice for the group, and for the next one, which finds none.
+    assert capfd.readouterr().err.count("reward_rm 0 died during score: another one is started") == 3
+    assert [row["train/unscored"] for row in results_of(tmp_path / "run")] == [0, 4, 0]
+    with gzip.open(tmp_path / "run" / "rollouts" / "step_2.jsonl.gz", "rt") as file:
+        groups = [[answer["reward"] for answer in json.loads(line)["completions"]] for line in file]
+    assert [reward is None for group in groups for reward in group] == [False] * 4 + [True] * 4 + [False] * 8
+    assert 0 not in {reward for group in groups for reward in group}
