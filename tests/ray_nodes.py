@@ -72,8 +72,8 @@ class RayNodes:
 
     def kill_node_of(self, pid: int) -> None:
         """The one on which this process runs."""
-        [node] = [all_ for process in self._processes if pid in (all_ := _with_descendants(process.pid))]
-        _kill(node)
+        nodes = [_with_descendants(process.pid) for process in self._processes]
+        _kill(next(node for node in nodes if pid in node))
 
     def _start(self, *arguments: str, cpus: int | None = None) -> None:
         sizes = [
