@@ -49,11 +49,11 @@ class RayNodes:
         """The file in which `ray start` leaves the address of the cluster."""
         return self.folder / "ray" / "ray_current_cluster"
 
-    def start_head(self) -> None:
+    def start_head(self, *, cpus: int | None = None) -> None:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        self._start("--head", f"--port={port}", "--include-dashboard=false")
+        self._start("--head", f"--port={port}", "--include-dashboard=false", cpus=cpus)
         self._wait_for(self.record.is_file)
         self.address = self.record.read_text().strip()
 
@@ -68,12 +68,20 @@ class RayNodes:
 
     def kill_newest_node(self) -> None:
         """With all that runs on it, as when a machine is lost."""
-        for pid in _with_descendants(self._processes[-1].pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(_with_descendants(self._processes[-1].pid))
 
-    def _start(self, *arguments: str) -> None:
-        sizes = [f"--num-cpus={self.cpus_per_node}", "--num-gpus=0", "--object-store-memory=80000000", "--block"]
+    def kill_node_of(self, pid: int) -> None:
+        """The one on which this process runs."""
+        nodes = [_with_descendants(process.pid) for process in self._processes]
+        _kill(next(node for node in nodes if pid in node))
+
+    def _start(self, *arguments: str, cpus: int | None = None) -> None:
+        sizes = [
+            f"--num-cpus={self.cpus_per_node if cpus is None else cpus}",
+            "--num-gpus=0",
+            "--object-store-memory=80000000",
+            "--block",
+        ]
         with (self.folder / f"node{len(self._processes)}.log").open("wb") as log:
             self._processes.append(
                 subprocess.Popen(
@@ -114,6 +122,12 @@ class RayNodes:
             except OSError:
                 continue  # it has already ended
         return found
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _with_descendants(root: int) -> list[int]:

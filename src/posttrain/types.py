@@ -271,6 +271,7 @@ class Rollout:
     score: Score
     advantage: float = 0.0
     shaped_reward: float | None = None  # what credit was given for, where scaling or shaping changed the reward
+    is_taught: bool = False  # trained on also without a reward: a teacher judges it
 
     @property
     def truncated(self) -> bool:

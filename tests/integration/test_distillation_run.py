@@ -7,6 +7,8 @@ import pytest
 from tiny_runs import common, results_of, run, save_model
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.errors import ExitCode
+
 SETTINGS = [
     "grpo.max_num_steps=10",
     "grpo.max_num_epochs=100",
@@ -46,6 +48,20 @@ def test_a_student_learns_its_teacher_from_prompts_alone(
     assert not (tmp_path / "run" / "findings.jsonl").exists()
 
 
+def test_answers_that_could_not_be_scored_are_distilled_unless_rewards_are_trained_on(
+    model: Path, teacher: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text("def fails(response):\n    raise ValueError('no')\n")
+    rewards = [f"teacher={teacher}", f"reward={tmp_path / 'rewards.py'}:fails", "data.default.output_key=''"]
+    rewards += ["grpo.max_num_steps=1", "loss_fn.use_kl_in_reward=true"]  # of no reward, if none is trained on
+    for weight in ("0", "1"):
+        code = run(arguments(model, tmp_path / weight, prompts, *rewards, f"teacher.reward_weight={weight}"))
+        assert code == (0 if weight == "0" else ExitCode.NO_PROGRESS)
+        [row] = [row for row in results_of(tmp_path / weight) if "train/unscored" in row]
+        assert row["train/unscored"] == 16
+        assert ("train/divergence" in row) == (weight == "0")
+
+
 def test_what_cannot_be_distilled_is_refused(
     model: Path, teacher: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +75,7 @@ def test_what_cannot_be_distilled_is_refused(
         ("teacher.model_name", ["teacher=nowhere/at-all"]),
         ("teacher.weight", [f"teacher={teacher}", "teacher.weight=0"]),
         ("teacher.divergence", [f"teacher={teacher}", "teacher.divergence=hellinger"]),
+        ("teacher.over = sampled", [f"teacher={teacher}", "teacher.over=sampled", "preset=trl-gmpo"]),
     ):
         assert run(arguments(model, tmp_path / "run", prompts, *extra)) == 64
         assert named in capsys.readouterr().err

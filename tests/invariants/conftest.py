@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from posttrain.policy.objectives import clipped
+from posttrain.policy.objectives import clipped, distillation
 
 
 @pytest.fixture
 def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our denominators have an epsilon of 1e-8, as in NeMo RL. TRL's have none, and in float64 the difference shows."""
-    monkeypatch.setattr(clipped, "EPS", 0.0)
+    for module in (clipped, distillation):
+        monkeypatch.setattr(module, "EPS", 0.0)
 
 
 @pytest.fixture

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import LORA, assert_same_curves, copy_until, dpo, grpo, results_of, run, save_reward_model, weights_of
@@ -89,3 +93,71 @@ def test_adapters_pairs_and_two_replicas_make_the_curves_of_one_process(
     assert run([*arguments("local"), *LOCAL]) == 0
     assert run([*arguments("placed"), *places]) == 0
     assert_same_curves(tmp_path / "placed", tmp_path / "local")
+
+
+@pytest.mark.full
+def test_a_whole_group_is_scored_before_the_sampling_of_its_step_ends(
+    fault_at: Callable[..., None], reward: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """The engine goes on from its first whole group when a reward worker has begun to score, or after a minute."""
+    order = tmp_path / "order"
+
+    def note(what: str) -> None:
+        with order.open("a") as file:
+            file.write(f"{what}\n")
+
+    def sampling_waits(actor: Any) -> None:
+        own_tell, own_generate = actor.rank.engine.when_whole, actor.rank.generate
+
+        def tell(group: object) -> None:
+            own_tell(group)
+            end = time.monotonic() + 60
+            while not order.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+
+        def generate(*args: Any) -> Any:
+            sampled = own_generate(*args)
+            note("sampled")
+            return sampled
+
+        actor.rank.engine.when_whole, actor.rank.generate = tell, generate
+
+    def scoring_is_noted(actor: Any) -> None:
+        own = actor.rank.score
+
+        def score(*args: Any) -> Any:
+            note("scored")
+            return own(*args)
+
+        actor.rank.score = score
+
+    # Both from the second step on: each step has four groups.
+    fault_at("generate", 1, lambda actor: actor.__ray_call__.remote(sampling_waits))
+    fault_at("score", 4, lambda actor: actor.__ray_call__.remote(scoring_is_noted))
+    words = [*grpo(model, data, tmp_path / "run", steps=2), *rewarded(reward), "grpo.val_period=0"]
+    assert run([*words, "cluster.gpus_per_node=2", "env.rm.resources={gpus_per_node: 1}"]) == 0
+    found = order.read_text().split()
+    assert found[0] == "scored"
+    assert sorted(found) == ["sampled", *["scored"] * 4]
+
+
+@pytest.mark.full
+def test_answers_that_three_reward_workers_died_with_are_unscored(
+    fault_at: Callable[..., None],
+    reward: Path,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for count in (6, 7, 8):  # the second group of the second step, and both repetitions
+        fault_at("score", count)
+    words = [*grpo(model, data, tmp_path / "run", steps=3), *rewarded(reward), "grpo.val_period=0"]
+    assert run([*words, "cluster.gpus_per_node=2", "env.rm.resources={gpus_per_node: 1}"]) == 0
+    # Twice for the group, and for the next one, which finds none.
+    assert capfd.readouterr().err.count("reward_rm 0 died during score: another one is started") == 3
+    assert [row["train/unscored"] for row in results_of(tmp_path / "run")] == [0, 4, 0]
+    with gzip.open(tmp_path / "run" / "rollouts" / "step_2.jsonl.gz", "rt") as file:
+        groups = [[answer["reward"] for answer in json.loads(line)["completions"]] for line in file]
+    assert [reward is None for group in groups for reward in group] == [False] * 4 + [True] * 4 + [False] * 8
+    assert 0 not in {reward for group in groups for reward in group}

@@ -26,6 +26,7 @@ from tiny_runs import (
     rm,
     rows_of,
     run,
+    save_model,
     start,
     wait_until,
     weights_of,
@@ -100,6 +101,40 @@ def test_a_reward_model_resumes_exactly(settings: list[str], model: Path, data: 
     assert run([*rm(model, data, whole, steps=STEPS), *settings]) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
     assert_resumes(lambda folder: [*rm(model, data, folder, steps=STEPS), *settings], whole, resumed, 6, STEPS)
+
+
+SHORT = [
+    "checkpointing.save_period=1",
+    "grpo.val_period=0",
+    "grpo.num_prompts_per_step=2",
+    "policy.train_global_batch_size=4",
+]
+
+
+@pytest.mark.invariant
+def test_ppo_resumes_exactly_with_its_critic(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(folder: Path) -> list[str]:
+        ppo = ["grpo.adv_estimator.name=gae", "value.optimizer.kwargs.lr=1e-2"]
+        return [*grpo(model, data, folder, steps=2), *SHORT, *ppo]
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(arguments(whole)) == 0
+    assert_resumes(arguments, whole, resumed, 2)
+    of_critic = [sorted((folder / "step_2" / "critic").rglob("*.safetensors")) for folder in (whole, resumed)]
+    assert [file.read_bytes() for file in of_critic[0]] == [file.read_bytes() for file in of_critic[1]] != []
+
+
+@pytest.mark.invariant
+def test_distillation_resumes_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    """Of sampled tokens, several updates a step, rewards beside them."""
+    teacher = save_model(tmp_path / "teacher", hidden_size=48, seed=7)
+
+    def arguments(folder: Path) -> list[str]:
+        taught = f"teacher={{model_name: {teacher}, over: sampled, divergence: forward, reward_weight: 0.5}}"
+        return [*grpo(model, data, folder, steps=2), *SHORT, taught]
+
+    assert run(arguments(tmp_path / "whole")) == 0
+    assert_resumes(arguments, tmp_path / "whole", tmp_path / "resumed", 2)
 
 
 def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> int:

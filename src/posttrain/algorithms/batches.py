@@ -34,12 +34,12 @@ Place = tuple[int, int]  # (group, rollout)
 
 
 def scored_rows(groups: Sequence[Group]) -> list[tuple[Place, Completion]]:
-    """The rows of a batch: of all scored rollouts, in order, each branch."""
+    """The rows of a batch: of all rollouts that are scored, or judged by a teacher, in order, each branch."""
     return [
         ((g, r), row)
         for g, group in enumerate(groups)
         for r, rollout in enumerate(group.rollouts)
-        if rollout.score.scored
+        if rollout.score.scored or rollout.is_taught
         for row in rollout.completion.rows
     ]
 

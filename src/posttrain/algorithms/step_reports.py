@@ -131,6 +131,8 @@ def rollout_warnings(groups: Sequence[Group], step: int, *, compares: bool = Tru
     """`compares`: nothing is learnt from rewards that are all equal."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
+    if not rewards and any(rollout.is_taught for rollout in rollouts):
+        return []
     if not rewards:
         first = next((r.score.error for r in rollouts if r.score.error), "no reason given")
         return [f"step {step}: none of the {len(rollouts)} rollouts could be scored, so nothing was learnt ({first})"]
@@ -163,7 +165,7 @@ class TokenSampling:
 def token_traces(
     groups: Sequence[Group], batch: TokenBatch, num_groups: int, logprobs: Callable[[TokenBatch], Tensor]
 ) -> tuple[TokenTrace, ...]:
-    """Traces of groups spread evenly over the step. `batch` has a row for each scored rollout, with its advantages.
+    """Traces of groups spread evenly over the step. `batch` has the rows of `scored_rows`, with their advantages.
 
     `logprobs` computes log-probabilities under the current policy if the step has not. Recorded answers are skipped
     because their sampler is unknown.

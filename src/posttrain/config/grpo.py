@@ -332,7 +332,7 @@ class LossFnConfig(Section):
         20.0, "Log-ratio to the reference is clamped to plus or minus this (nats); null does not clamp."
     )
     kl_output_clamp_value: PositiveFloat | None = setting(
-        10.0, "KL of a token is clamped to plus or minus this (nats); null does not clamp."
+        10.0, "KL of a token, and its advantage with teacher.over: sampled, is clamped to +- this; null does not clamp."
     )
     ratio_clip_min: float = setting(
         0.2, "How far below 1 the probability ratio may fall before it is clipped (epsilon low).", ge=0, le=1

@@ -140,6 +140,7 @@ class GrpoRunConfig(RunConfig):
         yield from self._batch_problems()
         yield from self._reward_problems()
         yield from self._off_policy_problems()
+        yield from self._ratio_problems()
         yield from self._round_problems()
         yield from self._vllm_problems()
         new, total = self.policy.generation.max_new_tokens, self.policy.max_total_sequence_length
@@ -259,6 +260,21 @@ class GrpoRunConfig(RunConfig):
             yield f"{key}: grpo.adv_estimator.whiten_advantages = rollouts is for one advantage a rollout; use tokens"
         if grpo.reward_scaling.enabled:
             yield f"{key}: grpo.reward_scaling maps the sum of the turns; scale the rewards in the environment instead"
+
+    def _ratio_problems(self) -> Iterator[str]:
+        loss = self.loss_fn
+        of_answers = {
+            "loss_fn.sequence_level_importance_ratios = true": loss.sequence_level_importance_ratios,
+            "loss_fn.trust_region = geometric_mean": loss.trust_region == "geometric_mean",
+        }
+        of_tokens = {
+            "grpo.adv_estimator.name = gae": self.critic is not None,
+            "grpo.turn_credit.enabled = true": self.grpo.turn_credit.enabled,
+            "teacher.over = sampled": self.teacher.model_name is not None and self.teacher.over == "sampled",
+        }
+        for ratio in (name for name, is_used in of_answers.items() if is_used):
+            for advantage in (name for name, is_used in of_tokens.items() if is_used):
+                yield f"{ratio}: an answer has one ratio, but with {advantage} an advantage for each token; unset one"
 
     def _off_policy_problems(self) -> Iterator[str]:
         """Recorded answers, and groups of earlier steps."""

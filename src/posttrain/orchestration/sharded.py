@@ -347,16 +347,18 @@ class ShardedEngine:
         return [next(by_shard[shard]) for shard in shards]
 
     def _tell(self, calls: Sequence[Future[Any]], limit_s: float, when_whole: Callable[[OpenGroup], None]) -> None:
-        end = time.monotonic() + limit_s
+        end, workers = time.monotonic() + limit_s, self.group.workers
+        asked = [worker.take_whole_groups() for worker in workers]
         while any(not call.done() for call in calls) and time.monotonic() < end:
-            found = [worker.take_whole_groups() for worker in self.group.workers]
-            wait(found, timeout=_LOOK_PERIOD_S)
-            for part in found:
-                # A worker that is starting or has died answers later or never; what it had found is found again.
-                if part.done() and part.exception(timeout=0) is None:
-                    for group in part.result(timeout=0):
-                        when_whole(group)
             wait(calls, timeout=_LOOK_PERIOD_S)
+            for place, part in enumerate(asked):
+                # An answer may be late, and a worker that is starting answers later. What one that died had found is
+                # found again.
+                if not part.done():
+                    continue
+                asked[place] = workers[place].take_whole_groups()
+                for group in part.result(timeout=0) if part.exception(timeout=0) is None else ():
+                    when_whole(group)
 
     def _shards(self, tasks: Sequence[Task], *, are_groups: bool) -> list[int]:
         """Later turns go where their last one went, unless that was a group's and left a shard idle; others where the

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posttrain.errors import InputError
 from posttrain.models.recurrence_interface import route_recurrent_layers
 from posttrain.models.vision import ImageTokens, RowImages, VisionTower, tower_of
+from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.parallel.fsdp import local_part
 from posttrain.policy.parallel.tensor_group import TensorGroup, group_of
 
@@ -172,17 +173,40 @@ class OutputHead(Head):
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, added up in fp32 and left so, also for bf16 numbers. Not for use under autograd.
+    """hidden @ weight.T, added up in fp32 and left so, also for bf16 numbers.
 
     Rounded to bf16, logits of 16 and more would come in steps of 1/8, which is most of what can separate the sampler's
     log-probabilities from the trainer's.
     """
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return hidden @ weight.T
-    hidden = hidden.to(weight.dtype)
-    if weight.device.type == "cuda":
+    product = _Projection.apply(hidden.to(weight.dtype), weight)
+    assert isinstance(product, Tensor)
+    return product
+
+
+class _Projection(torch.autograd.Function):
+    """`torch.mm` with `out_dtype` has no derivative. This one multiplies in the weight's type, as `_LinearLogprobs`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.parameter = weight  # has the sum of its gradients; what a checkpoint computes again is detached
+        if weight.device.type == "cpu":
+            return hidden.float() @ weight.float().T
         return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
-    return hidden.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        grad_hidden, grad_weight = grad @ weight if needs_hidden else None, None
+        if needs_weight:
+            left, right = grad.flatten(0, -2).T, hidden.flatten(0, -2)
+            if not add_product([ctx.parameter], left, right):
+                grad_weight = left @ right
+        return grad_hidden, grad_weight
 
 
 def without_adapter_wrapper(model: nn.Module) -> Any:

@@ -39,7 +39,8 @@ class TokenLogprobs(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, row: PackedRow, temperature: float, teaching: Teaching | None = None) -> Tensor:
-        """With a teacher, three rows: the log-probabilities, the loss of each token, and its divergence."""
+        """With a teacher, three rows: the log-probabilities; of each token the divergence, or the advantage that stands
+        for it if only the sampled token is compared; and its estimate."""
         if teaching is None:
             logprobs = self._own_logprobs(row, temperature)
             return logprobs if row.share is None else row.share.gathered(logprobs)

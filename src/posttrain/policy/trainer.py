@@ -341,8 +341,8 @@ class PolicyTrainer:
         with torch.no_grad():
             hidden = self.teacher(row)
         teaching = Teaching(hidden, self.teacher.head, objective.against)
-        logprobs, loss, estimate = self.forward(row, self.temperature, teaching)
-        return logprobs, part and part.with_columns(divergence=loss, divergence_estimate=estimate)
+        logprobs, compared, estimate = self.forward(row, self.temperature, teaching)
+        return logprobs, part and part.with_columns(compared=compared, divergence_estimate=estimate)
 
     @torch.no_grad()
     def evaluate(

@@ -53,11 +53,13 @@ from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import Environment, RolloutSource, RoundEngine, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, TaughtRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.types import Completion, OpenGroup, Sampling, Task
+
+Listener = Callable[[OpenGroup], None]
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class GrpoRecipe(Recipe):
 
         def algorithm(parts: RunParts) -> Grpo:
             source, validation_source = self._rollouts(stream, position, held_out, chat, parts)
+            chosen = with_dynamic_sampling(config, source, position, self._begin_reference(parts))
             return Grpo(
                 GrpoSettings(
                     num_prompts_per_step=grpo.num_prompts_per_step,
@@ -130,7 +133,7 @@ class GrpoRecipe(Recipe):
                 build_objective(config),
                 build_credit(config, parts.policy),
                 parts.policy,
-                with_dynamic_sampling(config, source, position),
+                chosen if config.trains_on_rewards else TaughtRollouts(chosen),
                 source if isinstance(source, PipelinedRollouts) else parts.weights,
                 validation_source if held_out else None,
                 parts.announce,
@@ -149,8 +152,7 @@ class GrpoRecipe(Recipe):
             max_total_tokens=length,
             needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
         )
-        talking = {name for name, block in config.env.items() if block.takes_turns}
-        if (task := tasks.first_with_images(talking)) is not None:
+        if (task := tasks.first_with_images(self._talking)) is not None:
             raise DataError(
                 f"{task.id}: has images, and env.{task.environment} takes turns with the model; conversations of "
                 "several turns with images are not supported"
@@ -201,7 +203,7 @@ class GrpoRecipe(Recipe):
         begin, validation_begin = self._listeners(environment, parts)
         rollouts = FreshRollouts(
             stream,
-            _telling(parts.engine, begin),
+            self._telling(parts.engine, begin),
             environment,
             num_samples=config.step_sizes().num_sampled_per_row,
             sampling=sampling_of(config.policy, chat.stop_token_ids),
@@ -211,7 +213,7 @@ class GrpoRecipe(Recipe):
         )
         validation_rollouts = FreshRollouts(
             FixedTasks(held_out),
-            _telling(parts.engine, validation_begin),
+            self._telling(parts.engine, validation_begin),
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
             sampling=sampling_of(config.policy, chat.stop_token_ids, validation=True),
@@ -226,37 +228,46 @@ class GrpoRecipe(Recipe):
         fresh = rollouts if grpo.num_fresh_per_prompt else None
         return RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh), validation_rollouts
 
-    def _listeners(
-        self, environment: ScoringRouter, parts: RunParts
-    ) -> tuple[Callable[[OpenGroup], None] | None, Callable[[OpenGroup], None] | None]:
-        """What is begun with whole groups, in training and in validation, by models on devices of their own. The text
-        of a conversation is known when its last turn has ended."""
-        config, policy = self.config, parts.policy
-        rewards = config.placed_rewards and not any(block.takes_turns for block in self.environments().values())
+    def _listeners(self, environment: ScoringRouter, parts: RunParts) -> tuple[Listener | None, Listener | None]:
+        """What is begun with whole groups, in training and in validation, by models on devices of their own."""
+        rewards, reference = bool(self.config.placed_rewards), self._begin_reference(parts)
 
         def score(group: OpenGroup) -> None:
             answers = [answer for answer in group.answers if isinstance(answer, Completion) and answer.error is None]
-            if answers:
+            # What is judged of a conversation is known when its last turn has ended.
+            if answers and group.task.environment not in self._talking:
                 environment.begin(group.task, answers)
 
-        found = [score] if rewards else []
-        if parts.beside(REFERENCE) is not None and config.scores_with_reference and isinstance(policy, ShardedTrainer):
-            found.append(policy.begin_reference)
-
         def both(group: OpenGroup) -> None:
-            for begin in found:
-                begin(group)
+            if reference is not None:
+                reference(group)
+            if rewards:
+                score(group)
 
-        return both if found else None, score if rewards else None
+        return both if rewards or reference is not None else None, score if rewards else None
+
+    def _begin_reference(self, parts: RunParts) -> Listener | None:
+        is_used = parts.beside(REFERENCE) is not None and self.config.scores_with_reference
+        return parts.policy.begin_reference if is_used and isinstance(parts.policy, ShardedTrainer) else None
+
+    def _telling(self, engine: RoundEngine, when_whole: Listener | None) -> RoundEngine:
+        """The engine, which tells `when_whole` of groups while it samples others: not of turns of a conversation."""
+        if when_whole is None or not isinstance(engine, ShardedEngine):
+            return engine
+
+        def tell(group: OpenGroup) -> None:
+            if group.task.environment not in self._talking:
+                when_whole(group)
+
+        return engine.telling(tell)
+
+    @property
+    def _talking(self) -> set[str]:
+        """The environments that take turns with the model."""
+        return {name for name, block in self.environments().items() if block.takes_turns}
 
 
 RECIPE = GrpoRecipe
-
-
-def _telling(engine: RoundEngine, when_whole: Callable[[OpenGroup], None] | None) -> RoundEngine:
-    if when_whole is None or not isinstance(engine, ShardedEngine):
-        return engine
-    return engine.telling(when_whole)
 
 
 def sampling_of(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
@@ -304,7 +315,9 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
     return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup, compare)
 
 
-def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:
+def with_dynamic_sampling(
+    config: GrpoRunConfig, source: RolloutSource, position: Stateful, when_earlier: Listener | None = None
+) -> RolloutSource:
     """The source itself if every group is trained on."""
     grpo = config.grpo
     if not isinstance(position, StreamAndSurplus):
@@ -318,6 +331,7 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
         looks_at_parts=ESTIMATORS[grpo.adv_estimator.name].credits_parts,
         looks_at_turns=grpo.turn_credit.enabled,
         scaling=_scaling(config),
+        when_earlier=when_earlier,
     )
 
 
@@ -326,6 +340,8 @@ def build_credit(config: GrpoRunConfig, policy: Trainer | None = None) -> Credit
     estimator = config.grpo.adv_estimator
     form = ESTIMATORS[estimator.name]
     over = estimator.whiten_advantages or form.whiten_over
+    if not config.trains_on_rewards:
+        return Credit(form.build(estimator, _spread(estimator, Spread())))
     kind: Callable[..., Credit] = Credit
     if isinstance(policy, ActorCritic):
         kind = partial(TokenCredit, values=policy.values, gamma=estimator.gae_gamma, lam=estimator.gae_lambda)

@@ -421,10 +421,11 @@ class RunRecorder:
             score.error: score.traceback for score in reversed(scores) if not score.scored and score.traceback
         }
         reasons = wording.unscored_reasons(groups)
+        is_taught = any(rollout.is_taught for group in groups for rollout in group.rollouts)
         rows: list[Row] = []
         for reason, count in reasons.most_common(MAX_REASONS_PER_STEP):
             traceback = tracebacks.get(reason)
-            self._display.unscored(reason, traceback)
+            self._display.unscored(reason, traceback, is_taught=is_taught)
             if reason in self._reasons_written:
                 traceback = None  # already in the file
             elif len(self._reasons_written) < MAX_KEPT_WARNINGS:

@@ -60,9 +60,10 @@ def validation_row(step: int, report: StepReport) -> Row:
 
 
 def num_all_unscored(rows: Sequence[Row]) -> float:
-    """The number of rollouts of a run of which not one could be scored; 0 for every other run."""
+    """The number of rollouts of a run of which not one could be scored, nor compared with a teacher; 0 for every other
+    run."""
     unscored, rollouts = (sum(row.get(f"train/{key}") or 0 for row in rows) for key in ("unscored", "num_samples"))
-    return rollouts if unscored == rollouts else 0
+    return rollouts if unscored == rollouts and not any("train/divergence" in row for row in rows) else 0
 
 
 def without_non_finite(row: Row) -> tuple[Row, dict[str, float]]:

@@ -113,7 +113,7 @@ class StepDisplay:
         self._console.show(wording.validation_block(row, validation.num_samples))
         self._console.show(wording.sample_lines(validation.groups, self._run.num_val_samples_to_print))
 
-    def unscored(self, reason: str, traceback: str | None) -> None:
+    def unscored(self, reason: str, traceback: str | None, *, is_taught: bool) -> None:
         """Show the first rollout that could not be scored and the first traceback; the others are counted."""
         if self._traceback_shown or (self._unscored_shown and not traceback):
             return
@@ -122,7 +122,8 @@ class StepDisplay:
         if traceback:
             self._traceback_shown = True
             lines += [Line(f"  {line}", "muted") for line in traceback.rstrip("\n").split("\n")]
-        lines.append(Line(f"  It takes no part in training. All reasons are counted in {UNSCORED_FILE}.", "warning"))
+        part = "Only its teacher judges it" if is_taught else "It takes no part in training"
+        lines.append(Line(f"  {part}. All reasons are counted in {UNSCORED_FILE}.", "warning"))
         self._console.show(lines, even_if_quiet=True)
 
     def _eta_s(self, row: Row) -> float | None:

@@ -32,6 +32,7 @@ from posttrain.types import (
     Conversation,
     Group,
     ImageRef,
+    OpenGroup,
     Rollout,
     Score,
     TakenGroups,
@@ -53,6 +54,7 @@ class DynamicSampling:
     looks_at_parts: bool = False
     looks_at_turns: bool = False
     scaling: RewardScaling | None = None  # may map different rewards to the same value
+    when_earlier: Callable[[OpenGroup], None] | None = None  # gets every group of the surplus that this step trains on
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         earlier = self.position.surplus
@@ -61,6 +63,10 @@ class DynamicSampling:
         timings_s: dict[str, float] = {}
         metrics: dict[str, float] = {}
         num_batches = 0
+        # Their source has told of them in the step that sampled them; since then the run may have been resumed.
+        if self.when_earlier is not None:
+            for group in earlier[:num_groups]:
+                self.when_earlier(OpenGroup(group.task, 0, tuple(rollout.completion for rollout in group.rollouts)))
         while len(earlier) + len(kept) < num_groups:
             if num_batches == self.max_batches:
                 raise InputError(self._why_too_few(step, num_groups - len(earlier), sampled, len(kept)))

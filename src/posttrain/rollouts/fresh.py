@@ -11,7 +11,16 @@ from typing import Protocol, runtime_checkable
 
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.errors import InputError
-from posttrain.roles import Engine, Environment, KeepsPrefixes, Progress, RoundEngine, ShowProgress, no_progress
+from posttrain.roles import (
+    Engine,
+    Environment,
+    KeepsPrefixes,
+    Progress,
+    RolloutSource,
+    RoundEngine,
+    ShowProgress,
+    no_progress,
+)
 from posttrain.types import (
     Completion,
     Group,
@@ -175,6 +184,23 @@ class FreshRollouts:
             Group(task, tuple(_rollout(rollout, verdicts) for rollout in samples))
             for task, samples in zip(tasks, unscored, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class TaughtRollouts:
+    """A `RolloutSource` for distillation alone: answers that could not be scored are trained on as well."""
+
+    source: RolloutSource
+
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        taken = self.source.take(num_groups, step)
+        groups = [
+            replace(
+                group, rollouts=tuple(replace(one, is_taught=bool(one.completion.token_ids)) for one in group.rollouts)
+            )
+            for group in taken.groups
+        ]
+        return replace(taken, groups=tuple(groups))
 
 
 def _rollout(rollout: UnscoredRollout, verdicts: Iterator[Score]) -> Rollout:

@@ -9,6 +9,7 @@ from posttrain.config import LossFnConfig, load_config
 from posttrain.recipes.grpo import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
+from posttrain.types import OpenGroup
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
@@ -70,12 +71,17 @@ def test_dynamic_sampling() -> None:
     inner = ScriptedRollouts([])
     position = StreamAndSurplus(inner)
 
-    def source(*overrides: str) -> RolloutSource:
+    def source(*overrides: str, told: list[OpenGroup] | None = None) -> RolloutSource:
         config = load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config
-        return with_dynamic_sampling(config, inner, build_position(config, inner))
+        return with_dynamic_sampling(
+            config, inner, build_position(config, inner), None if told is None else told.append
+        )
 
     assert source() is inner
     assert source("grpo.use_dynamic_sampling=true") == DynamicSampling(inner, position, 5, 10, keeps_surplus=True)
+    told: list[OpenGroup] = []
+    listening = source("grpo.use_dynamic_sampling=true", told=told)
+    assert listening == DynamicSampling(inner, position, 5, 10, when_earlier=told.append)
     scaled = source("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
     assert scaled == DynamicSampling(inner, position, 5, 10, scaling=RewardScaling(target_min=-1.0))
     given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"

@@ -28,6 +28,15 @@ REFUSED = [
         ["force_on_policy_ratio", "train_global_batch_size=512"],
     ),
     (["loss_fn.sequence_level_importance_ratios=true"], ["GSPO", "token_level_loss=false"]),
+    (
+        ["preset=trl-gspo", "grpo.adv_estimator.name=gae"],
+        ["sequence_level_importance_ratios", "adv_estimator.name = gae"],
+    ),
+    (["preset=trl-gmpo", "grpo.adv_estimator.name=gae"], ["trust_region = geometric_mean", "adv_estimator.name = gae"]),
+    (
+        ["preset=trl-gspo", "grpo={turn_credit: {enabled: true}, max_rollout_turns: 2}", "env.math.turns=calculator"],
+        ["sequence_level_importance_ratios", "grpo.turn_credit.enabled = true"],
+    ),
     (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], ["use_cispo", "ratio_clip_c"]),
     (["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], ["use_cispo", "disable_ppo_ratio"]),
     (["loss_fn.use_cispo=true", "loss_fn.force_on_policy_ratio=true"], ["use_cispo", "force_on_policy_ratio"]),

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import ScriptedRollouts
 from float64 import approx
 from tiny_runs import LORA, grpo, save_data, save_model, save_reward_model
 from tiny_vision import image_ref, make_chat, make_task, save_vision_model
 
+from posttrain.algorithms.batches import rollout_batch
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.environments.reward_model import RewardModelScorer, reward_model_environment
@@ -22,6 +24,7 @@ from posttrain.environments.router import ScoringRouter
 from posttrain.environments.settings import read_settings
 from posttrain.errors import StopRequested
 from posttrain.models.loading import DTYPES
+from posttrain.orchestration import sharded
 from posttrain.orchestration.ahead import CallsAhead, PlacedReward, ReferenceAhead
 from posttrain.orchestration.failures import WorkerDiedError
 from posttrain.orchestration.rank import Rank, build_rank
@@ -29,7 +32,20 @@ from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.trainer import RankSetup
-from posttrain.types import Completion, NoiseKey, OpenGroup, Sampling, Task, TokenBatch
+from posttrain.recipes.grpo import GrpoRecipe
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
+from posttrain.types import (
+    Completion,
+    Group,
+    NoiseKey,
+    OpenGroup,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+    TokenBatch,
+    completions_of,
+)
 
 BATCHING = MicroBatching(max_tokens=40)
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.0)
@@ -258,6 +274,68 @@ def test_a_whole_group_is_told_while_others_are_sampled() -> None:
     engine = ShardedEngine(worker).telling(note)
     assert engine.generate([group.task], 4, SAMPLING, NoiseKey(0, 1)) == [list(group.answers)]
     assert told == [group]
+
+
+def test_a_group_that_a_worker_tells_of_late_is_not_lost() -> None:
+    group, late = groups_of_answers()[0], Future[list[OpenGroup]]()
+
+    class Slow(Recorded):
+        num_asked = 0
+
+        def take_whole_groups(self) -> Future[list[OpenGroup]]:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                threading.Timer(2.5 * sharded._LOOK_PERIOD_S, late.set_result, [[group]]).start()
+                return late
+            if self.num_asked == 3:
+                self.calls[0][-1].set_result([[list(group.answers)]])
+            return super().take_whole_groups()
+
+    told: list[OpenGroup] = []
+    ShardedEngine(Slow()).telling(told.append).generate([group.task], 4, SAMPLING, NoiseKey(0, 1))
+    assert told == [group]
+
+
+def test_turns_of_a_conversation_are_not_told_of() -> None:
+    words = ["env={talk: {type: math, turns: calculator}, math: {type: math}}", "grpo.max_rollout_turns=2"]
+    recipe = GrpoRecipe(load_config("grpo", None, ["data={env_name: talk}", *words]).config)
+    told: list[OpenGroup] = []
+    engine = recipe._telling(ShardedEngine(Recorded()), told.append)
+    assert isinstance(engine, ShardedEngine)
+    assert engine.when_whole is not None
+    whole = groups_of_answers()[0]
+    for name in ("math", "talk"):
+        engine.when_whole(replace(whole, task=replace(whole.task, environment=name)))
+    assert [group.task.environment for group in told] == ["math"]
+
+
+def test_a_surplus_has_the_same_bits_after_a_resume(model: Path, tmp_path: Path) -> None:
+    """Packed together, or with other groups of the step, its rows would be rounded differently."""
+    words = grpo(model, save_data(tmp_path / "data"), tmp_path)[1:]
+    setup = RankSetup(load_config("grpo", None, words).config.policy, seed=0, needs_reference=True)
+    own = LocalWorker(build_rank(setup.for_reference()))
+    groups = [
+        Group(group.task, tuple(Rollout(a, Score(float(i))) for i, a in enumerate(completions)))
+        for group, completions in zip(groups_of_answers(), completions_of(groups_of_answers()), strict=True)
+    ]
+
+    def run(num_begun: int, position: StreamAndSurplus) -> tuple[ShardedTrainer, DynamicSampling]:
+        trainer = ShardedTrainer(WithBeside(None, own), MicroBatching(200), MicroBatching(200), seed=0)
+        for group in groups[:num_begun]:
+            trainer.begin_reference(OpenGroup(group.task, 1, tuple(one.completion for one in group.rollouts)))
+        return trainer, DynamicSampling(position.stream, position, 3, 1, when_earlier=trainer.begin_reference)  # type: ignore[arg-type]
+
+    def scored(trainer: ShardedTrainer, source: DynamicSampling, num_groups: int) -> list[float]:
+        batch = rollout_batch(source.take(num_groups, 1).groups, overlong_filtering=False)
+        return trainer.reference_logprobs(batch).tolist()  # type: ignore[no-any-return]
+
+    position = StreamAndSurplus(ScriptedRollouts(groups))
+    whole = run(3, position)
+    scored(*whole, 1)
+    saved = position.state_dict()
+    expected = scored(*whole, 2)
+    position.load_state_dict(saved)
+    assert scored(*run(0, position), 2) == expected
 
 
 def test_the_engine_tells_every_group_once_when_its_last_answer_is_finished(model: Path, tmp_path: Path) -> None:

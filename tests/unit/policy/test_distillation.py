@@ -17,6 +17,7 @@ from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
 Kind = Literal["reverse", "forward", "jsd"]
+UNBOUNDED = {"kl_output_clamp_value": None}
 KINDS: tuple[Kind, ...] = ("reverse", "forward", "jsd")
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -51,11 +52,55 @@ def test_the_gradient_at_the_sampled_token_is_in_expectation_that_of_the_diverge
     student, teacher = logits(2).requires_grad_(), logits(3)
     (whole,) = torch.autograd.grad(TeacherDivergence(kind).of_logits(student, teacher), student)
     chosen = student.log_softmax(0)
-    losses, estimates = TeacherDivergence(kind, "sampled").of_sampled(chosen, teacher.log_softmax(0))
-    (expected,) = torch.autograd.grad((losses * chosen.detach().exp()).sum(), student)
+    advantages, estimates = TeacherDivergence(kind, "sampled").of_sampled(chosen, teacher.log_softmax(0))
+    (expected,) = torch.autograd.grad((-advantages * chosen * chosen.detach().exp()).sum(), student)
     torch.testing.assert_close(expected, whole, rtol=1e-10, atol=1e-12)
     divergence = TeacherDivergence(kind).of_logits(student, teacher)
     assert float((estimates * chosen.exp()).sum().detach()) == pytest.approx(float(divergence.detach()), abs=1e-12)
+
+
+def of_every_token(kind: Kind, student: Tensor, behind: Tensor, teacher: Tensor, **loss: float | None) -> Tensor:
+    """The loss of answers of one token, one for each token, which the policy `behind` sampled."""
+    chosen = student.log_softmax(0)
+    divergence = TeacherDivergence(kind, "sampled")
+    advantages, estimates = divergence.of_sampled(chosen, teacher.log_softmax(0))
+    columns = {"mask": torch.ones(len(student)), "advantages": torch.zeros(len(student))}
+    of_policy = {name: behind.log_softmax(0) for name in ("generation_logprobs", "prev_logprobs")}
+    batch = TokenBatch.build(
+        [[1]], [[token] for token in range(len(student))], [0] * len(student), {**columns, **of_policy}
+    )
+    config = LossFnConfig(reference_policy_kl_penalty=0.0, **loss)
+    # A mean over all tokens; expected is a sum with the probabilities of the policy that samples.
+    shares = [batch.select([row], recount=True) for row in range(len(student))]
+    losses = [
+        Distillation(config, divergence)(
+            chosen[row : row + 1],
+            share.with_columns(compared=advantages[row : row + 1], divergence_estimate=estimates[row : row + 1]),
+        )[0]
+        for row, share in enumerate(shares)
+    ]
+    return (torch.stack(losses) * behind.softmax(0)).sum() * (1 + EPS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_an_earlier_policy_sampled_are_weighted(kind: Kind) -> None:
+    student, teacher, behind = logits(2).requires_grad_(), logits(3), logits(2) + 0.3 * logits(4)
+    (whole,) = torch.autograd.grad(TeacherDivergence(kind).of_logits(student, teacher), student)
+    loss = of_every_token(kind, student, behind, teacher, ratio_clip_min=1.0, ratio_clip_max=1e6, **UNBOUNDED)
+    (expected,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(expected, whole, rtol=1e-7, atol=1e-9)
+    clipped = of_every_token(kind, student, behind, teacher, **UNBOUNDED)
+    assert not torch.allclose(torch.autograd.grad(clipped, student)[0], whole, rtol=1e-3), "by default it is clipped"
+
+
+def test_an_unlikely_token_that_the_teacher_prefers_has_a_bounded_weight() -> None:
+    student, teacher = torch.tensor([0.0, 30.0]).requires_grad_(), torch.tensor([30.0, 0.0])
+    advantages, _ = TeacherDivergence("forward", "sampled").of_sampled(student.log_softmax(0), teacher.log_softmax(0))
+    assert float(advantages[0]) > 1e12
+    for bound, weight in ((10.0, 10.0), (None, float(advantages[0]))):
+        loss = of_every_token("forward", student, student.detach(), teacher, kl_output_clamp_value=bound)
+        (gradient,) = torch.autograd.grad(loss / student.softmax(0)[0].detach(), student)
+        assert float(-gradient[0]) == pytest.approx(weight, rel=1e-6)
 
 
 def test_columns_that_pad_one_of_the_models_are_left_out() -> None:
@@ -88,7 +133,7 @@ def test_packed_rows_equal_one_token_at_a_time(over: Literal["vocabulary", "top_
         states = TeacherStates(teacher)
         teaching = Teaching(states(row).detach(), states.head, divergence)
         logprobs, loss, estimate = TokenLogprobs(student, chunk_tokens=2)(row, 0.8, teaching)
-        total, _ = objective(logprobs, batch.with_columns(divergence=loss, divergence_estimate=estimate))
+        total, _ = objective(logprobs, batch.with_columns(compared=loss, divergence_estimate=estimate))
         total.backward()
     packed = gradients(student)
 
@@ -101,7 +146,8 @@ def test_packed_rows_equal_one_token_at_a_time(over: Literal["vocabulary", "top_
             s = alone(before).logits[0, -1] / 0.8
             t = theirs(before).logits[0, -1].detach() / 0.8
             if over == "sampled":
-                value, _ = divergence.of_sampled(s.log_softmax(0)[token], t.log_softmax(0)[token])
+                chosen = s.log_softmax(0)[token]
+                value = -divergence.of_sampled(chosen, t.log_softmax(0)[token])[0] * (chosen - chosen.detach()).exp()
             else:
                 value = divergence.of_logits(s, t)
             sums = sums + value * mask[at]

@@ -8,10 +8,12 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.config.policy import OptimizerConfig
 from posttrain.policy.fused.accumulate import add_product, begin_sum, joined, move_to_sum, sum_of
 from posttrain.policy.fused.products import Multiply, Product
+from posttrain.policy.head import project
 from posttrain.policy.logprobs import _LinearLogprobs
 from posttrain.policy.optimizer import make_optimizer
 
@@ -164,3 +166,28 @@ def test_a_copy_of_a_model_shares_no_sums() -> None:
     frozen = copy.deepcopy(model)
     weight = frozen.get_output_embeddings().weight
     assert not add_product([weight], random(len(weight), 2), random(2, weight.shape[1]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_logits_under_autograd_have_the_gradients_of_a_product_in_the_weights_type(device: str) -> None:
+    """On "meta" with the product of GPUs, whose result is fp32: `aten::mm.dtype`, which has no derivative."""
+    hidden, weight = random(5, 6).to(device).requires_grad_(), random(9, 6, seed=1).to(device).requires_grad_()
+    logits = project(hidden, weight)
+    assert logits.dtype == torch.float32
+    upstream = random(5, 9, seed=2, dtype=torch.float32).to(device)
+    logits.backward(upstream)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == BF16
+    if device == "cpu":
+        assert torch.equal(hidden.grad, upstream.to(BF16) @ weight.detach())
+        assert torch.equal(weight.grad, upstream.to(BF16).T @ hidden.detach())
+
+
+def test_chunks_of_logits_that_are_computed_again_add_to_the_sum_of_the_output_head() -> None:
+    [weight], hidden, upstream = parameters(9), random(8, 6), random(8, 9, seed=2, dtype=torch.float32)
+    begin_sum(weight)
+    for part, grad in zip(hidden.split(4), upstream.split(4), strict=True):
+        checkpoint(project, part.requires_grad_(), weight, use_reentrant=False).backward(grad)
+    assert weight.grad is None
+    assert_near(total_of([weight]), upstream.double().T @ hidden.double())

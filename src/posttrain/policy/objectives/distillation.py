@@ -10,6 +10,10 @@ the divergence from below. Over the sampled token alone, the divergence is estim
 -A log s with A = log r (reverse), r (forward) or log((1 + r) / 2) / 2 (jsd), r = t/s: in expectation over s, the
 gradient of the sum over the vocabulary.
 
+That expectation is over the policy as it is. Where an earlier one sampled the token, A takes the place of the advantage
+in the loss of GRPO, with its ratio, clipping and importance weights. A is clamped to +-`kl_output_clamp_value`: r has
+no bound.
+
 The mean is over all trained tokens of the batch. With `reward_weight` the policy-gradient loss of GRPO is added.
 """
 
@@ -23,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.policy.objectives.clipped import EPS, ClippedPolicyGradient
+from posttrain.policy.objectives.clipped import EPS, ClippedPolicyGradient, Frame
 from posttrain.types import TokenBatch
 
 
@@ -49,8 +53,8 @@ class TeacherDivergence:
         return (_kl(t, middle) + _kl(s, middle)) / 2
 
     def of_sampled(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """From log-probabilities of sampled tokens: a loss with the gradient of the divergence, and its estimate."""
-        log_ratio = teacher - student.detach()
+        """From log-probabilities of sampled tokens: the advantage of each, without gradient, and an estimate."""
+        log_ratio = (teacher - student).detach()
         ratio = log_ratio.exp()
         middle = torch.log1p(ratio) - math.log(2)
         if self.kind == "reverse":
@@ -59,7 +63,7 @@ class TeacherDivergence:
             advantage, estimate = ratio, ratio * log_ratio
         else:
             advantage, estimate = middle / 2, (ratio * log_ratio - (1 + ratio) * middle) / 2
-        return -advantage * student, estimate
+        return advantage, estimate
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
@@ -74,8 +78,8 @@ def _with_rest(chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distillation(ClippedPolicyGradient):
-    """Columns used: those of GRPO's loss, and from the trainer `divergence`, with its gradient, and
-    `divergence_estimate`."""
+    """Columns used: those of GRPO's loss; from the trainer `divergence_estimate`, and `compared`: the divergence with
+    its gradient, or the advantage of the sampled token."""
 
     against: TeacherDivergence = TeacherDivergence()
     weight: float = 1.0
@@ -86,9 +90,17 @@ class Distillation(ClippedPolicyGradient):
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         rewarded, metrics = super().__call__(logprobs, batch)
-        mask = batch.columns["mask"].to(logprobs.device)
+        mask, compared = batch.columns["mask"].to(logprobs.device), batch.columns["compared"]
         denominator = batch.num_tokens + EPS
-        loss = self.weight * (batch.columns["divergence"] * mask).sum() / denominator
+        if self.against.over == "sampled":
+            if (bound := self.config.kl_output_clamp_value) is not None:
+                compared = compared.clamp(-bound, bound)
+            frame = Frame(logprobs, batch.with_columns(advantages=compared), denominator)
+            taught, _, of_teacher = self._policy_gradient(frame)
+            metrics = metrics if self.reward_weight else {**metrics, **of_teacher}
+        else:
+            taught = (compared * mask).sum() / denominator
+        loss = self.weight * taught
         if self.reward_weight:
             loss = loss + self.reward_weight * rewarded
         measured = (batch.columns["divergence_estimate"] * mask).sum() / denominator

@@ -84,12 +84,15 @@ def entropy_collapse(run: RunHistory) -> Sighting | None:
 
 
 def exploding_advantages(run: RunHistory) -> Sighting | None:
+    estimator, is_others = run.setting("grpo.adv_estimator.name"), run.setting(STD_OVER) == "others"
+    whitened = run.setting("grpo.adv_estimator.whiten_advantages") or ("none" if estimator != "gdpo" else "rollouts")
+    if estimator in ("gae", "reinforce_plus_plus") or (whitened != "none" and not is_others):
+        return None  # relative to all tokens or answers of the step, of which a few may be far from the others
     largest = max(run.tail(ADVANTAGE, LONG_PERSISTENCE), default=0.0)
     group = run.number_setting("grpo.num_generations_per_prompt") or 1.0
     if largest <= max(ADVANTAGE_WARNING, 1.01 * math.sqrt(group)):  # sqrt: the bound of the default estimator
         return None
     text = f"an advantage of {largest:.3g}: one answer decides the update"
-    is_others = run.setting(STD_OVER) == "others"
     fix = run.fix(STD_OVER, "group") if is_others else run.fix("grpo.advantage_clip_high", short(ADVANTAGE_WARNING))
     return Sighting("warning", ADVANTAGE, largest, text, (fix,))
 

@@ -163,6 +163,27 @@ def test_an_advantage_beyond_the_bound_of_the_default_estimator_is_a_warning() -
     assert "exploding-advantages" not in examine("grpo", train_advantage_max=lambda step: 4.9)
 
 
+@pytest.mark.parametrize(
+    ("name", "whitened", "std_over", "is_found"),
+    [
+        ("gae", None, "group", False),
+        ("reinforce_plus_plus", None, "group", False),
+        ("gdpo", None, "group", False),
+        ("gdpo", "none", "group", True),
+        ("grpo", "tokens", "group", False),
+        ("grpo", "tokens", "others", True),
+        ("grpo", None, "group", True),
+    ],
+)
+def test_advantages_that_are_whitened_over_the_step_have_no_bound(
+    name: str, whitened: str | None, std_over: str, is_found: bool
+) -> None:
+    key = "grpo.adv_estimator"
+    settings = {f"{key}.name": name, f"{key}.whiten_advantages": whitened, f"{key}.std_over": std_over}
+    found = examine("grpo", settings=settings, train_advantage_max=lambda step: 9.0)
+    assert ("exploding-advantages" in found) == is_found
+
+
 def test_a_sampler_that_disagrees_is_an_error_unless_its_samples_are_weighted() -> None:
     found = only(examine("grpo", train_token_mult_prob_error=lambda step: 1.2))
     assert (found.rule, found.severity) == ("sampler-mismatch", "error")
