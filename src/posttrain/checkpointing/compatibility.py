@@ -8,45 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
 
 from posttrain.errors import CheckpointError
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonObject
 
-# The names that `transformers` configs use, old families' included. A config has those of its own family.
-_ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_inner",
-    "d_model",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "q_lora_rank",
-    "kv_lora_rank",
-)
-_LORA = {  # our name: the names in NeMo RL's `lora_cfg` and in peft's config
-    "rank": ("dim", "r", "rank"),
-    "alpha": ("alpha", "lora_alpha"),
-    "target_modules": ("target_modules",),
-    "exclude_modules": ("exclude_modules",),
-    "match_all_linear": ("match_all_linear",),
-    "use_rslora": ("use_rslora",),
-    "use_dora": ("use_dora",),
-    "parameters": ("parameters",),  # how many weights are adapters
-}
+_NAMES = yaml.safe_load(Path(__file__).with_name("compatibility.yaml").read_text("utf-8"))
 
 
 def describe_model(
@@ -67,8 +37,10 @@ def describe_model(
         "model_type": model_config.get("model_type"),
     }
     return {
-        "architecture": {name: _plain(decoder[name]) for name in _ARCHITECTURE if decoder.get(name) is not None},
-        "sizes": {name: _plain(decoder[name]) for name in _SIZES if decoder.get(name) is not None},
+        **{
+            section: {name: _plain(decoder[name]) for name in _NAMES[section] if decoder.get(name) is not None}
+            for section in ("architecture", "sizes")
+        },
         "lora": _describe_lora(lora),
         "vocabulary_sha256": None if vocabulary is None else hash_vocabulary(vocabulary),
     }
@@ -82,9 +54,9 @@ def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
 
 def check_same_model(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
     """Raise CheckpointError with every difference if a checkpoint's description is not that of this run's model."""
-    for section, known in (("architecture", _ARCHITECTURE), ("sizes", _SIZES)):
+    for section in ("architecture", "sizes"):
         found = saved.get(section) if isinstance(saved, Mapping) else None
-        if not isinstance(found, Mapping) or not found or not set(found) <= set(known):
+        if not isinstance(found, Mapping) or not found or not set(found) <= set(_NAMES[section]):
             raise CheckpointError(
                 f"model.json of the checkpoint does not describe a model: {section} is {_shown(found):.80}. Put the "
                 "file back"
@@ -102,7 +74,7 @@ def _describe_lora(lora: Mapping[str, object] | None) -> dict[str, object] | Non
     if lora is None or lora.get("enabled") is False:
         return None
     described = {}
-    for ours, theirs in _LORA.items():
+    for ours, theirs in _NAMES["lora"].items():
         value = next((lora[name] for name in theirs if lora.get(name) is not None), None)
         # A missing setting means empty or off.
         if value is not None and value is not False and value != [] and value != "":

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
+import yaml
+
 from posttrain.config.base import ConfigError
 from posttrain.config.foreign.nemo_rl import apply_renames
 from posttrain.config.loader import LoadedConfig, built_in_defaults
@@ -24,53 +26,7 @@ from posttrain.config.tree import DEFAULT, Path, Values, dotted, leaves, without
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import same_but_for_credentials, without_credentials
 
-# Settings that may change within a run because they do not affect what is learnt. The sizes of micro-batches change the
-# order in which gradients are summed, and so at most the rounding. Every other setting counts as training.
-FREE_TO_CHANGE = (
-    "preset",  # a name for settings that are compared themselves
-    "logger.*",
-    "doctor.*",
-    "cluster.*",
-    "checkpointing.*",
-    "*.max_num_steps",
-    "*.max_num_epochs",
-    "*.val_period",
-    "*.val_start_at",
-    "*.val_at_start",
-    "*.val_at_end",
-    "*.stop_at_validation_metric",
-    "*.stop_at_validation_threshold",
-    "*.num_workers",
-    "policy.device",
-    "policy.num_threads",
-    "policy.model_proof",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "policy.*.train_mb_tokens",
-    "policy.*.logprob_mb_tokens",
-    "policy.logprob_chunk_size",
-    "policy.optimizer.offload_states",
-    "policy.dtensor_cfg.activation_checkpointing",
-    "policy.dtensor_cfg.cpu_offload",
-    "policy.dtensor_cfg.sequence_parallel",
-    "policy.dtensor_cfg.*_parallel_size",
-    "policy.dtensor_cfg.dp_replicate_size",
-    "policy.generation.native_cfg.num_speculative_tokens",
-    "policy.generation.colocated.resources.*",
-    "policy.reference.*",
-    "env.*.resources.*",
-    "policy.generation.native_cfg.page_size",
-    "policy.generation.native_cfg.max_batch_size",
-    "policy.generation.native_cfg.max_prefill_tokens",
-    "policy.generation.native_cfg.kv_cache_gib",
-    "policy.generation.native_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.python",
-    "policy.generation.vllm_cfg.*timeout_s",
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.check_period",
-    "policy.generation.vllm_cfg.max_prob_error",
-    "dpo.reference_cache_gib",
-)
+FREE_TO_CHANGE = tuple(yaml.safe_load(FilePath(__file__).with_name("free_to_change.yaml").read_text("utf-8")))
 _SCHEDULER = ("policy", "scheduler")
 NOT_SET = "not set"
 MAX_SHOWN = 120  # characters of a value in a message

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from posttrain.errors import HardwareError, InputError, OutOfGpuMemoryError, RankLostError
-from posttrain.orchestration.deadlines import NCCL_TIMEOUT_VARIABLE
+from posttrain.orchestration.deadlines import NCCL_TIMEOUT_VARIABLE, OPERATIONS
 
 
 class WorkerDiedError(RankLostError):
@@ -34,7 +34,7 @@ class Where:
 
     @property
     def stage(self) -> str:
-        words = _STAGES.get(self.operation)
+        words = OPERATIONS.get(self.operation, {}).get("stage")
         return f"{words} ({self.operation})" if words else self.operation
 
     @property
@@ -45,25 +45,6 @@ class Where:
     def when(self) -> str:
         return f"during {self.stage}, {self.waited_s:.0f} s after the call"
 
-
-_STAGES = {
-    "build": "start-up",
-    "generate": "sampling",
-    "sample_round": "sampling",
-    "score": "scoring",
-    "publish": "handing weights to the sampler",
-    "update": "training",
-    "evaluate": "validation",
-    "logprobs": "log-probabilities",
-    "reference_logprobs": "log-probabilities of the reference",
-    "save": "saving",
-    "begin_save": "saving",
-    "write_save": "saving",
-    "load": "loading a checkpoint",
-    "send_weights": "handing over weights",
-    "fill_bucket": "handing over weights",
-    "receive_weights": "handing over weights",
-}
 
 _GPU_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
@@ -83,18 +64,6 @@ _TRIED = re.compile(rf"[Tt]ried to allocate {_AMOUNT}")
 _CAPACITY = re.compile(rf"total capacity of {_AMOUNT} of which {_AMOUNT} is free")
 _OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-_GPU_REMEDIES = {
-    "generate": "Lower native_cfg.max_batch_size, native_cfg.kv_cache_gib or gpu_memory_utilization under "
-    "`generation`, or the longest answer (max_new_tokens)",
-    "update": "Set policy.dtensor_cfg.activation_checkpointing=true, lower policy.sequence_packing.train_mb_tokens or "
-    "policy.train_micro_batch_size, or spread the optimizer's state over more GPUs (cluster.gpus_per_node)",
-    "logprobs": "Lower policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size",
-    "build": "The model does not fit. In training, use more GPUs (cluster.gpus_per_node), LoRA "
-    "(policy.dtensor_cfg.lora_cfg.enabled=true) or a smaller optimizer state (policy.optimizer.state_dtype)",
-}
-_GPU_REMEDIES["sample_round"] = _GPU_REMEDIES["generate"]
-_GPU_REMEDIES |= dict.fromkeys(("reference_logprobs", "evaluate"), _GPU_REMEDIES["logprobs"])
 
 
 def first_cause(errors: Mapping[int, BaseException]) -> int | None:
@@ -147,7 +116,7 @@ def _out_of_gpu_memory(text: str, where: Where) -> OutOfGpuMemoryError:
     if len(others) > 1:
         facts.append("several processes use this GPU, `nvidia-smi` lists them")
     details = "; ".join(facts) or _first_line(text)
-    remedy = _GPU_REMEDIES.get(where.operation, "`posttrain plan` shows what needs how much")
+    remedy = OPERATIONS.get(where.operation, {}).get("gpu_remedy", "`posttrain plan` shows what needs how much")
     message = f"{where.prefix} ran out of GPU memory {where.when}: {details}. {remedy}"
     return OutOfGpuMemoryError(message, where.operation, capacity)
 

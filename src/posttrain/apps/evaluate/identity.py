@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from posttrain.apps.evaluate.results import IDENTITY_FILE, Evaluation, EvaluationError
 from posttrain.config.named_files import files_named_in, settings_with_files
@@ -22,52 +25,12 @@ from posttrain.types import Task
 Difference = tuple[str, object, object]  # what, in the first, in the second
 Judge = Mapping[str, object]  # by dotted key of its settings: a value, or the content of what the value names
 
-# Speed and cost of a judge: they do not change its scores.
-_SPEED_AND_COST = (
-    "num_workers",
-    "timeout_s",
-    "request_timeout_s",
-    "max_retries",
-    "retry_base_s",
-    "retry_max_s",
-    "cache",
-    "cache_path",
-    "usage_file",
-    "input_price",
-    "output_price",
-    "api_key_env",
-    "device",
-    "max_batch_tokens",
+# By what they mean: keys of settings, or their beginnings.
+_KEYS = yaml.safe_load(Path(__file__).with_name("identity.yaml").read_text("utf-8"))
+_MATTERS, _MAY_DIFFER, _OF_THE_PROBLEMS = (
+    tuple(_KEYS[name]) for name in ("matters", "may_differ", "decides_what_is_asked")
 )
-_ADDRESS_OF_A_JUDGE = ("base_url", "extra_headers")  # the same model at another address is the same judge
-# Settings that may differ between two models without making their evaluations incomparable, …
-_MAY_DIFFER = (
-    "env.",  # compared as judges
-    "generation.model_name",
-    "generation.backend",
-    "generation.device",
-    "generation.precision",
-    "generation.num_threads",
-    "generation.num_prompts_per_step",
-    "generation.native_cfg",
-    "generation.vllm_cfg",
-    "generation.vllm_kwargs",
-    "generation.openai_cfg",
-    "generation.colocated",
-    "eval.save_path",
-    "eval.gpu_hour_price",
-    "eval.confidence",
-    "eval.bootstrap_resamples",
-    "eval.metric",
-    "eval.k_value",
-    "tokenizer.name",
-    "cluster",
-)
-# … but not these: they cut answers off, or ask for others.
-_MATTERS = ("generation.vllm_cfg.max_model_len", "generation.openai_cfg.extra_body")
 _ADDED_LATER = {"eval.max_rollout_turns": 1}  # keys that older folders lack, with the value that they stand for
-_AGENT = ("agent", "agent_kwargs", "turn_timeout_s")  # older folders lack them too
-_DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
 _NAMED, _CONTENT, _PART = "named", "content", "part"
 
 
@@ -90,9 +53,11 @@ def files_digest(values: object) -> dict[str, str]:
 def judge_settings(env: Mapping[str, object]) -> dict[str, object]:
     """By dotted key, without settings of speed and cost."""
     flat = {dotted(path): value for path, value in leaves(dict(env))}
-    unset = [key for key, value in flat.items() if key.rpartition(".")[2] in _AGENT and not value]
+    unset = [key for key, value in flat.items() if key.rpartition(".")[2] in _KEYS["agent"] and not value]
     return {
-        key: value for key, value in flat.items() if key not in unset and key.rpartition(".")[2] not in _SPEED_AND_COST
+        key: value
+        for key, value in flat.items()
+        if key not in unset and key.rpartition(".")[2] not in _KEYS["speed_and_cost"]
     }
 
 
@@ -161,10 +126,11 @@ def why_incomparable(
     first: Evaluation, second: Evaluation, names: tuple[str, str], *, uses_threshold: bool
 ) -> str | None:
     """Why their scores are not comparable; None if they are. `names` are those of the two in messages."""
+    address = _KEYS["address_of_a_judge"]
     judges = [
         difference
         for difference in _judge_differences(first, second)
-        if difference[0].rpartition(".")[2] not in _ADDRESS_OF_A_JUDGE and ".extra_headers." not in difference[0]
+        if difference[0].rpartition(".")[2] not in address and ".extra_headers." not in difference[0]
     ]
     if judges:
         shown = "; ".join(describe_difference(difference, names) for difference in judges[:3])
@@ -190,9 +156,12 @@ def different_settings(first: Evaluation, second: Evaluation) -> list[Difference
     ]
     one, other = _identity(first), _identity(second)
     if one.get("prompts_hash") is not None and one.get("prompts_hash") == other.get("prompts_hash"):
-        found = [difference for difference in found if not difference[0].startswith(_DECIDES_WHAT_IS_ASKED)]
+        found = [difference for difference in found if not difference[0].startswith(_OF_THE_PROBLEMS)]
     # Files of the same name may differ in content.
-    for key, setting in (("prompts_hash", _DECIDES_WHAT_IS_ASKED), ("chat_template", ("tokenizer.chat_template",))):
+    for key, setting in (
+        ("prompts_hash", _OF_THE_PROBLEMS),
+        ("chat_template", ("tokenizer.chat_template",)),
+    ):
         is_seen = any(difference[0].startswith(setting) for difference in found)
         if key in one and key in other and one[key] != other[key] and not is_seen:
             found.append((key, one[key], other[key]))
