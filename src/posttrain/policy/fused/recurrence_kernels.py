@@ -74,7 +74,7 @@ def _between_turned(total, TOKENS: tl.constexpr):
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     head = tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * ROWS
@@ -272,7 +272,7 @@ def pass_gradients(
     _store(place, grad_state, 0, key_width, value_width, first, value_width, KEYS, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_total_ptr"])
 def query_gradients(
     table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_x_ptr, grad_q_ptr, grad_w_ptr, grad_total_ptr,
     stride_q, stride_k, stride_x, rows, key_width, value_width,
@@ -315,7 +315,7 @@ def query_gradients(
     tl.store(place, tl.sum(grad_q * q.to(tl.float32), 1), mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_total_ptr"])
 def key_gradients(
     table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_states_ptr, grad_k_ptr, grad_total_ptr,
     stride_q, stride_k, stride_x, rows, key_width, value_width,
@@ -402,7 +402,7 @@ def system_gradients(
     tl.store(grad_beta_ptr + (start + token) * heads + head, grad_beta, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["grad_total_ptr"])
 def system_key_gradients(
     table_ptr, k_ptr, g_ptr, beta_ptr, t_ptr, grad_w_ptr, grad_a_ptr, grad_k_ptr, grad_beta_ptr, grad_total_ptr,
     stride_k, key_width,
@@ -440,7 +440,7 @@ def system_key_gradients(
     tl.store(grad_total_ptr + (start + token) * heads + head, grad_total, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def decay_gradients(table_ptr, grad_total_ptr, grad_g_ptr, rows, PARTS: tl.constexpr, TOKENS: tl.constexpr):
     """A log-decay is part of the G of its token and of all later ones of the chunk."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -455,7 +455,7 @@ def decay_gradients(table_ptr, grad_total_ptr, grad_g_ptr, rows, PARTS: tl.const
     tl.store(grad_g_ptr + (start + token) * heads + head, grad, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fold_heads(
     grad_ptr, x_ptr, out_ptr, stride_x, rows, width, eps, scale,
     GROUP: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
