@@ -87,7 +87,7 @@ FAMILIES = (
         "Qwen3.5 (text)",
         "qwen3_5_text",
         "gated delta nets beside attention with a gate",
-        "training and log-probabilities: shape of 4B, random weights, one H200, 2026-11-18, with a solver since taken back",
+        "training and log-probabilities: shape of 4B, random weights, one H200, 2026-11-18, another solver",
     ),
     Family("qwen3.5-vision", "Qwen3.5", "qwen3_5", "the same beside a vision tower"),
     Family("qwen3.5-moe", "Qwen3.5-MoE (text)", "qwen3_5_moe_text", "the same with experts"),
