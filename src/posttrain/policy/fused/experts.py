@@ -316,65 +316,75 @@ def _comparisons(
 ) -> Iterator[Comparison]:  # fmt: skip
     """Sorting with as many pairs as the tile is for; a module of three experts, each with more rows than a tile has;
     activation and sums of whole rows."""
-    from posttrain.policy.fused import expert_kernels as kernels
-
     generator = torch.Generator().manual_seed(0)
-    pairs = torch.rand(-(-tile.rows * num_experts // top_k), num_experts, generator=generator, dtype=torch.float32)
-    yield _comparison_of_sorting(pairs.topk(top_k).indices, num_experts, tile)
 
-    rows, top_k = 2 * tile.rows, min(2, num_experts)
+    def chosen(rows: int, top_k: int, num_experts: int = num_experts) -> Tensor:
+        return torch.rand(rows, num_experts, generator=generator, dtype=torch.float32).topk(top_k).indices
+
+    yield _comparison_of_sorting(chosen(-(-tile.rows * num_experts // top_k), top_k), num_experts, tile)
+
+    some = chosen(2 * tile.rows, 2, _TRIAL_EXPERTS)
     small, narrow = (size if size < 2 * _ALIKE else _ALIKE + size % _ALIKE for size in (hidden, inner))
     sizes = {"gate_up_proj": (2 * narrow, small), "down_proj": (small, narrow)}
-    inputs = [_random(generator, rows, small).to(dtype), _random(generator, rows, top_k).sigmoid().to(weights_dtype)]
-    names: list[str] = []
+    parts: dict[str, Tensor] = {}
     for name, (outputs, width) in sizes.items():
-        weight = _random(generator, _TRIAL_EXPERTS, outputs, width) * width**-0.5
-        weight = weight.transpose(1, 2).contiguous() if is_transposed else weight
-        parts = {name: weight, **({f"{name}_bias": _random(generator, _TRIAL_EXPERTS, outputs)} if has_bias else {})}
-        names, inputs = [*names, *parts], [*inputs, *(part.to(dtype) for part in parts.values())]
+        weight = _random(generator, _TRIAL_EXPERTS, outputs, width).to(dtype) * width**-0.5
+        parts[name] = weight.transpose(1, 2).contiguous() if is_transposed else weight
+        parts |= {f"{name}_bias": _random(generator, _TRIAL_EXPERTS, outputs).to(dtype)} if has_bias else {}
     for number, (name, rank, of_adapter) in enumerate(adapters):
         outputs, width = sizes[name]
         down = _random(generator, _TRIAL_EXPERTS * rank, width) * width**-0.5
         up = _random(generator, outputs, rank * _TRIAL_EXPERTS) * rank**-0.5
-        names, inputs = (
-            [*names, f"{name}/{number}/A", f"{name}/{number}/B"],
-            [*inputs, *(x.to(of_adapter) for x in (down, up))],
-        )
-    chosen = torch.rand(rows, _TRIAL_EXPERTS, generator=generator, dtype=torch.float32).topk(top_k).indices
-    own = chosen.to(device)
+        parts |= {f"{name}/{number}/A": down.to(of_adapter), f"{name}/{number}/B": up.to(of_adapter)}
+    own = some.to(device)
 
-    def fused(x: Tensor, weights: Tensor, *parts: Tensor) -> tuple[Tensor]:
-        whole = FusedExperts(_stand_in(names, parts, gate, is_transposed=is_transposed), gate)
+    def fused(x: Tensor, weights: Tensor, *given: Tensor) -> tuple[Tensor]:
+        whole = FusedExperts(_stand_in(list(parts), given, gate, is_transposed=is_transposed), gate)
         compute = whole.trained if is_trained else whole.sampled
         return (compute(x, own, weights, whole.low_ranks(), tile),)
 
-    def reference(x: Tensor, weights: Tensor, *parts: Tensor) -> tuple[Tensor]:
-        return (_stand_in(names, parts, gate, is_transposed=is_transposed).forward(x, chosen, weights),)
+    def reference(x: Tensor, weights: Tensor, *given: Tensor) -> tuple[Tensor]:
+        return (_stand_in(list(parts), given, gate, is_transposed=is_transposed).forward(x, some, weights),)
 
-    yield Comparison(fused, reference, inputs, int(is_trained))
+    x, weights = _random(generator, len(some), small).to(dtype), _random(generator, *some.shape).sigmoid()
+    yield Comparison(fused, reference, [x, weights.to(weights_dtype), *parts.values()], int(is_trained))
 
-    gate_up, out = _random(generator, rows * top_k, 2 * inner), _random(generator, rows * top_k, hidden)
-    order = torch.randperm(rows * top_k, generator=generator)
-    sorted_pairs = order.to(device), order.argsort().to(device)
-    bias = _random(generator, _TRIAL_EXPERTS, hidden).to(dtype) if has_bias else None
+    bias = _random(generator, num_experts, hidden).to(dtype) if has_bias else None
+    some = chosen(2 * tile.rows, top_k)
+    out, gate_up = (_random(generator, some.numel(), width).to(dtype) for width in (hidden, 2 * inner))
+    inputs = [out, _random(generator, *some.shape).sigmoid().to(weights_dtype), bias]
+    yield _comparison_of_sums(some, some.to(device), inputs, is_sorted=is_trained)
+    if is_trained:
+        order = torch.randperm(some.numel(), generator=generator)
+        on_device = order.to(device)
+        yield Comparison(
+            lambda gate_up, weights: (_Gated.apply(gate_up, weights, on_device, gate),),
+            lambda gate_up, weights: (_gated(gate_up, gate) * weights.flatten()[order, None],),
+            [gate_up, inputs[1]],
+            1,
+        )
 
-    def whole_rows(gate_up: Tensor, out: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        if is_trained:
-            return _Gated.apply(gate_up, weights, order.to(device), gate), _Sum.apply(
-                out, *sorted_pairs, own, bias, weights
-            )
-        of_pairs = None if bias is None else kernels.WeighedBias(bias, own, weights)
-        return (kernels.sum_pairs(out, top_k, dtype, bias=of_pairs),)
 
-    def rows_in_torch(gate_up: Tensor, out: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        of_pairs = out[order.argsort()] if is_trained else out
+def _comparison_of_sums(
+    chosen: Tensor, on_device: Tensor, inputs: Sequence[Tensor | None], *, is_sorted: bool
+) -> Comparison:
+    from posttrain.policy.fused import expert_kernels as kernels
+
+    place = torch.randperm(chosen.numel(), generator=torch.Generator().manual_seed(0))
+    order = place.argsort()
+
+    def sums(out: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        if is_sorted:
+            return (_Sum.apply(out, order.to(out.device), place.to(out.device), on_device, bias, weights),)
+        of_pairs = None if bias is None else kernels.WeighedBias(bias, on_device, weights)
+        return (kernels.sum_pairs(out, chosen.shape[1], out.dtype, bias=of_pairs),)
+
+    def reference(out: Tensor, weights: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        of_pairs = out[place] if is_sorted else out
         of_pairs = of_pairs if bias is None else of_pairs + bias[chosen.flatten()] * weights.view(-1, 1)
-        sums = of_pairs.unflatten(0, (rows, top_k)).sum(1)
-        return (_gated(gate_up, gate) * weights.flatten()[order, None], sums) if is_trained else (sums,)
+        return (of_pairs.unflatten(0, chosen.shape).sum(1),)
 
-    yield Comparison(
-        whole_rows, rows_in_torch, [gate_up.to(dtype), out.to(dtype), inputs[1], bias], 2 if is_trained else 0
-    )
+    return Comparison(sums, reference, inputs, int(is_sorted))
 
 
 def _comparison_of_sorting(chosen: Tensor, num_experts: int, tile: Any) -> Comparison:

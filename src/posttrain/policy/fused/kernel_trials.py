@@ -100,5 +100,5 @@ def _computed(
         weights = [torch.randn(one.shape, generator=random, dtype=torch.float32) for one in outputs]
         ends = list(outputs[: comparison.num_graded])
         into = [weight.to(device, one.dtype) for one, weight in zip(ends, weights, strict=False)]
-        found += torch.autograd.grad(ends, graded, into)
+        found += torch.autograd.grad(ends, graded, into, materialize_grads=True)
     return [one.detach().float().cpu() for one in found]

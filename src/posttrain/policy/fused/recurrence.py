@@ -22,8 +22,8 @@ STAGES = 2
 PASS_COLUMNS = 32  # of a state that is passed from chunk to chunk
 # A prompt of several chunks and two answers to it.
 TRIAL_PIECES = (RowPiece(0, 150), RowPiece(150, 230, 0), RowPiece(230, 250, 0))
-# 3: the system of a chunk is solved in blocks of 8 tokens, which are joined. 0: by substitution, which is slower: 0.7 ms
-# more for 8,100 tokens of a layer of Qwen3.5 4B. With joined blocks heads of 8 were wrong in bf16 on an H200.
+# 3: the system of a chunk is solved in blocks of 8 tokens, which are joined. 0: by substitution, which is slower: 0.7
+# ms more for 8,100 tokens of a layer of Qwen3.5 4B. With joined blocks heads of 8 were wrong in bf16 on an H200.
 SOLVER_LEVELS = 0
 WIDTH_STEP = 16  # heads are padded to multiples of it: Triton then loads 16 bytes at a time, and never 2
 
