@@ -113,15 +113,16 @@ def time_sampling(shape: str, rows: int, module: Any, bytes_per_s: float, flops_
     inner = first()
 
     def second() -> Tensor:
-        return kernels.grouped_product(inner, down, pairs, top_k, factors=factors, bias=biases[1])
+        return kernels.grouped_product(inner, down, pairs, top_k, factors=factors)
 
     out = second()
+    of_pairs = None if biases[1] is None else kernels.WeighedBias(biases[1], chosen, factors)
     works: dict[str, Callable[[], Any]] = {
         "kernels, all": lambda: module(x, chosen, weights),
         "  sorting": lambda: kernels.sort_pairs(chosen, module.num_experts),
         "  gate and up": first,
         "  down": second,
-        "  sums": lambda: kernels.sum_pairs(out, top_k, DTYPE),
+        "  sums": lambda: kernels.sum_pairs(out, top_k, DTYPE, bias=of_pairs),
         "transformers": lambda: module.forward.own_forward(x, chosen, weights),
         "sorted rows, torch": lambda: present_path(module)(x, chosen, weights),
     }
@@ -188,7 +189,8 @@ def seconds_of_products(module: Any, tile: ExpertTile, x: Tensor, chosen: Tensor
     pairs = kernels.sort_pairs(chosen, module.num_experts, tile)
     seconds = []
     for name, gate in (("gate_up_proj", module.forward.gate), ("down_proj", None)):
-        bias, weight = module._parameters.get(f"{name}_bias"), module.forward._weight(name)
+        bias = module._parameters.get(f"{name}_bias") if gate is not None else None
+        weight = module.forward._weight(name)
 
         def launch(x: Tensor = x, weight: Tensor = weight, bias: Tensor | None = bias, gate: Any = gate) -> Tensor:
             return kernels.grouped_product(x, weight, pairs, chosen.shape[1], factors=weights, gate=gate, bias=bias)

@@ -62,9 +62,11 @@ def test_products(name: str, clamped: bool, dtype: torch.dtype) -> None:
         for part, how in (("gate_up", gate), ("down", None)):
             weight = given[part].transpose(1, 2).contiguous().transpose(1, 2) if clamped else given[part]
             x = kernels.grouped_product(
-                x, weight, pairs, routing.top_k, factors=given["weights"], gate=how, bias=given.get(f"{part}_bias")
-            )
-        results.append(kernels.sum_pairs(x, routing.top_k, dtype))
+                x, weight, pairs, routing.top_k, factors=given["weights"], gate=how,
+                bias=given.get("gate_up_bias") if part == "gate_up" else None,
+            )  # fmt: skip
+        bias = kernels.WeighedBias(given["down_bias"], chosen, given["weights"]) if clamped else None
+        results.append(kernels.sum_pairs(x, routing.top_k, dtype, bias=bias))
     for result in results:
         assert_near("out", result, expected, TOLERANCE[dtype])
         assert torch.equal(result, results[0])

@@ -30,6 +30,7 @@ KINDS = {
     "Mamba-2": "nemotron-h",
     "short convolution": "lfm2",
     "latent attention": "deepseek-v3",
+    "experts": "qwen3-moe",
 }
 TOKENIZER = build_tokenizer()
 VOCAB = len(TOKENIZER)

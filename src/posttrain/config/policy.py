@@ -326,7 +326,8 @@ class PolicyConfig(Section):
     model_proof: Literal["auto", "always", "never"] = setting(
         "auto",
         "Before the run, compares log-probabilities of a few tokens, packed and decoded, with the model's own forward "
-        "pass, and refuses the model if they differ; auto does so for families without tests of their own.",
+        "pass, and refuses the model if they differ; auto does so for families without tests of their own, and warns "
+        "for the others on a GPU that holds the whole model.",
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig, "The optimizer.")
     scheduler: Literal["auto"] | list[FreeMap] | FreeMap | None = setting(

@@ -32,6 +32,7 @@ from posttrain.errors import InputError, reason_of
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.draft_layers import keep_drafts
 from posttrain.models.folder_checks import problem_in
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import stored_parts
@@ -215,7 +216,9 @@ def load_model(
     _freeze_beside_text(model, trains=trains_tower, sees_images=sees_images, field=field)
     if sees_images:
         add_tower(model, image_tokens(name, config))
-    if _dequantised(config):  # what is saved from now on is not quantised
+    if not _dequantised(config):
+        keep_drafts(model, name)
+    else:  # what is saved from now on is not quantised
         for owner, attribute in (
             (model.config, "quantization_config"),
             (model, "hf_quantizer"),

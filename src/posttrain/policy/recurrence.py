@@ -51,13 +51,18 @@ class PackedRecurrence:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
     ) -> Tensor:
         """`windows` [pieces, width - 1, channels]: the tokens before each piece."""
-        channels, width = weight.shape
         if _has_kernels(x):
             kernels = triton_kernels("policy.fused.convolution")
-            out: Tensor = kernels.convolve(
-                self.users_of(width), self.taps_of(width), x, weight, bias, windows, silu=silu
-            )
-            return out
+            if kernels.fits(x, weight, bias, windows, silu=silu):
+                users, taps = self.users_of(weight.shape[1]), self.taps_of(weight.shape[1])
+                out: Tensor = kernels.convolve(users, taps, x, weight, bias, windows, silu=silu)
+                return out
+        return self.convolve_in_torch(x, weight, bias, windows, silu=silu)
+
+    def convolve_in_torch(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None = None, *, silu: bool = False
+    ) -> Tensor:
+        channels, width = weight.shape
         before = x.new_zeros(len(self.pieces), width - 1, channels) if windows is None else windows
         rows = torch.cat([x, before.flatten(0, 1).to(x.dtype)])
         taps = [rows[at] for at in self.taps_of(width)]
@@ -132,8 +137,7 @@ class PackedRecurrence:
         are those before each piece that follows none."""
         if _has_kernels(value) and all(x.shape[-1] in KERNEL_WIDTHS for x in (key, value)):
             kernels = triton_kernels("policy.fused.recurrence")
-            dtypes, widths = (key.dtype, value.dtype), (key.shape[-1], value.shape[-1])
-            if kernels.agrees_with_torch(value.device, dtypes, widths, corrects=beta is not None, unit=unit):
+            if kernels.fits(query, key, value, log_decay, beta, states, unit=unit):
                 result: tuple[Tensor, Tensor] = kernels.recur(
                     self.chunks, query, key, value, log_decay, beta, states, unit=unit
                 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from posttrain.engines.choose_engine import load_for_sampling
+from posttrain.engines.native import proof
 from posttrain.engines.native.proof import prove
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import ATTENTION
@@ -50,7 +51,7 @@ def test_the_first_layer_that_disagrees_is_named(dtype: torch.dtype) -> None:
     model = tiny_model("gemma3", dtype=dtype)  # three layers
     change_layer(model, 1, by_place_in_row)
     with pytest.raises(
-        UnsupportedModelError, match=r"gemma3_text: no test .* packed .* by up to .*layer 1 \(Gemma3Dec"
+        UnsupportedModelError, match=r"gemma3_text: it did not pass .* packed .* by up to .*layer 1 \(Gemma3Dec"
     ):
         prove(TokenLogprobs(model), byte_tokenizer(), in_training_too=False)
 
@@ -116,6 +117,53 @@ def test_always_proves_a_tested_family(tmp_path: Path, monkeypatch: pytest.Monke
     assert not asked
     rank_of(folder, "policy.model_proof=always")
     assert asked
+
+
+def test_kernels_of_a_tested_family_are_proved_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than two chunks of tokens; a disagreement is a warning, a refusal if the proof was asked for."""
+    monkeypatch.setattr(proof, "_runs_kernels", lambda model: True)
+    lengths: list[tuple[int, ...]] = []
+    right = proof._Proof.alone
+
+    def noted(own: proof._Proof) -> proof.TracedPass:
+        lengths.append(own.lengths)
+        return right(own)
+
+    monkeypatch.setattr(proof._Proof, "alone", noted)
+    config = tiny_model("qwen3.5").config
+    config.max_position_embeddings = 512
+    torch.manual_seed(0)
+    type(tiny_model("qwen3.5"))(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    rank_of(tmp_path)
+    assert lengths == [(140, 5, 9)]
+    monkeypatch.setattr(proof, "_LOGPROB_TOLERANCE", {torch.float32: -1.0})
+    with pytest.warns(UserWarning, match=r"qwen3_5_text: it did not pass.*model_proof: always"):
+        rank_of(tmp_path)
+    rank_of(tmp_path, "policy.model_proof=never")
+    assert len(lengths) == 2
+    with pytest.raises(UnsupportedModelError, match="did not pass"):
+        rank_of(tmp_path, "policy.model_proof=always")
+
+
+def test_a_sequence_alone_is_computed_without_kernels() -> None:
+    class Replaced:
+        def __init__(self, module: nn.Module) -> None:
+            self.own_forward, self.calls = module.forward, 0
+
+        def __call__(self, *args: object, **options: object) -> object:
+            self.calls += 1
+            return self.own_forward(*args, **options)
+
+    model = tiny_model()
+    layer = model.get_decoder().layers[0]
+    layer.forward = replaced = Replaced(layer)  # type: ignore[assignment]
+    own = proof._Proof(TokenLogprobs(model), model, model.config, byte_tokenizer())
+    own.packed("packed")
+    assert replaced.calls == 1
+    own.alone()
+    assert replaced.calls == 1
+    assert layer.forward is replaced
 
 
 def test_decoder_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -29,8 +30,10 @@ from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.models.lora import add_lora
 from posttrain.policy.experts import compute_adapters_by_rows, stacked_experts
 from posttrain.policy.fused import expert_kernels as kernels
+from posttrain.policy.fused import experts
 from posttrain.policy.fused.expert_kernels import ExpertGate, ExpertTile
 from posttrain.policy.fused.experts import FusedExperts, fuse_experts
+from posttrain.policy.fused.kernel_trials import Trial
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -163,3 +166,78 @@ def test_modules_of_other_kinds_keep_their_forward() -> None:
     model = tiny_model("qwen3-moe", hidden_act="gelu")
     fuse_experts(model)
     assert all("forward" not in module.__dict__ for module in stacked_experts(model).values())
+
+
+@pytest.mark.parametrize("ranks", [(), (8,)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "biases"])
+def test_sampling_rounds_where_training_does(has_bias: bool, ranks: tuple[int, ...]) -> None:
+    """The interpreter has no bf16, but fp16. Sums of the products are exact in fp32 in any order: what is left are the
+    places of rounding."""
+    random = torch.Generator().manual_seed(0)
+
+    def dyadic(*shape: int) -> Tensor:
+        return (torch.randint(-64, 65, shape, generator=random) / 32).half()
+
+    sizes = {"gate_up_proj": (64, 48), "down_proj": (48, 32)}
+    parts: dict[str, Tensor] = {}
+    for name, (outputs, inputs) in sizes.items():
+        parts[name] = dyadic(3, outputs, inputs) / 8
+        parts |= {f"{name}_bias": dyadic(3, outputs)} if has_bias else {}
+    for rank in ranks:
+        for name, (outputs, inputs) in sizes.items():
+            parts |= {f"{name}/0/A": dyadic(3 * rank, inputs) / 8, f"{name}/0/B": dyadic(outputs, 3 * rank) / 8}
+    module = experts._stand_in(list(parts), list(parts.values()), CLAMPED, is_transposed=False)
+    fused = FusedExperts(module, CLAMPED)
+    weights = torch.rand(20, 2, generator=random).half()
+    given = dyadic(20, 48), torch.rand(20, 3, generator=random).topk(2).indices, weights, fused.low_ranks()
+    with torch.no_grad():
+        assert torch.equal(fused.sampled(*given), fused.trained(*given))
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+# Of a trial: the kernel with a wrong result, and whether it is one of training.
+WRONG = {"grouped_product": False, "sum_pairs": False, "sort_pairs": True, "gate_forward": True, "gate_backward": True}
+
+
+@pytest.mark.parametrize("name", [None, *WRONG])
+def test_torch_computes_where_a_kernel_is_wrong(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = tiny_model("gpt-oss").model.layers[0].mlp.experts
+    own, gate = module.forward, experts._gate_of(module)
+    module.forward = FusedExperts(module, gate)
+    monkeypatch.setattr(experts, "TRIAL", Trial("routed experts", experts._comparisons))
+    monkeypatch.setattr(kernels, "TILES", {16: SMALL})
+    monkeypatch.setattr(kernels, "tile_of", lambda num_pairs, num_experts: SMALL)
+    if name is not None:
+        right = getattr(kernels, name)
+
+        def wrong(*args: Any, **options: Any) -> Any:
+            out = right(*args, **options)
+            whole = out[0] if isinstance(out, tuple) else out
+            whole[:2] = whole[:2].flip(0)  # two rows change places
+            return out
+
+        monkeypatch.setattr(kernels, name, wrong)
+    routing = Routing("spread", experts=4)
+    given = noise(routing.tokens, 32), routing.chosen(), noise(routing.tokens, 2, seed=1).softmax(1)
+    with warnings.catch_warnings(record=True) as warned, torch.set_grad_enabled(WRONG.get(name or "", True)):
+        warnings.simplefilter("always")
+        found = module(*given)
+        assert_near("out", found.detach(), own(*given).detach(), FP32)
+        assert len([one for one in warned if "computed by torch" in str(one.message)]) == (name is not None)
+        assert torch.equal(found, own(*given)) or name is None
+        module(*given)
+    assert len(warned) == (name is not None), "tried once"
+
+
+def test_another_tile_or_a_first_gradient_is_tried_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(experts, "TRIAL", Trial("routed experts", lambda *_, **key: asked.append(key) or ()))
+    module = fused_module("qwen3-moe")
+    for way in ("sampled", "trained"):
+        monkeypatch.setattr(FusedExperts, way, lambda self, x, *_: x)
+    asked.clear()
+    for tokens, trains in ((1, False), (300, False), (300, True), (300, True)):
+        with torch.set_grad_enabled(trains):
+            module(noise(tokens, 32), noise(tokens, 4).topk(2).indices, noise(tokens, 2).softmax(1))
+    assert [(key["tile"].rows, key["is_trained"]) for key in asked] == [(128, False), (128, True)]

@@ -149,7 +149,7 @@ class ConversionInput:
     def weights(self) -> WeightSource:
         """Under the model's own names. With an adapter they are the base model's."""
         source = self.source if self.source is not None and self.holds_whole_model else open_weights(self.base_folder)
-        return RenamedSource(source, match_names(self.shape, source))
+        return RenamedSource(source, match_names(self.shape, source, keeps_drafts=True))
 
     @property
     def loadable_folder(self) -> Path | None:

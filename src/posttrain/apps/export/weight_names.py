@@ -21,6 +21,7 @@ from torch import nn
 
 from posttrain.apps.export.weight_sources import WeightSource
 from posttrain.errors import InputError
+from posttrain.models.draft_layers import is_draft
 from posttrain.models.loading import auto_class_of, explain_config_error
 
 if TYPE_CHECKING:
@@ -144,8 +145,9 @@ def prefix_of(names: Iterable[str], wanted: Container[str]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
-    """name in the converted model -> name in the source. MismatchError if the two do not fit."""
+def match_names(shape: WeightShapes, source: WeightSource, *, keeps_drafts: bool = False) -> dict[str, str]:
+    """name in the converted model -> name in the source. MismatchError if the two do not fit. `keeps_drafts`: with the
+    layers that predict further tokens, which the model does not have."""
     saved = {plain_name(name): name for name in source.facts if not is_lora(name)}
     prefix = prefix_of(saved, shape.shapes)
     saved = {name.removeprefix(prefix): old for name, old in saved.items()}
@@ -156,11 +158,12 @@ def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
         if partner is not None:
             saved[name] = saved[partner]
             missing.remove(name)
-    unexpected = [name for name in saved if name not in shape.shapes and name not in shape.tied]
+    drafts = {name: old for name, old in saved.items() if is_draft(shape.model_class, shape.config, name)}
+    unexpected = [name for name in saved if name not in {*shape.shapes, *shape.tied, *drafts}]
     if (missing or unexpected) and shape.translated:
         return {name: old for name, old in saved.items() if name not in shape.tied}
     _check(shape, source, saved, missing, unexpected)
-    return {name: saved[name] for name in shape.shapes}
+    return {**{name: saved[name] for name in shape.shapes}, **(drafts if keeps_drafts else {})}
 
 
 def _check(

@@ -5,11 +5,15 @@ log-probabilities, and those of the packed row that training would compute of th
 model's own forward pass over one sequence at a time, with the attention and the positions of transformers. A model that
 disagrees is refused, with the first of its layers that does.
 
-The modules are those of the run, on its device and in its precision: there is no copy of the weights.
+The modules are those of the run, on its device and in its precision: there is no copy of the weights. Where layers are
+replaced by kernels (`policy/fused`), the model's own forward pass is that of the layers without them, and one sequence
+is longer than two chunks of a recurrence. So families with tests are proved on a GPU too, where their kernels may be
+compiled otherwise than on ours; a disagreement of theirs is a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.engines.native.engine import NativeEngine, NativeSettings
+from posttrain.errors import StopRequested
 from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.recurrence_interface import recurrence_of_transformers
@@ -30,13 +36,15 @@ from posttrain.policy.model_support import is_noise_asked_for, refusing_errors
 from posttrain.policy.packed import PackedAttention, PackedRow, Segment
 from posttrain.policy.parallel.fsdp import whole_parameters
 from posttrain.policy.reward_head import SequenceScores
-from posttrain.policy.runtime import evaluation_mode
+from posttrain.policy.runtime import evaluation_mode, triton_kernels
 from posttrain.policy.trainer import PolicyTrainer
 from posttrain.types import NoiseKey, Sampling, Task, TokenBatch
 
 NUM_SAMPLES = 2  # of each prompt, which they share
 NUM_NEW_TOKENS = 6
 PROMPT_LENGTHS = (18, 5, 9)  # the first is longer than a page, and than a pass of prefill
+# With kernels: longer than two chunks of a recurrence, and than a pass of prefill of more than one.
+_LONG_PROMPT, _LONG_PREFILL = 140, 96
 _SETTINGS = NativeSettings(page_size=16, max_batch_size=8, max_prefill_tokens=16, num_speculative_tokens=0)
 # Two ways to add up numbers of these types differ by less. Of log-probabilities the largest difference; of 16-bit types
 # the mean of exp|difference|, since a token may go to another expert. States are compared by their norms.
@@ -61,14 +69,27 @@ class TracedPass:
 def prove_for_training(trainer: PolicyTrainer) -> None:
     """Before a rank trains or samples, where `policy.model_proof` wants it."""
     policy, trains = trainer.config, trainer.optimizer is not None
-    is_tested = base_config(trainer.model).model_type in TESTED_FAMILIES
-    if policy.model_proof == "never" or (policy.model_proof == "auto" and is_tested):
+    only_warns = policy.model_proof == "auto" and base_config(trainer.model).model_type in TESTED_FAMILIES
+    if policy.model_proof == "never" or (only_warns and not _runs_kernels(trainer.model)):
         return
     if not trains and policy.generation is not None and policy.generation.uses_vllm:
         return  # it holds weights for vLLM; the ranks that train are proved
     with whole_parameters(trainer.forward):
-        is_noisy = is_noise_asked_for(policy.hf_config_overrides)
-        prove(trainer.forward, trainer.tokenizer, in_training_too=trains and not is_noisy)
+        in_training_too = trains and not is_noise_asked_for(policy.hf_config_overrides)
+        try:
+            prove(trainer.forward, trainer.tokenizer, in_training_too=in_training_too)
+        except Exception as error:
+            if not only_warns or isinstance(error, StopRequested | torch.AcceleratorError):
+                raise
+            if not isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(f"{error}. The run goes on; policy.model_proof: always stops it", stacklevel=2)
+
+
+def _runs_kernels(model: nn.Module) -> bool:
+    """Whole on a GPU that Triton compiles for: a sharded model may not fit on one."""
+    return triton_kernels("policy.fused.kernels") is not None and all(
+        parameter.device.type == "cuda" and not isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
 
 
 def prove_for_sampling(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,12 +131,16 @@ class _Proof:
         weight: Tensor = base.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         vocabulary = min(len(tokenizer), len(weight))
+        places = getattr(config, "max_position_embeddings", None)
+        is_long = _runs_kernels(base) and (places is None or places > _LONG_PROMPT + NUM_NEW_TOKENS)
+        self.lengths = (_LONG_PROMPT, *PROMPT_LENGTHS[1:]) if is_long else PROMPT_LENGTHS
+        self.settings = _SETTINGS.model_copy(update={"max_prefill_tokens": _LONG_PREFILL}) if is_long else _SETTINGS
         generator = torch.Generator().manual_seed(0)
 
         def tokens(length: int) -> list[int]:
             return torch.randint(vocabulary, (length,), generator=generator).tolist()
 
-        self.prompts = [tokens(length) for length in PROMPT_LENGTHS]
+        self.prompts = [tokens(length) for length in self.lengths]
         self.prompt_of = [prompt for prompt in range(len(self.prompts)) for _ in range(NUM_SAMPLES)]
         self.responses = [tokens(NUM_NEW_TOKENS) for _ in self.prompt_of]  # until the engine draws others
         layers = enumerate(forward.head.layers)
@@ -129,16 +154,16 @@ class _Proof:
 
     def decoded(self) -> TracedPass:
         """Draws the responses."""
-        engine = NativeEngine(self.forward.model, self.tokenizer, _SETTINGS, use_graphs=False)
+        engine = NativeEngine(self.forward.model, self.tokenizer, self.settings, use_graphs=False)
         engine.forward.shapes()  # before the hooks: a pass of its own
         tasks = [Task(draw, f"proof:{draw}", "", tuple(prompt)) for draw, prompt in enumerate(self.prompts)]
         with _tracing(self.layers, ()) as trace:
             groups = engine.generate(tasks, NUM_SAMPLES, Sampling(NUM_NEW_TOKENS, ignore_eos=True), NoiseKey(0, 0))
         completions = [completion for group in groups for completion in group]
         self.responses = [list(completion.token_ids) for completion in completions]
-        places = [(first * NUM_SAMPLES, at) for first, n in enumerate(PROMPT_LENGTHS) for at in range(n)]
+        places = [(first * NUM_SAMPLES, at) for first, n in enumerate(self.lengths) for at in range(n)]
         for step in range(NUM_NEW_TOKENS - 1):
-            places += [(row, PROMPT_LENGTHS[prompt] + step) for row, prompt in enumerate(self.prompt_of)]
+            places += [(row, self.lengths[prompt] + step) for row, prompt in enumerate(self.prompt_of)]
         scores = torch.tensor([completion.logprobs for completion in completions]).flatten()
         return TracedPass("decoded token by token, after a prompt that it shares,", scores, places, trace)
 
@@ -146,10 +171,14 @@ class _Proof:
         """transformers' own pass, with its attention, its positions and its way from tokens to embeddings."""
         pieces: list[Tensor] = []
         places: list[Place] = []
-        with _tracing(self.layers, (self.forward.head.decoder,)) as trace, _own_attention(self.base):
+        with (
+            _own_forwards(self.base),
+            _tracing(self.layers, (self.forward.head.decoder,)) as trace,
+            _own_attention(self.base),
+        ):
             for row, sequence in enumerate(self._sequences):
                 ids = torch.tensor([sequence], device=self.device)
-                # Fused layers call the active context; others do not.
+                # Fused layers, of a sharded model, call the active context; others do not.
                 context = PackedAttention([Segment(0, len(sequence))], self.device)
                 with attention_context(context), _precision_of_training(self.base):
                     self.base(input_ids=ids, use_cache=False)
@@ -175,7 +204,7 @@ class _Proof:
             else:
                 scores = self.forward.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
         places: list[Place] = []
-        for prompt, length in enumerate(PROMPT_LENGTHS):
+        for prompt, length in enumerate(self.lengths):
             first = prompt * NUM_SAMPLES
             places += [(first, at) for at in range(length)]
             for sample in range(first, first + NUM_SAMPLES):
@@ -194,9 +223,11 @@ class _Proof:
         if agrees:  # not where there are NaNs
             return
         what = "states" if isinstance(self.forward, SequenceScores) else "log-probabilities"
+        is_tested = self.base.config.model_type in TESTED_FAMILIES
+        covered = "" if is_tested else "no test of posttrain covers this family, and "
         raise UnsupportedModelError(
-            f"{self.config.model_type}: no test of posttrain covers this family, and it did not pass the proof at "
-            f"load: a sequence that is {other.name} has other {what} than alone, by up to {largest:.3g}. "
+            f"{self.config.model_type}: {covered}it did not pass the proof at load: a sequence "
+            f"that is {other.name} has other {what} than alone, by up to {largest:.3g}. "
             f"{self._first_difference(alone, other)}. It would be trained as another model than it is"
         )
 
@@ -256,6 +287,22 @@ def _tracing(layers: dict[str, nn.Module], decoders: Sequence[nn.Module]) -> Ite
         for decoder in decoders:
             hooks.callback(decoder.register_forward_hook(keep_last).remove)
         yield trace
+
+
+@contextmanager
+def _own_forwards(base: nn.Module) -> Iterator[None]:
+    """The layers of `transformers`, where kernels have replaced them. Not over sharded weights, which these know how to
+    use."""
+    replaced = {module: module.forward for module in base.modules() if hasattr(module.forward, "own_forward")}
+    if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
+        replaced = {}
+    for module, forward in replaced.items():
+        module.forward = forward.own_forward
+    try:
+        yield
+    finally:
+        for module, forward in replaced.items():
+            module.forward = forward
 
 
 @contextmanager

@@ -91,8 +91,9 @@ class DecodeRecurrence:
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         pool = self.states.pools[place]
-        if self.kernels is not None and pool.dtype != torch.float64:
-            stepped: Tensor = self.kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
+        kernels = None if pool.dtype == torch.float64 else self.kernels
+        if kernels is not None and kernels.convolution_fits(pool, x, weight, bias, silu=silu):
+            stepped: Tensor = kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
             return stepped
         out, after = convolution_step(pool.index_select(0, self.slots), x, weight, bias)
         pool.index_copy_(0, self.slots, after)
@@ -103,12 +104,12 @@ class DecodeRecurrence:
         *, unit: bool = False,
     ) -> Tensor:  # fmt: skip
         pool = self.states.pools[place]
-        if self.kernels is not None and pool.dtype == torch.float32:
-            stepped: Tensor = self.kernels.recurrence_step(
-                pool, self.slots, query, key, value, log_decay, beta, unit=unit
-            )
+        given = (query, key, value, log_decay, beta)
+        kernels = self.kernels if pool.dtype == torch.float32 else None
+        if kernels is not None and kernels.recurrence_fits(pool, *given, unit=unit):
+            stepped: Tensor = kernels.recurrence_step(pool, self.slots, *given, unit=unit)
             return stepped
-        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
+        query, key, value, log_decay, beta = in_exact_types(*given, unit=unit)
         out, after = recurrence_step(pool.index_select(0, self.slots), query, key, value, log_decay, beta)
         pool.index_copy_(0, self.slots, after)
         return out

@@ -41,6 +41,7 @@ from posttrain.checkpointing.dcp_reading import (
 )
 from posttrain.errors import reason_of
 from posttrain.files.json_files import read_json
+from posttrain.models.draft_layers import add_drafts, drafts_of
 from posttrain.models.hub import processor_files
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, plan_shards, write_index, write_safetensors
@@ -203,6 +204,8 @@ def write(
             model.save_pretrained(folder / _WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]
     else:
         write_weights(folder / _WEIGHTS, saved.weights, is_first_rank=is_first)
+    if is_first and not is_adapted(model) and (drafts := drafts_of(model)):
+        add_drafts(folder / _WEIGHTS, drafts)
     if saved.optimizer is None or saved.schedule is None:
         return
     if dist.is_initialized():

@@ -8,12 +8,16 @@ up those of the weights over some tokens, torch over programs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from posttrain.policy.autograd import Context
+from posttrain.policy.fused.kernel_trials import Comparison, Trial
+from posttrain.policy.recurrence import PackedRecurrence, RowPiece
 
 _TOKENS, _CHANNELS = 16, 256  # of a tile
 # Of a program that adds up gradients of weights: one warp, each thread has all tokens of its channels.
@@ -62,7 +66,7 @@ def _tap(x_ptr, window_ptr, taps_ptr, row, at, mask, stride_x, rows, channels, H
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr, window_ptr, taps_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, rows, channels,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOWS: tl.constexpr, SILU: tl.constexpr,
@@ -80,7 +84,7 @@ def _forward(
     _store_rows(out_ptr, total, row, at, channels, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient_of_sums(
     grad_ptr, x_ptr, window_ptr, taps_ptr, weight_ptr, bias_ptr, sums_ptr, partial_ptr,
     stride_grad, stride_x, rows, channels,
@@ -114,7 +118,7 @@ def _gradient_of_sums(
     tl.store(place, added, mask=(number <= WIDTH) & (at < channels)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient_of_input(
     sums_ptr, weight_ptr, taps_ptr, first_ptr, source_ptr, user_ptr, tap_ptr, out_ptr, rows, channels,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -143,7 +147,7 @@ class _Convolve(torch.autograd.Function):
         ctx: Context, users: tuple[Tensor, ...], taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         windows: Tensor | None, silu: bool,
     ) -> Tensor:  # fmt: skip
-        x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.T.contiguous()
+        x, weight = dense_rows(x), weight.T.contiguous()
         windows = None if windows is None else windows.to(x.dtype).contiguous()
         (rows, channels), width = x.shape, weight.shape[0]
         out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
@@ -159,7 +163,7 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         taps, x, weight, bias, windows = ctx.saved_tensors
-        grad = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
+        grad = dense_rows(grads[0])
         (rows, channels), width = x.shape, weight.shape[0]
         programs, blocks = triton.cdiv(rows, _TILE_TOKENS * _TILES), triton.cdiv(channels, _CHANNELS)
         sums = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
@@ -193,3 +197,52 @@ def convolve(
     """In the type of `x`."""
     out: Tensor = _Convolve.apply(users, taps, x, weight, bias, windows, silu)
     return out
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """[rows, channels] whose rows may be parts of wider ones and begin at whole 16 bytes, as Triton's kernels are
+    specialised for. Otherwise a copy."""
+    if x.stride(1) == 1 and all(number % 16 == 0 for number in (x.shape[1], x.stride(0), x.data_ptr())):
+        return x
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None, *, silu: bool) -> bool:
+    """Whether the kernels for these arguments of `convolve` compute what torch does, on this GPU."""
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    channels, width = weight.shape
+    return TRIAL.passes(
+        x.device, x.dtype, weight_dtype=weight.dtype, bias_dtype=None if bias is None else bias.dtype, width=width,
+        remainder=channels % 16, has_windows=windows is not None, silu=silu, trains=trains,
+    )  # fmt: skip
+
+
+def _comparisons(
+    device: torch.device, dtype: torch.dtype, *, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None, width: int,
+    remainder: int, has_windows: bool, silu: bool, trains: bool,
+) -> Iterator[Comparison]:  # fmt: skip
+    """Two tiles of channels, the second not full; a prompt, two answers to it and a sequence of one token."""
+    pieces = [RowPiece(0, 70), RowPiece(70, 90, 0), RowPiece(90, 91), RowPiece(91, 100, 0)]
+    packed, on_host = (PackedRecurrence(pieces, each) for each in (device, torch.device("cpu")))
+    generator, channels = torch.Generator().manual_seed(0), _CHANNELS + 32 + remainder
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    x, weight, bias = random(100, channels), random(channels, width), random(channels)
+    inputs = [x.to(dtype), weight.to(weight_dtype), None if bias_dtype is None else bias.to(bias_dtype)]
+    windows = random(len(pieces), width - 1, channels).to(dtype) if has_windows else None
+    own = None if windows is None else windows.to(device)
+
+    def kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        return (convolve(packed.users_of(width), packed.taps_of(width), x, weight, bias, own, silu=silu),)
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        wide = None if windows is None else windows.float()
+        return (on_host.convolve_in_torch(x, weight, bias, wide, silu=silu),)
+
+    yield Comparison(kernels, reference, inputs, int(trains))
+
+
+TRIAL = Trial("convolutions of recurrent layers", _comparisons)

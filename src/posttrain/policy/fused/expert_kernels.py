@@ -10,7 +10,9 @@ The weights are the left operand of the product (out^T = W x^T). The tensor core
 padding them to 64 rows, and the numbers of a row are added up in the same order whatever the size of the tile: a row's
 outputs do not depend on how many other rows there are.
 
-Router weights multiply the activations before the down projection, rounded with them, in sampling and training alike.
+Training computes the products with other kernels (`experts.py`) and keeps what the gradient needs in the type of the
+weights. Sampling rounds at the same places: a product, what an adapter adds to it, and its sum with a bias, before the
+activation; the activation times the router's weight; each pair's output, before a token's are added up in fp32.
 """
 
 from __future__ import annotations
@@ -193,9 +195,9 @@ def _grouped_product(
     x_ptr, weight_ptr, bias_ptr, factor_ptr, low_ptr, up_ptr, out_ptr, order_ptr, tile_ptr,
     num_tiles, width, inputs, top_k, stride_expert, stride_output, stride_input, scaling, alpha, limit, offset,
     GATED: tl.constexpr, ALTERNATES: tl.constexpr, HAS_LIMIT: tl.constexpr, GATHERS: tl.constexpr,
-    SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHS_BIAS: tl.constexpr, RANK: tl.constexpr,
-    WIDTH_FITS: tl.constexpr, DEPTH_FITS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, WIDTH_FITS: tl.constexpr,
+    DEPTH_FITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     per_group = GROUP * tl.cdiv(width, WIDTH)
@@ -233,16 +235,18 @@ def _grouped_product(
         weights += DEPTH * stride_input
         rows += DEPTH
 
+    kind = out_ptr.dtype.element_ty
     if RANK > 0:
         rank = tl.arange(0, RANK)
         low = tl.load(low_ptr + place[None, :] * RANK + rank[:, None])
         up_weight = tl.load(up_ptr + (expert * RANK + rank[None, :]) * width + output[:, None])
-        total += scaling * tl.dot(up_weight, low, input_precision="ieee")
+        added = tl.dot(up_weight, low, input_precision="ieee").to(kind).to(tl.float32)
+        total = total.to(kind).to(tl.float32) + (scaling * added).to(kind).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * width + output).to(tl.float32)[:, None]
-        if WEIGHS_BIAS:
-            bias *= tl.load(factor_ptr + pair).to(tl.float32)[None, :]
-        total += bias
+        bias = tl.load(bias_ptr + expert * width + output).to(tl.float32)
+        total = total.to(kind).to(tl.float32) + bias[:, None]
+    if GATED:
+        total = total.to(kind).to(tl.float32)
     out = tl.trans(total)
     if GATED:
         gate, up = tl.split(tl.reshape(out, [ROWS, WIDTH // 2, 2]))
@@ -268,8 +272,7 @@ def grouped_product(
     """x @ weight [experts, outputs, inputs].T of each row's expert.
 
     With a gate: x has a row for each token, the result a row for each place, times the pair's router weight in
-    `factors`. Without: x has a row for each place, the result a row for each pair, and the bias is multiplied by
-    `factors`.
+    `factors`. Without: x has a row for each place, the result a row for each pair.
     """
     low = x
     if low_rank is not None:  # the adapter's rows, in the order of places
@@ -299,7 +302,7 @@ def _product(
         x if low_rank is None else low_rank.up, out, pairs.order, pairs.tiles, num_tiles, width, inputs, top_k,
         *weight.stride(), 1.0 if low_rank is None else low_rank.scaling, how.alpha, how.limit, how.offset,
         GATED=gate is not None, ALTERNATES=how.alternates, HAS_LIMIT=how.limit != float("inf"), GATHERS=gathers,
-        SCATTERS=scatters, HAS_BIAS=bias is not None, WEIGHS_BIAS=gate is None,
+        SCATTERS=scatters, HAS_BIAS=bias is not None,
         RANK=0 if low_rank is None else low_rank.up.shape[1], WIDTH_FITS=width % columns == 0,
         DEPTH_FITS=inputs % tile.depth == 0, ROWS=tile.rows, WIDTH=columns, DEPTH=tile.depth, GROUP=tile.group,
         num_warps=tile.num_warps if columns == tile.width else _FEW_WARPS, num_stages=tile.num_stages,
@@ -310,29 +313,47 @@ def _product(
 # -- rows and pairs ----------------------------------------------------------------------------------------------------
 
 
+class WeighedBias(NamedTuple):
+    """What `sum_pairs` adds to each pair: the bias of its expert times its factor."""
+
+    bias: Tensor  # [experts, width]
+    experts: Tensor  # [tokens, experts of a token]
+    factors: Tensor  # the same
+
+
 @triton.jit
-def _sum_pairs(x_ptr, place_ptr, out_ptr, width, IS_SORTED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_pairs(
+    x_ptr, place_ptr, bias_ptr, expert_ptr, factor_ptr, out_ptr, width,
+    IS_SORTED: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(TOP_K):
-        row = token * TOP_K + number
+        pair = token * TOP_K + number
+        row = pair
         if IS_SORTED:
-            row = tl.load(place_ptr + row).to(tl.int64)
+            row = tl.load(place_ptr + pair).to(tl.int64)
         total += tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            expert, factor = tl.load(expert_ptr + pair).to(tl.int64), tl.load(factor_ptr + pair).to(tl.float32)
+            total += factor * tl.load(bias_ptr + expert * width + at, mask=at < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + at, total.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
-def sum_pairs(x: Tensor, top_k: int, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+def sum_pairs(
+    x: Tensor, top_k: int, dtype: torch.dtype, place: Tensor | None = None, bias: WeighedBias | None = None
+) -> Tensor:
     """Sums of the rows of each token's pairs; `x` is in the order of pairs, or sorted with the pairs at `place`."""
     assert x.is_contiguous()
+    assert bias is None or all(each.is_contiguous() for each in bias)
     rows, width = len(x) // top_k, x.shape[1]
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     if rows:
         block = min(_SUM_BLOCK, triton.next_power_of_2(width))
         _sum_pairs[(rows, triton.cdiv(width, block))](
-            x, x if place is None else place, out, width, IS_SORTED=place is not None, TOP_K=top_k, BLOCK=block,
-            num_warps=4,
+            x, x if place is None else place, *((x, x, x) if bias is None else bias), out, width,
+            IS_SORTED=place is not None, HAS_BIAS=bias is not None, TOP_K=top_k, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 

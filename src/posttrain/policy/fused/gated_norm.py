@@ -7,18 +7,22 @@ as much time as the recurrence itself. Computed in fp32 here and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from posttrain.policy.autograd import Context
+from posttrain.policy.fused.kernel_trials import Comparison, Trial
 
 _ROWS = 16
 _TILES = 8  # of a program that adds up the weight's gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(x_ptr, gate_ptr, weight_ptr, out_ptr, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     at = tl.arange(0, WIDTH)[None, :]
@@ -31,7 +35,7 @@ def _forward(x_ptr, gate_ptr, weight_ptr, out_ptr, rows, width, eps, ROWS: tl.co
     tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     grad_ptr, x_ptr, gate_ptr, weight_ptr, grad_x_ptr, grad_gate_ptr, partial_ptr, rows, width, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
@@ -81,3 +85,26 @@ class GatedNorm(torch.autograd.Function):
             ROWS=_ROWS, WIDTH=triton.next_power_of_2(width), TILES=_TILES, num_warps=4,
         )  # fmt: skip
         return grad_x, grad_gate, partial.sum(0).to(weight.dtype), None
+
+
+def _comparisons(
+    device: torch.device, dtype: torch.dtype, *, gate_dtype: torch.dtype, weight_dtype: torch.dtype, width: int,
+    eps: float, trains: bool,
+) -> Iterator[Comparison]:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    of_rows = (150, width)
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float32).to(own)
+        for shape, own in ((of_rows, dtype), (of_rows, gate_dtype), ((width,), weight_dtype))
+    ]
+
+    def kernels(*given: Tensor) -> tuple[Tensor]:
+        return (GatedNorm.apply(*given, eps),)
+
+    def reference(x: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight * F.silu(gate),)
+
+    yield Comparison(kernels, reference, inputs, int(trains))
+
+
+TRIAL = Trial("norms of recurrent layers", _comparisons)

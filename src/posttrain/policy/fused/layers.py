@@ -462,12 +462,21 @@ class FusedGatedNorm:
 
     def __init__(self, norm: Any) -> None:
         self.norm = norm
+        self.own_forward = norm.forward
 
     def __call__(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        from posttrain.policy.fused.gated_norm import GatedNorm
+        from posttrain.policy.fused.gated_norm import TRIAL, GatedNorm
 
+        weight, eps = local_parameter(self.norm), self.norm.variance_epsilon
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, gate, weight))
+        if not TRIAL.passes(
+            weight.device, hidden_states.dtype, gate_dtype=gate.dtype, weight_dtype=weight.dtype,
+            width=len(weight), eps=eps, trains=trains,
+        ):  # fmt: skip
+            plain: Tensor = self.own_forward(hidden_states, gate)
+            return plain
         rows = [x.reshape(-1, x.shape[-1]) for x in (hidden_states, gate)]
-        out: Tensor = GatedNorm.apply(*rows, local_parameter(self.norm), self.norm.variance_epsilon)
+        out: Tensor = GatedNorm.apply(*rows, weight, eps)
         return out.view(hidden_states.shape)
 
 

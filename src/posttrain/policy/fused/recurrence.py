@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 
 from posttrain.policy.autograd import Context
 from posttrain.policy.fused import recurrence_kernels as kernels
+from posttrain.policy.fused.kernel_trials import Comparison, Trial
 from posttrain.policy.recurrence import CHUNK_TOKENS, UNIT_EPS, Chunks, PackedRecurrence, RowPiece
 
 _ROWS = 16  # of a program that works on rows by themselves
 WARPS = 4  # of a program that works on a chunk
 STAGES = 2
 PASS_COLUMNS = 32  # of a state that is passed from chunk to chunk
+# A prompt of several chunks and two answers to it.
+TRIAL_PIECES = (RowPiece(0, 150), RowPiece(150, 230, 0), RowPiece(230, 250, 0))
+# 3: the system of a chunk is solved in blocks of 8 tokens, which are joined. 0: by substitution, which is slower: 0.7
+# ms more for 8,100 tokens of a layer of Qwen3.5 4B. With joined blocks heads of 8 were wrong in bf16 on an H200.
+SOLVER_LEVELS = 0
+WIDTH_STEP = 16  # heads are padded to multiples of it: Triton then loads 16 bytes at a time, and never 2
 
 
 @dataclass
@@ -58,11 +64,12 @@ def _unit(x: Tensor, scale: float) -> Tensor:
     return out
 
 
-def _folded(grad: Tensor, x: Tensor, shape: _Shape, scale: float, *, unit: bool) -> Tensor:
+def _folded(grad: Tensor, x: Tensor, shape: _Shape, scale: float | None) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernels.fold_heads[(triton.cdiv(shape.rows, _ROWS), shape.key_heads)](
-        grad, x, out, x.stride(0), shape.rows, shape.key_width, UNIT_EPS, scale, GROUP=shape.heads // shape.key_heads,
-        UNIT=unit, ROWS=_ROWS, WIDTH=triton.next_power_of_2(shape.key_width), num_warps=4,
+        grad, x, out, x.stride(0), shape.rows, shape.key_width, UNIT_EPS, scale or 1.0,
+        GROUP=shape.heads // shape.key_heads, UNIT=scale is not None, ROWS=_ROWS,
+        WIDTH=triton.next_power_of_2(shape.key_width), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -71,14 +78,15 @@ class _Recur(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
-        before: Tensor | None, unit: bool,
+        before: Tensor | None, scale: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`scale`: of queries that are made unit vectors, as keys are; None: neither is."""
         shape = _Shape(v.shape[0], v.shape[1], k.shape[1], k.shape[2], v.shape[2], k.dtype)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.shape, ctx.unit = chunks, shape, unit
+        ctx.chunks, ctx.shape, ctx.scale = chunks, shape, scale
         ctx.save_for_backward(q, k, v, g, beta, before)
-        if unit:
-            q, k = _unit(q, shape.key_width**-0.5), _unit(k, 1.0)
+        if scale is not None:
+            q, k = _unit(q, scale), _unit(k, 1.0)
         x, states, ends, *_ = _states(chunks, shape, k, v, g, beta, before)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         kernels.outputs[(shape.num_value_blocks, chunks.num_chunks, shape.heads)](
@@ -90,11 +98,11 @@ class _Recur(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         raw_q, raw_k, v, g, beta, before = ctx.saved_tensors
-        chunks, shape, scale = ctx.chunks, ctx.shape, ctx.shape.key_width**-0.5
+        chunks, shape, scale = ctx.chunks, ctx.shape, ctx.scale
         common, corrects = shape.common, beta is not None
-        q, k = (_unit(raw_q, scale), _unit(raw_k, 1.0)) if ctx.unit else (raw_q, raw_k)
+        q, k = (raw_q, raw_k) if scale is None else (_unit(raw_q, scale), _unit(raw_k, 1.0))
         grad, grad_ends = (None if one is None else one.contiguous() for one in grads)
-        grad = torch.zeros_like(v, memory_format=torch.contiguous_format) if grad is None else grad
+        grad = torch.zeros_like(v, memory_format=torch.contiguous_format) if grad is None else dense_heads(grad)
         x, states, _, t, w = _states(chunks, shape, k, v, g, beta, before)
         strides = (q.stride(0), k.stride(0))
         of_chunks = (chunks.num_chunks, shape.heads)
@@ -146,8 +154,8 @@ class _Recur(torch.autograd.Function):
         kernels.decay_gradients[of_chunks](
             chunks.table, grad_total, grad_g, shape.rows, PARTS=parts, TOKENS=CHUNK_TOKENS
         )
-        grad_q = _folded(grad_q, raw_q, shape, scale, unit=ctx.unit)
-        grad_k = _folded(grad_k, raw_k, shape, 1.0, unit=ctx.unit)
+        grad_q = _folded(grad_q, raw_q, shape, scale)
+        grad_k = _folded(grad_k, raw_k, shape, None if scale is None else 1.0)
         of_before = None
         if before is not None and ctx.needs_input_grad[6]:
             of_before = torch.where(chunks.facts[:, 3].view(-1, 1, 1, 1) < 0, grad_before, 0.0)
@@ -166,7 +174,7 @@ def _states(
         w = v.new_empty(shape.rows, shape.heads, shape.key_width, dtype=shape.dtype)
         kernels.corrections[(chunks.num_chunks, shape.heads)](
             chunks.table, k, v, g, beta, t, x, w, k.stride(0), v.stride(0), *shape.widths,
-            **shape.common, **shape.key_tiles, **shape.value_tiles,
+            **shape.common, **shape.key_tiles, **shape.value_tiles, LEVELS=SOLVER_LEVELS,
         )  # fmt: skip
     states = v.new_empty(chunks.num_chunks, shape.heads, *shape.widths, dtype=shape.dtype)
     sizes = (chunks.num_pieces, shape.heads, *shape.widths)
@@ -192,75 +200,66 @@ def recur(
     unit: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output of every token, in the type of `value`, and the state after each piece, in fp32."""
-    query, key, value = (
-        x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (query, key, value)
-    )
     assert query.dtype == key.dtype, f"queries are {query.dtype}, keys {key.dtype}"
-    rate = None if beta is None else beta.contiguous()
+    widths, scale = (key.shape[2], value.shape[2]), key.shape[2] ** -0.5 if unit else None
+    more_keys, more_values = (-width % WIDTH_STEP for width in widths)
     before = None if states is None else states.float().contiguous()
-    out, ends = _Recur.apply(chunks, query, key, value, log_decay.float().contiguous(), rate, before, unit)
-    return out, ends
+    if more_keys or more_values:
+        query, key, value = F.pad(query, (0, more_keys)), F.pad(key, (0, more_keys)), F.pad(value, (0, more_values))
+        before = None if before is None else F.pad(before, (0, more_values, 0, more_keys))
+    query, key, value = (dense_heads(x) for x in (query, key, value))
+    rate = None if beta is None else beta.contiguous()
+    out, ends = _Recur.apply(chunks, query, key, value, log_decay.float().contiguous(), rate, before, scale)
+    return (out[..., : widths[1]], ends[..., : widths[0], : widths[1]]) if more_keys or more_values else (out, ends)
 
 
-@cache
-def agrees_with_torch(
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    widths: tuple[int, int],
-    *,
-    corrects: bool,
+def dense_heads(x: Tensor) -> Tensor:
+    """[rows, heads, width] whose rows may be parts of wider ones and begin at whole 16 bytes, as Triton's kernels are
+    specialised for. Otherwise a copy."""
+    numbers = x.shape[1] * x.shape[2]
+    is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    if is_dense and all(number % 16 == 0 for number in (numbers, x.stride(0), x.data_ptr())):
+        return x
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def fits(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, states: Tensor | None, *,
     unit: bool,
-) -> bool:
-    """Whether the kernels compute what torch does, gradients included, on a few tokens: it depends on the versions of
-    Triton and of the GPU whether their products are compiled right. `dtypes` and `widths` are those of keys and values.
-    """
-    with ThreadPoolExecutor(1) as fresh:  # a thread without the hooks and modes of autograd that the caller has set
-        if device.type == "cuda":
-            fresh.submit(torch.cuda.set_device, device)
-        was_deterministic = torch.are_deterministic_algorithms_enabled()
-        only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(False)  # torch's side of the comparison has a sum that is not
-        try:
-            errors = fresh.submit(_errors, device, dtypes, widths, corrects, unit).result()
-        except TritonError:  # a GPU with too little shared memory
-            errors = [float("inf")]
-        finally:
-            torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
-    agrees = max(errors) <= (5e-2 if dtypes[0].itemsize == 2 else 1e-3)
-    if not agrees:
-        warnings.warn(
-            f"recurrent layers are computed by torch, more slowly: on this GPU the kernels for heads of {widths[0]} x "
-            f"{widths[1]} in {str(dtypes[0]).removeprefix('torch.')} differ from torch by {max(errors):.1e}",
-            stacklevel=2,
+) -> bool:  # fmt: skip
+    """Whether the kernels for these arguments of `recur` compute what torch does, on this GPU."""
+    trains = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, key, value, log_decay, beta, states)
+    )
+    return TRIAL.passes(
+        value.device, key.dtype, value_dtype=value.dtype, rate_dtype=None if beta is None else beta.dtype,
+        widths=(key.shape[2], value.shape[2]), group=value.shape[1] // key.shape[1], unit=unit,
+        has_before=states is not None, trains=trains, solver_levels=SOLVER_LEVELS,
+    )  # fmt: skip
+
+
+def _comparisons(
+    device: torch.device, dtype: torch.dtype, *, value_dtype: torch.dtype, rate_dtype: torch.dtype | None,
+    widths: tuple[int, int], group: int, unit: bool, has_before: bool, trains: bool,
+    solver_levels: int,
+) -> Iterator[Comparison]:  # fmt: skip
+    """In training with gradients of the outputs, and with those of the last states too: the kernels differ."""
+    packed, on_host = (PackedRecurrence(TRIAL_PIECES, each) for each in (device, torch.device("cpu")))
+    generator, tokens = torch.Generator().manual_seed(0), TRIAL_PIECES[-1].end
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    query, key = (random(tokens, 1, widths[0]) * widths[0] ** -0.5 for _ in range(2))
+    value, decay, rate = random(tokens, group, widths[1]), random(tokens, group), random(tokens, group).sigmoid()
+    inputs = [query.to(dtype), key.to(dtype), value.to(value_dtype), -F.softplus(decay)]
+    inputs += [None if rate_dtype is None else rate.to(rate_dtype)]
+    inputs += [random(len(TRIAL_PIECES), group, *widths) if has_before else None]
+    for num_graded in (1, 2) if trains else (0,):
+        yield Comparison(
+            partial(recur, packed.chunks, unit=unit), partial(on_host.recur_in_torch, unit=unit), inputs, num_graded
         )
-    return agrees
 
 
-def _errors(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], widths: tuple[int, int], corrects: bool, unit: bool
-) -> list[float]:
-    """The largest difference of each output and gradient, in parts of its largest number: of a prompt of several
-    chunks and two answers to it.
-    """
-    packed = PackedRecurrence([RowPiece(0, 150), RowPiece(150, 230, 0), RowPiece(230, 250, 0)], device)
-    random = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(250, 1, widths[0], generator=random) * widths[0] ** -0.5 for _ in range(2))
-    value, decay, rate = (torch.randn(250, 2, *rest, generator=random) for rest in ((widths[1],), (), ()))
-    weight = torch.randn(value.shape, generator=random).to(device)
-    given = [query.to(dtypes[0]), key.to(dtypes[0]), value.to(dtypes[1]), -torch.nn.functional.softplus(decay)]
-    given += [rate.sigmoid().to(dtypes[0])] if corrects else []
-    found = []
-    for in_torch in (True, False):
-        leaves = [x.to(device, torch.float32 if in_torch else x.dtype).requires_grad_() for x in given]
-        q, k, v, g, beta = leaves if corrects else [*leaves, None]
-        with torch.enable_grad():
-            if in_torch:
-                out, ends = packed.recur_in_torch(q, k, v, g, beta, unit=unit)
-            else:
-                out, ends = recur(packed.chunks, q, k, v, g, beta, None, unit=unit)
-            grads = torch.autograd.grad((out.float() * weight).sum() + ends.sum(), leaves)
-        found.append([x.detach().float() for x in (out, ends, *grads)])
-    return [
-        float((ours - theirs).abs().max() / theirs.abs().max()) if bool(ours.isfinite().all()) else float("inf")
-        for theirs, ours in zip(*found, strict=True)
-    ]
+TRIAL = Trial("recurrent layers", _comparisons)

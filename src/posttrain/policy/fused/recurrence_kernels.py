@@ -74,7 +74,7 @@ def _between_turned(total, TOKENS: tl.constexpr):
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     head = tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * ROWS
@@ -87,9 +87,9 @@ def unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.conste
 def corrections(
     table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, stride_k, stride_v, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """T, U and W of a chunk and a head."""
+    """T, U and W of a chunk and a head. T by substitution; with LEVELS in 2^LEVELS blocks, which are then joined."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     start = tl.load(table_ptr + 2 * chunk).to(tl.int64)
     count = tl.load(table_ptr + 2 * chunk + 1) - start
@@ -105,10 +105,26 @@ def corrections(
     # The transpose of A: row i of A is then a column, in the layout in which it is multiplied with the rows of T.
     below = tl.where(row < column, beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
     solved = tl.where(row == column, 1.0, 0.0)
-    for at in range(1, count.to(tl.int32)):
-        coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
-        known = tl.sum(coefficients[:, None] * solved, 0)
-        solved -= tl.where(row == at, known[None, :], 0.0)
+    if LEVELS == 0:
+        for at in range(1, count.to(tl.int32)):
+            coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
+            known = tl.sum(coefficients[:, None] * solved, 0)
+            solved -= tl.where(row == at, known[None, :], 0.0)
+    else:
+        BLOCK: tl.constexpr = TOKENS >> LEVELS
+        own = row // BLOCK == column // BLOCK
+        below = tl.where(own, below, 0.0)
+        for at in range(1, BLOCK):  # of all blocks at once
+            coefficients = tl.sum(tl.where(column % BLOCK == at, below, 0.0), 1)
+            known = tl.sum(coefficients[:, None] * solved, 0)
+            solved -= tl.where(own & (row % BLOCK == at), known[None, :], 0.0)
+        # Of two neighbours together: with B the part of A between them, T - T B T.
+        scores *= beta[:, None] * _between(total, TOKENS)
+        for level in tl.static_range(LEVELS):
+            block_of_row, block_of_column = row // (BLOCK << level), column // (BLOCK << level)
+            joins = (block_of_row == block_of_column + 1) & (block_of_row % 2 == 1)
+            joined = tl.dot(solved, tl.where(joins, scores, 0.0), input_precision=PRECISION)
+            solved -= tl.dot(joined, solved, input_precision=PRECISION)
     place = t_ptr + (chunk * heads + head) * TOKENS * TOKENS
     _store(place, solved, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     of_values = (solved * beta[None, :]).to(product)
@@ -272,7 +288,7 @@ def pass_gradients(
     _store(place, grad_state, 0, key_width, value_width, first, value_width, KEYS, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_total_ptr"])
 def query_gradients(
     table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_x_ptr, grad_q_ptr, grad_w_ptr, grad_total_ptr,
     stride_q, stride_k, stride_x, rows, key_width, value_width,
@@ -315,7 +331,7 @@ def query_gradients(
     tl.store(place, tl.sum(grad_q * q.to(tl.float32), 1), mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["grad_total_ptr"])
 def key_gradients(
     table_ptr, q_ptr, k_ptr, x_ptr, g_ptr, states_ptr, grad_ptr, grad_states_ptr, grad_k_ptr, grad_total_ptr,
     stride_q, stride_k, stride_x, rows, key_width, value_width,
@@ -402,7 +418,7 @@ def system_gradients(
     tl.store(grad_beta_ptr + (start + token) * heads + head, grad_beta, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["grad_total_ptr"])
 def system_key_gradients(
     table_ptr, k_ptr, g_ptr, beta_ptr, t_ptr, grad_w_ptr, grad_a_ptr, grad_k_ptr, grad_beta_ptr, grad_total_ptr,
     stride_k, key_width,
@@ -440,7 +456,7 @@ def system_key_gradients(
     tl.store(grad_total_ptr + (start + token) * heads + head, grad_total, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def decay_gradients(table_ptr, grad_total_ptr, grad_g_ptr, rows, PARTS: tl.constexpr, TOKENS: tl.constexpr):
     """A log-decay is part of the G of its token and of all later ones of the chunk."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -455,7 +471,7 @@ def decay_gradients(table_ptr, grad_total_ptr, grad_g_ptr, rows, PARTS: tl.const
     tl.store(grad_g_ptr + (start + token) * heads + head, grad, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fold_heads(
     grad_ptr, x_ptr, out_ptr, stride_x, rows, width, eps, scale,
     GROUP: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -19,7 +19,12 @@ groups may change between replays, shapes may not.
 
 from posttrain.engines.native.kernels.drafting import accept, plan_rows
 from posttrain.engines.native.kernels.paged import paged_attention, runs_here, supports
-from posttrain.engines.native.kernels.recurrent import convolution_step, recurrence_step
+from posttrain.engines.native.kernels.recurrent import (
+    convolution_fits,
+    convolution_step,
+    recurrence_fits,
+    recurrence_step,
+)
 from posttrain.engines.native.kernels.rope_write import write_kv_rope
 from posttrain.engines.native.kernels.sampling import sample_rows
 from posttrain.engines.native.kernels.shapes import TILES, AttentionTile, attention_tile, num_splits
@@ -39,12 +44,14 @@ __all__ = [
     "PrefixTiles",
     "accept",
     "attention_tile",
+    "convolution_fits",
     "convolution_step",
     "move_on",
     "num_splits",
     "paged_attention",
     "places",
     "plan_rows",
+    "recurrence_fits",
     "recurrence_step",
     "runs_here",
     "sample_rows",

@@ -9,19 +9,27 @@ and all casts happen in the kernel. Rows of the last slot, for padding, start fr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.policy.recurrence import UNIT_EPS
+from posttrain.policy.fused.convolution import dense_rows
+from posttrain.policy.fused.kernel_trials import Comparison, Trial
+from posttrain.policy.fused.recurrence import dense_heads
+from posttrain.policy.recurrence import UNIT_EPS, in_exact_types
+from posttrain.policy.recurrence import convolution_step as convolution_in_torch
+from posttrain.policy.recurrence import recurrence_step as recurrence_in_torch
 
 _CHANNELS = 512  # of a program of the convolution
 # Value columns and warps of a program of the recurrence.
 STEP_BLOCK, STEP_WARPS = 32, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scratch"])
 def _convolve(
     x_ptr, pool_ptr, slot_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, scratch, channels,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,7 +57,7 @@ def _convolve(
     tl.store(out_ptr + row * channels + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_decay", "stride_beta", "scratch"])
 def _step(
     query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, pool_ptr, slot_ptr, out_ptr,
     stride_query, stride_key, stride_value, stride_decay, stride_beta, scratch, key_width, value_width, eps, scale,
@@ -93,7 +101,7 @@ def convolution_step(
     silu: bool,
 ) -> Tensor:
     (rows, channels), width = x.shape, weight.shape[1]
-    x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous()
+    x, weight = dense_rows(x), weight.contiguous()
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     block = min(_CHANNELS, triton.next_power_of_2(channels))
     if rows:
@@ -119,7 +127,7 @@ def recurrence_step(
 ) -> Tensor:
     """In the type of `value`."""
     rows, heads, value_width = value.shape
-    query, key, value = (_dense_heads(x) for x in (query, key, value))
+    query, key, value = (dense_heads(x) for x in (query, key, value))
     rate = log_decay if beta is None else beta
     assert log_decay.stride(1) == 1 == rate.stride(1), "numbers of a row are contiguous"
     out = torch.empty(rows, heads, value_width, dtype=value.dtype, device=value.device)
@@ -135,6 +143,75 @@ def recurrence_step(
     return out
 
 
-def _dense_heads(x: Tensor) -> Tensor:
-    """Rows may be parts of wider ones, their numbers are contiguous."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+def convolution_fits(pool: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> bool:
+    """Whether the kernel for these arguments of `convolution_step` computes what torch does, on this GPU."""
+    channels, width = weight.shape
+    return CONVOLUTION_TRIAL.passes(
+        x.device, x.dtype, pool_dtype=pool.dtype, weight_dtype=weight.dtype,
+        bias_dtype=None if bias is None else bias.dtype, width=width, silu=silu,
+        channels=channels if channels < 2 * _CHANNELS else _CHANNELS + channels % _CHANNELS,
+    )  # fmt: skip
+
+
+def recurrence_fits(
+    pool: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, *, unit: bool
+) -> bool:
+    """Whether the kernel for these arguments of `recurrence_step` computes what torch does, on this GPU."""
+    return RECURRENCE_TRIAL.passes(
+        value.device, key.dtype, other_dtypes=(query.dtype, value.dtype, log_decay.dtype),
+        rate_dtype=None if beta is None else beta.dtype, key_heads=key.shape[1], sizes=tuple(pool.shape[1:]), unit=unit,
+    )  # fmt: skip
+
+
+_SLOTS = (2, 0, 1, 3)  # of the rows of a trial; the last one is for padding
+
+
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+
+
+def _convolution_comparisons(
+    device: torch.device, dtype: torch.dtype, *, pool_dtype: torch.dtype, weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None, width: int, silu: bool, channels: int,
+) -> Iterator[Comparison]:  # fmt: skip
+    rows, slots = len(_SLOTS), torch.tensor(_SLOTS, device=device)
+    pool, x, weight, bias = _random((rows, width - 1, channels), (rows, channels), (channels, width), (channels,))
+    inputs = [pool.to(pool_dtype), x.to(dtype), weight.to(weight_dtype)]
+
+    def kernels(pool: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return convolution_step(pool, slots, x, weight, bias, silu=silu)[:-1], pool[slots[:-1]]
+
+    def reference(pool: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, after = convolution_in_torch(pool[list(_SLOTS[:-1])], x[:-1], weight, bias)
+        return F.silu(out) if silu else out, after
+
+    yield Comparison(kernels, reference, [*inputs, None if bias_dtype is None else bias.to(bias_dtype)])
+
+
+def _recurrence_comparisons(
+    device: torch.device, dtype: torch.dtype, *, other_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    rate_dtype: torch.dtype | None, key_heads: int, sizes: tuple[int, int, int], unit: bool,
+) -> Iterator[Comparison]:  # fmt: skip
+    rows, slots, (heads, key_width, value_width) = len(_SLOTS), torch.tensor(_SLOTS, device=device), sizes
+    of_keys = (rows, key_heads, key_width)
+    pool, query, key, value, decay, rate = _random(
+        (rows, *sizes), of_keys, of_keys, (rows, heads, value_width), (rows, heads), (rows, heads)
+    )
+    query, key, beta = query * key_width**-0.5, key * key_width**-0.5, rate.sigmoid()
+    others = zip((query, value, -F.softplus(decay)), other_dtypes, strict=True)
+    query, value, decay = (x.to(dtype) for x, dtype in others)
+    inputs = [pool, query, key.to(dtype), value, decay, None if rate_dtype is None else beta.to(rate_dtype)]
+
+    def kernels(pool: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence_step(pool, slots, *given, unit=unit)[:-1], pool[slots[:-1]]
+
+    def reference(pool: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        own = in_exact_types(*(None if x is None else x[:-1] for x in given), unit=unit)
+        return recurrence_in_torch(pool[list(_SLOTS[:-1])], *own)
+
+    yield Comparison(kernels, reference, inputs)
+
+
+CONVOLUTION_TRIAL = Trial("convolutions of decode steps", _convolution_comparisons)
+RECURRENCE_TRIAL = Trial("recurrent layers of decode steps", _recurrence_comparisons)
