@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from posttrain.data.chat import ChatFormat, Ids
 from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import Tools
-from posttrain.data.tool_prompts import describe, with_description, writes_tools
+from posttrain.data.tool_prompts import ToolChat, describe, with_description, writes_tools
+from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.fresh import DrawnTasks, TaskStream
 from posttrain.types import Message, Task
 
@@ -42,25 +43,52 @@ class Exchange:
 class NextTurn:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
+        self._tools = ToolChat(chat)
         self._end = chat.end_of_turn
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
         # Raises if the template cannot render a conversation.
         asked: Message = {"role": "user", "content": "?"}
-        self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
+        after = self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
+        self._ends = [self._end, self._inner_end(after), (self._tools.after_call or ("", ""))[1]]
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), sampled)
+        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), TURN, sampled)
 
-    def ids_after(self, rendered: str, sampled: Sequence[int]) -> Ids:
-        """The tokens to append to `sampled`, which stands in a rendered conversation where its last `TURN` does."""
+    def stand_in(self, answer: JsonMapping) -> Message:
+        """For an answer in a conversation to render: with calls, as templates ask for them before a tool's turn."""
+        calls = answer.get("tool_calls")
+        if not calls or self._tools.after_call is None:
+            return TURN
+        hidden = {"arguments": {_PLACEHOLDER: _PLACEHOLDER}}
+        return {
+            **TURN,
+            "content": "",
+            "tool_calls": [{**one, "function": {**one["function"], **hidden}} for one in calls],
+        }
+
+    def ids_after(self, rendered: str, turn: Message, sampled: Sequence[int], *, is_cut: bool = False) -> Ids:
+        """The tokens to append to `sampled`, which stands in a rendered conversation where its last `turn` does.
+
+        A token that has ended the answer stands for the end that the template writes; an answer without one (`is_cut`,
+        or ended by a stop string) gets that.
+        """
         body = self._after_turn(rendered)
-        if not self._end or not body.startswith(self._end):  # contents only, without turn markers
+        rest, _ = (self._tools.after_call or ("", "")) if turn.get("tool_calls") else ("", "")
+        if not body.startswith(rest):
+            raise DataError("the chat template writes this call in another way than others")
+        body = body[len(rest) :]
+        if not (closed := self._closed_by(sampled, is_cut=is_cut)):
             return self._chat.encode_prompts([body])[0]
-        body = body[len(self._end) :]
-        return self._following_end(body) if self._is_closed(sampled) else [*self._end_ids, *self._following_end(body)]
+        text = body.lstrip()
+        written = next((end for end in (closed, *self._ends) if end and text.startswith(end.lstrip())), "")
+        if written:
+            body = text[len(written.lstrip()) :]
+        # Some tokenizers encode the start of a text differently.
+        before, whole, alone = self._chat.encode_prompts([closed, closed + body, body])
+        return whole[len(before) :] if whole[: len(before)] == before else alone
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """As the engine decodes completions."""
@@ -83,18 +111,20 @@ class NextTurn:
             )
         return after
 
-    def _is_closed(self, sampled: Sequence[int]) -> bool:
-        """Whether the model ended its turn itself, rather than a stop string or the length limit."""
-        if list(sampled[-len(self._end_ids) :]) == self._end_ids:
-            return True
-        # " </s>": the space before the special token is the template's, not the model's.
-        last = self._end_ids[-1]
-        return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
+    def _closed_by(self, sampled: Sequence[int], *, is_cut: bool) -> str:
+        """The end that the model has given its turn; empty if a stop string or the length limit ended it."""
+        if self._end_ids and list(sampled[-len(self._end_ids) :]) == self._end_ids:
+            return self._end
+        if is_cut or not sampled or sampled[-1] not in self._tools.end_token_ids:
+            return ""
+        return str(self._chat.tokenizer.decode([sampled[-1]], skip_special_tokens=False))
 
-    def _following_end(self, body: str) -> Ids:
-        """Tokens of a text that follows a turn. Some tokenizers encode the start of a text differently."""
-        whole, alone = self._chat.encode_prompts([self._end + body, body])
-        return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
+    def _inner_end(self, after: str) -> str:
+        """The token with which the template ends a turn that others follow: then a second special token does."""
+        special = self._chat.special_texts
+        end = next((one for one in special if after.lstrip().startswith(one)), "")
+        follows = after.lstrip()[len(end) :].lstrip()
+        return end if end and self._chat.closes_answers and follows.startswith(tuple(special)) else ""
 
     def _find_role(self) -> str:
         """`tool` if the template supports it, else `user`."""
