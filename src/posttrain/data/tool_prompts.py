@@ -210,9 +210,10 @@ def with_description(messages: Sequence[Message], description: str, chat: ChatFo
 
 def describe(tools: Tools, answers: AnswerFormat = FORMATS["hermes"]) -> str:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = answers if answers.written else FORMATS["hermes"]
     return (
         f"You can use these tools:\n{listed}\n"
-        f"To use one, write {answers.write('...', '{...}')} and end your turn; the result comes in the next message. "
+        f"To use one, write {form.write('...', '{...}')} and end your turn; the result comes in the next message. "
         "When you know the answer, give it without a tool call."
     )
 

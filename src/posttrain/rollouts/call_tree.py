@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import Answer, Tools
-from posttrain.data.tool_prompts import ToolChat, answer_text, parsed_arguments
+from posttrain.data.tool_prompts import parsed_arguments
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.turn_prompts import NextTurn
@@ -67,8 +67,8 @@ class PromptWriter:
     """Messages to tokens, and tokens to messages, for all rollouts. Threads may share it."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self.chat = ToolChat(chat)
         self.next_turn = NextTurn(chat)
+        self.chat = self.next_turn.tools
         self._lock = threading.Lock()  # tokenizers are not made for several threads
 
     def first(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
@@ -85,11 +85,8 @@ class PromptWriter:
 
     def read(self, prompt: Sequence[int], answer: Completion, tools: Tools) -> Answer:
         """The model's answer as text, reasoning and calls."""
-        form, tokenizer = self.chat.answers, self.chat.chat.tokenizer
         with self._lock:
-            end = str(tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
-            text = answer_text(tokenizer, answer.token_ids, form)
-            return form.parse(text, tools, prompt=end, reads_calls=bool(tools))
+            return self.next_turn.read(prompt, answer.token_ids, tools, reads_calls=bool(tools))
 
 
 @dataclass(eq=False)

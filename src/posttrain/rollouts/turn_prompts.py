@@ -17,12 +17,12 @@ move the tools. Training on such text would train on tokens that were not sample
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat, Ids
 from posttrain.data.errors import DataError
-from posttrain.data.tool_calls import Tools
-from posttrain.data.tool_prompts import ToolChat, describe, with_description, writes_tools
+from posttrain.data.tool_calls import Answer, AnyCall, ToolCall, Tools, call_id
+from posttrain.data.tool_prompts import ToolChat, answer_text, describe, with_description, writes_tools
 from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.fresh import DrawnTasks, TaskStream
 from posttrain.types import Message, Task
@@ -38,29 +38,58 @@ class Exchange:
     """The environment's messages after one of the model's turns. An empty role means the template's role for tools."""
 
     messages: tuple[Message, ...]
+    turn: Message = field(default_factory=lambda: TURN)  # the model's, as it is rendered: with the calls it is about
 
 
 class NextTurn:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self._tools = ToolChat(chat)
+        self.tools = ToolChat(chat)
+        self._takes_results: dict[int, bool] = {}  # by number of calls
         self._end = chat.end_of_turn
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
         # Raises if the template cannot render a conversation.
         asked: Message = {"role": "user", "content": "?"}
         after = self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
-        self._ends = [self._end, self._inner_end(after), (self._tools.after_call or ("", ""))[1]]
+        self._ends = [self._end, self._inner_end(after), (self.tools.after_call or ("", ""))[1]]
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), TURN, sampled)
+        turn = self.stand_in(exchanges[-1].turn)
+        return self.ids_after(self.tools.render(self._with_turns(prompt, exchanges)), turn, sampled)
+
+    def read(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools, *, reads_calls: bool = True) -> Answer:
+        """The model's answer as text, reasoning and calls."""
+        form, tokenizer = self.tools.answers, self._chat.tokenizer
+        end = str(tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
+        return form.parse(answer_text(tokenizer, sampled, form), tools, prompt=end, reads_calls=reads_calls)
+
+    def exchange(self, calls: Sequence[AnyCall], results: Sequence[Message]) -> Exchange:
+        """`results` as those of the calls, if they are and the template can say so."""
+        known = [call.in_message(call_id("", place)) for place, call in enumerate(calls) if isinstance(call, ToolCall)]
+        if not len(known) == len(calls) == len(results) or any(one["role"] for one in results):
+            return Exchange(tuple(results))
+        answers = [
+            {**one, "role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for one, call in zip(results, known, strict=True)
+        ]
+        turn: Message = {**TURN, "tool_calls": known}
+        if len(calls) not in self._takes_results:
+            asked: Message = {"role": "user", "content": "?"}
+            try:
+                self._after_turn(self.tools.render([asked, self.stand_in(turn), *answers]))
+            except DataError:
+                self._takes_results[len(calls)] = False
+            else:
+                self._takes_results[len(calls)] = self.stand_in(turn) is not TURN
+        return Exchange(tuple(answers), turn) if self._takes_results[len(calls)] else Exchange(tuple(results))
 
     def stand_in(self, answer: JsonMapping) -> Message:
         """For an answer in a conversation to render: with calls, as templates ask for them before a tool's turn."""
         calls = answer.get("tool_calls")
-        if not calls or self._tools.after_call is None:
+        if not calls or self.tools.after_call is None:
             return TURN
         hidden = {"arguments": {_PLACEHOLDER: _PLACEHOLDER}}
         return {
@@ -76,7 +105,7 @@ class NextTurn:
         or ended by a stop string) gets that.
         """
         body = self._after_turn(rendered)
-        rest, _ = (self._tools.after_call or ("", "")) if turn.get("tool_calls") else ("", "")
+        rest, _ = (self.tools.after_call or ("", "")) if turn.get("tool_calls") else ("", "")
         if not body.startswith(rest):
             raise DataError("the chat template writes this call in another way than others")
         body = body[len(rest) :]
@@ -98,7 +127,8 @@ class NextTurn:
     def _with_turns(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> list[Message]:
         messages = list(prompt)
         for exchange in exchanges:
-            messages += [TURN, *({**message, "role": message["role"] or self.role} for message in exchange.messages)]
+            said = ({**message, "role": message["role"] or self.role} for message in exchange.messages)
+            messages += [self.stand_in(exchange.turn), *said]
         return messages
 
     def _after_turn(self, rendered: str) -> str:
@@ -115,7 +145,7 @@ class NextTurn:
         """The end that the model has given its turn; empty if a stop string or the length limit ended it."""
         if self._end_ids and list(sampled[-len(self._end_ids) :]) == self._end_ids:
             return self._end
-        if is_cut or not sampled or sampled[-1] not in self._tools.end_token_ids:
+        if is_cut or not sampled or sampled[-1] not in self.tools.end_token_ids:
             return ""
         return str(self._chat.tokenizer.decode([sampled[-1]], skip_special_tokens=False))
 
@@ -201,7 +231,7 @@ class ToolWriter:
             self.chat = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [*map(dict, tools)]})
             self.chat.image_tokens = chat.image_tokens
         else:
-            self._described = describe(tools)
+            self._described = describe(tools, ToolChat(chat).answers)
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         return with_description(messages, self._described, self.chat) if self._described else list(messages)

@@ -241,6 +241,16 @@ def _state(fields: dict[str, Any]) -> bytes:
     return data
 
 
+def test_calls_that_the_driver_has_read_are_those_of_the_turn(tmp_path: Path) -> None:
+    answer = taker(tmp_path, "from posttrain.environments.turns.calculator import Calculator as Mine")
+    state = _state(answer(TurnItem("reset", task=TASK)).fields)
+    calls = (ToolCall("calculator", {"expression": "2 * 3"}),)
+    said = answer(TurnItem("step", state=state, response="in the words of a family", calls=calls)).fields
+    assert [message["content"] for message in said["observation"]] == ["6"]
+    written = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+    assert answer(TurnItem("step", state=state, response=written, calls=())).fields["answer"] == written
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [

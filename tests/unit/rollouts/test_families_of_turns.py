@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import CALCULATOR, byte_tokenizer
+from fakes import ScriptedEnvironment, ScriptedTasks
 
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, shared_length
 from posttrain.data.errors import DataError
 from posttrain.data.tool_prompts import ToolChat
+from posttrain.environments.turns import ToolEnvironment, Turn
+from posttrain.environments.turns.interface import Response, TurnItem
+from posttrain.environments.turns.pool import TurnOutcome
+from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.call_tree import CallTree, PromptWriter
-from posttrain.rollouts.turn_prompts import Exchange, NextTurn
-from posttrain.types import Completion, Message, Sampling
+from posttrain.rollouts.multi_turn import MultiTurnRollouts
+from posttrain.rollouts.turn_prompts import Exchange, NextTurn, ToolWriter
+from posttrain.types import Completion, Message, Sampling, Score, Task
 
 # Calls, results and ends as new templates of Mistral have them.
 MISTRAL = (
@@ -139,3 +145,82 @@ def test_a_history_that_the_template_does_not_write_after_a_stand_in_is_a_new_ro
     assert second.parent is None
     assert second.prompt_ids == tuple(chat.prompt([ASKED, SAID, MORE])[1])
     assert second.said.role == "user"
+
+
+class Adder(ToolEnvironment):
+    tools = (CALCULATOR,)
+
+    def call(self, state: Any, name: str, arguments: JsonMapping) -> str:
+        return f"It is {arguments['a'] + 6}."
+
+
+class Written:
+    """An engine whose model says one thing after the other."""
+
+    def __init__(self, chat: ChatFormat, *texts: str) -> None:
+        self.chat, self.texts = chat, list(texts)
+        self.prompts: list[tuple[int, ...]] = []
+
+    def generate(self, tasks: Any, *rest: Any) -> list[list[Completion]]:
+        text = self.texts.pop(0)
+        ids = ids_of(self.chat, text)
+        self.prompts.append(tasks[0].prompt_ids)
+        shown = str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
+        return [[Completion(ids, (0.0,) * len(ids), shown, "stop")]]
+
+
+class Router:
+    """The environment in this process."""
+
+    names = frozenset({"add"})
+
+    def __init__(self) -> None:
+        self.steps: list[Turn] = []
+
+    def tools(self, name: str) -> Any:
+        return Adder.tools
+
+    def ask(self, calls: Any) -> list[Score]:
+        return [self._answer(item) for _, item in calls]
+
+    def _answer(self, item: TurnItem) -> Score:
+        if item.request != "step":
+            return TurnOutcome(None, state=b"")
+        response = Response(item.response)
+        response.calls = item.calls or ()
+        turn = Adder().step(None, response)
+        self.steps.append(turn)
+        seen = turn.observation if isinstance(turn.observation, list) else []
+        said = tuple({"role": "", "content": str(one)} for one in seen)
+        return TurnOutcome(1.0 if turn.done else None, state=b"", observation=said, done=turn.done)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_environment_gets_the_calls_and_the_model_their_results_in_the_format_of_the_family(name: str) -> None:
+    chat = chat_of(name)
+    writer = ToolWriter(chat, [CALCULATOR])
+    messages = writer.messages([ASKED])
+    text, ids = writer.chat.prompt(messages)
+    whole = ToolChat(chat).render([ASKED, CALL, RESULT], [CALCULATOR])
+    end = whole.rindex(ENDS[name][1], 0, whole.index(RESULT["content"])) + len(ENDS[name][1])
+    opened = ToolChat(chat).render([ASKED], [CALCULATOR])
+    said = "</think>" * opened.endswith("<think>\n") + whole[shared_length(opened, whole) : end]
+    router, engine = Router(), Written(chat, said, "Seven." + ENDS[name][0])
+    task = Task(0, "t", text, tuple(ids), environment="add", messages=tuple(messages))
+    source = MultiTurnRollouts(
+        ScriptedTasks([task]),
+        engine,
+        ScriptedEnvironment(),
+        1,
+        Sampling(99),
+        seed=5,
+        turns=router,  # type: ignore[arg-type]
+        renderer=NextTurn(chat),
+        max_turns=3,
+        max_total_tokens=9999,
+        judged=frozenset(),
+    )
+    (group,) = source.take(1, step=1).groups
+    assert [turn.counts.get("tool_calls") for turn in router.steps] == [1, 0]
+    assert group.rollouts[0].score.reward == 1.0
+    assert str(chat.tokenizer.decode(engine.prompts[1])) == text + said + whole[end:]

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
 from posttrain.environments.python_function import awaiting_caller, load_module, seed_noise
-from posttrain.environments.turns.interface import Turn, TurnEnvironment, TurnItem
+from posttrain.environments.turns.interface import Response, Turn, TurnEnvironment, TurnItem
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
@@ -37,7 +37,11 @@ def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
         if item.request == "end":
             ended = call(environment.end, state, item.reason) if hasattr(environment, "end") else 0.0
             return PlainReply(_reward_fields(ended))
-        return PlainReply(_turn_fields(call(environment.step, state, item.response)))
+        response = item.response
+        if item.calls is not None:
+            response = Response(response)
+            response.calls = item.calls
+        return PlainReply(_turn_fields(call(environment.step, state, response)))
 
     return answer
 
