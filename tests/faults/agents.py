@@ -55,11 +55,12 @@ UNSCORED = {
     "    ask(messages); os.kill(os.getpid(), signal.SIGKILL)",
     "closes-its-pipes": "ask(messages); os.closerange(0, 100)",
     "too-long-a-prompt": "ask([user('x' * 4000)])",
+    "asks-on-and-on": "while True: ask(messages)",
     "not-supported": "post({'messages': messages, 'n': 3})",
 }
 # They end as they should: with the reward that they return.
 SCORED = {
-    "floods-with-requests": "[ask(messages) for _ in range(40)]",
+    "floods-with-requests": "[ask(messages) for _ in range(20)]",
     "floods-side-by-side": "threads(lambda: ask(messages), 24)",
     "floods-with-wrong-keys": "threads(lambda: refused(lambda: post({'messages': messages}, 'no')), 40); ask(messages)",
     "floods-the-log": "ask(messages); print('x' * 10_000_000); sys.stderr.write('y' * 10_000_000)",
