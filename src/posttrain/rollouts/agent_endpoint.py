@@ -85,7 +85,8 @@ class PendingCall:
 def task_of_call(task: Task, sample: int, call: Call) -> Task:
     """For an engine. Noise is keyed by the rollout and the prompt, not by the order of requests."""
     first = int.from_bytes(blake2_of(f"{call.key}", 8), "big") >> 4
-    return replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
+    later = replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
+    return replace(later, max_new_tokens=call.sampling.max_new_tokens)
 
 
 class AgentEndpoint:

@@ -123,10 +123,11 @@ class AgentRollouts(FreshRollouts):
                 future.result(timeout=0)
 
     def _generate_calls(self, calls: Iterable[tuple[Task, int, Call]], step: int) -> list[Completion]:
-        """Of (task, sample, call). One call of the engine for all with equal settings."""
+        """Of (task, sample, call). One call of the engine for all that stop at the same texts."""
         by_sampling: dict[Sampling, dict[int, Task]] = {}
         for place, (task, sample, call) in enumerate(calls):
-            by_sampling.setdefault(call.sampling, {})[place] = task_of_call(task, sample, call)
+            shared = replace(call.sampling, max_new_tokens=self.sampling.max_new_tokens)
+            by_sampling.setdefault(shared, {})[place] = task_of_call(task, sample, call)
         answers: dict[int, Completion] = {}
         for sampling, tasks in by_sampling.items():
             sampled = self.engine.generate(list(tasks.values()), 1, sampling, NoiseKey(self.seed, step))
