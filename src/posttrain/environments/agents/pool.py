@@ -62,7 +62,9 @@ class AgentPool(ScoringPool):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__(settings)
         assert isinstance(settings.config, AgentConfig)
-        self.code_files: list[Path] = code_files(settings.config.agent, settings.base_folder)
+        own = settings.config
+        named = [str(own.kwargs.get("taskset", ""))] if own.agent == "verifiers" else own.agent
+        self.code_files: list[Path] = code_files(named, settings.base_folder)
         self._turn_limit_s = settings.config.turn_timeout_s or math.inf
         self._clocks: Sequence[AgentClock] = ()
         self._on_end: Callable[[int, Score], None] = lambda place, score: None

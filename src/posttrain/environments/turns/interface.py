@@ -22,6 +22,7 @@ from posttrain.files.json_files import JsonMapping
 Observation = str | Mapping[str, str]
 Reward = float | Mapping[str, float]  # a number, or named parts that add up
 EndReason = Literal["turns", "tokens"]
+MAX_OBSERVATION_CHARACTERS = 100_000  # of all that the model reads after one turn
 
 
 class Response(str):

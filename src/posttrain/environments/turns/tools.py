@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
-from posttrain.environments.turns.interface import Observation, Response, Turn, TurnEnvironment
+from posttrain.environments.turns.interface import (
+    MAX_OBSERVATION_CHARACTERS,
+    Observation,
+    Response,
+    Turn,
+    TurnEnvironment,
+)
 from posttrain.files.json_files import JsonMapping
 
 # Counted in every turn, so that a step without any has a 0 and not a gap.
@@ -44,7 +50,9 @@ class ToolEnvironment(TurnEnvironment):
         if not calls:
             return Turn(state, done=True, answer=response, counts=dict.fromkeys(COUNTS, 0))
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        results: list[Observation] = [self._result(state, call, counts) for call in calls[: self.max_calls_per_turn]]
+        asked = calls[: self.max_calls_per_turn]
+        limit = MAX_OBSERVATION_CHARACTERS // len(asked) - 200
+        results: list[Observation] = [_cut(self._result(state, call, counts), limit) for call in asked]
         if len(calls) > self.max_calls_per_turn:
             counts["malformed_tool_calls"] += len(calls) - self.max_calls_per_turn
             results.append(f"error: only {self.max_calls_per_turn} calls are answered in one turn")
@@ -80,6 +88,12 @@ class ToolEnvironment(TurnEnvironment):
             if expected and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected)):
                 return f"{call.name}: the argument {name!r} must be a {properties[name]['type']}"
         return ""
+
+
+def _cut(result: str, limit: int) -> str:
+    if not isinstance(result, str) or len(result) <= limit:
+        return result
+    return f"{result[:limit]}\n[cut here: the result has {len(result)} characters, {limit} are shown]"
 
 
 def schema_of(name: str, description: str, argument: str, about: str) -> JsonMapping:
