@@ -27,6 +27,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import code_files
+from posttrain.errors import InputError
 from posttrain.rollouts.agent_endpoint import AgentSession, PendingCall
 from posttrain.rollouts.agent_requests import RefusedRequest, read_request
 from posttrain.rollouts.agents import AgentRollouts, build_conversations
@@ -659,6 +660,20 @@ def test_connections_without_a_key_give_way(tmp_path: Path, cleanup: ExitStack) 
         connection.close()
 
 
+def test_requests_with_limits_of_their_own_are_sampled_together(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        row = task.metadata["row"]
+        answer = post(endpoint, {"messages": list(task.messages), "max_tokens": row + 2, "return_token_ids": True})
+        return float(len(answer["choices"][0]["token_ids"]) <= row + 2)
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    groups = agents.take(2, step=1).groups
+    assert [group.rollouts[0].score for group in groups] == [Score(1.0)] * 2
+    assert agents.engine.batches == [2]  # type: ignore[attr-defined]
+    assert_captured(groups, agents.engine)
+
+
 def test_a_retry_gets_the_first_answer_again(tmp_path: Path, cleanup: ExitStack) -> None:
     script = """
     def solve(task, endpoint):
@@ -677,6 +692,29 @@ def test_an_agent_that_never_asks_is_unscored(tmp_path: Path, cleanup: ExitStack
     agents = source(tmp_path, "def solve(task, endpoint): return 1.0", cleanup, num_samples=1)
     (group,) = agents.take(1, step=1).groups
     assert group.rollouts[0].score.error == "the agent never asked the model"
+
+
+def test_an_agent_gets_no_credential_that_it_was_not_given_and_no_proxy_to_the_endpoint(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "mine.example")
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        names = [name for name, value in os.environ.items() if "secret" in value]
+        return json.dumps([names, os.environ["GIVEN"], os.environ["NO_PROXY"].split(",")[0]])
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, env={"GIVEN": "1", "HF_TOKEN": None})
+    (group,) = agents.take(1, step=1).groups
+    talk = group.rollouts[0].completion.conversation
+    assert talk is not None
+    assert json.loads(str(talk.answer)) == [["HF_TOKEN"], "1", "mine.example"]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InputError, match=r"env\.agent\.env\.HF_TOKEN"):
+        source(tmp_path, script, cleanup, env={"HF_TOKEN": None})
 
 
 def test_a_command_gets_the_task_and_prints_its_result(tmp_path: Path, cleanup: ExitStack) -> None:
