@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -239,6 +240,22 @@ def test_the_openai_client_with_tools_and_streams(tmp_path: Path, cleanup: ExitS
         assert rollout.completion.branches == ()
         assert rollout.completion.conversation is not None
         assert rollout.completion.conversation.counts["overridden_sampling"] == 4
+
+
+@pytest.mark.full
+def test_the_agent_of_the_tutorial_is_scored_and_captured(tmp_path: Path, cleanup: ExitStack) -> None:
+    tutorial = Path(__file__).parents[3] / "docs" / "tutorials" / "own-agent.md"
+    (code,) = re.findall(r"```python\n# agent\.py\n(.*?)```", tutorial.read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) < 12  # and the name of the file
+    agents = source(tmp_path, code, cleanup, num_samples=1, max_calls=4)
+    groups = agents.take(2, step=1).groups
+    assert_captured(groups, agents.engine)
+    for group in groups:
+        (rollout,) = group.rollouts
+        assert rollout.score.scored
+        assert rollout.completion.branches == ()
+        assert rollout.completion.conversation is not None
+        assert 1 <= rollout.completion.conversation.num_turns <= 3
 
 
 REWRITES = """
