@@ -17,6 +17,7 @@ move the tools. Training on such text would train on tokens that were not sample
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat, Ids
@@ -40,12 +41,16 @@ class Exchange:
     messages: tuple[Message, ...]
     turn: Message = field(default_factory=lambda: TURN)  # the model's, as it is rendered: with the calls it is about
 
+    def without_calls(self) -> Exchange:
+        if not self.turn.get("tool_calls"):
+            return self
+        return Exchange(tuple({"role": "", "content": message["content"]} for message in self.messages))
+
 
 class NextTurn:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.tools = ToolChat(chat)
-        self._takes_results: dict[int, bool] = {}  # by number of calls
         self._end = chat.end_of_turn
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
@@ -57,8 +62,12 @@ class NextTurn:
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        turn = self.stand_in(exchanges[-1].turn)
-        return self.ids_after(self.tools.render(self._with_turns(prompt, exchanges)), turn, sampled)
+        if any(one.turn.get("tool_calls") for one in exchanges):
+            with suppress(DataError):  # the template does not write these calls: their results are plain turns
+                rendered = self.tools.render(self._with_turns(prompt, exchanges))
+                return self.ids_after(rendered, self.stand_in(exchanges[-1].turn), sampled)
+            exchanges = [one.without_calls() for one in exchanges]
+        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), TURN, sampled)
 
     def read(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools, *, reads_calls: bool = True) -> Answer:
         """The model's answer as text, reasoning and calls."""
@@ -67,7 +76,7 @@ class NextTurn:
         return form.parse(answer_text(tokenizer, sampled, form), tools, prompt=end, reads_calls=reads_calls)
 
     def exchange(self, calls: Sequence[AnyCall], results: Sequence[Message]) -> Exchange:
-        """`results` as those of the calls, if they are and the template can say so."""
+        """`results` as those of the calls, if they are and the template writes calls."""
         known = [call.in_message(call_id("", place)) for place, call in enumerate(calls) if isinstance(call, ToolCall)]
         if not len(known) == len(calls) == len(results) or any(one["role"] for one in results):
             return Exchange(tuple(results))
@@ -76,15 +85,7 @@ class NextTurn:
             for one, call in zip(results, known, strict=True)
         ]
         turn: Message = {**TURN, "tool_calls": known}
-        if len(calls) not in self._takes_results:
-            asked: Message = {"role": "user", "content": "?"}
-            try:
-                self._after_turn(self.tools.render([asked, self.stand_in(turn), *answers]))
-            except DataError:
-                self._takes_results[len(calls)] = False
-            else:
-                self._takes_results[len(calls)] = self.stand_in(turn) is not TURN
-        return Exchange(tuple(answers), turn) if self._takes_results[len(calls)] else Exchange(tuple(results))
+        return Exchange(tuple(results)) if self.stand_in(turn) is TURN else Exchange(tuple(answers), turn)
 
     def stand_in(self, answer: JsonMapping) -> Message:
         """For an answer in a conversation to render: with calls, as templates ask for them before a tool's turn."""
@@ -152,7 +153,7 @@ class NextTurn:
     def _inner_end(self, after: str) -> str:
         """The token with which the template ends a turn that others follow: then a second special token does."""
         special = self._chat.special_texts
-        end = next((one for one in special if after.lstrip().startswith(one)), "")
+        end = max((one for one in special if after.lstrip().startswith(one)), key=len, default="")
         follows = after.lstrip()[len(end) :].lstrip()
         return end if end and self._chat.closes_answers and follows.startswith(tuple(special)) else ""
 

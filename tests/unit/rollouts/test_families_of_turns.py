@@ -13,6 +13,7 @@ from fakes import ScriptedEnvironment, ScriptedTasks
 
 from posttrain.data.chat import ChatFormat, shared_length
 from posttrain.data.errors import DataError
+from posttrain.data.tool_calls import ToolCall
 from posttrain.data.tool_prompts import ToolChat
 from posttrain.environments.turns import ToolEnvironment, Turn
 from posttrain.environments.turns.interface import Response, TurnItem
@@ -145,6 +146,24 @@ def test_a_history_that_the_template_does_not_write_after_a_stand_in_is_a_new_ro
     assert second.parent is None
     assert second.prompt_ids == tuple(chat.prompt([ASKED, SAID, MORE])[1])
     assert second.said.role == "user"
+
+
+def test_results_of_calls_that_the_template_refuses_are_plain_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of("qwen3")
+    turns = NextTurn(chat)
+    calls = (ToolCall("add", {"a": 1}),)
+    plain = Exchange(({"role": "", "content": "7"},))
+    called = turns.exchange(calls, plain.messages)
+    assert called.messages[0]["tool_call_id"] == called.turn["tool_calls"][0]["id"]
+    assert turns.exchange((*calls, *calls), plain.messages) == plain, "one result for two calls is of neither"
+    sampled = ids_of(chat, "x<|im_end|>")
+    written = turns.ids([ASKED], [called, plain], sampled)
+
+    def refuses(*args: Any) -> Any:
+        raise DataError("refused")
+
+    monkeypatch.setattr(turns.tools, "render", refuses)
+    assert turns.ids([ASKED], [called, plain], sampled) == written == turns.ids([ASKED], [plain, plain], sampled)
 
 
 class Adder(ToolEnvironment):
