@@ -73,6 +73,37 @@ def write_frame(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+_PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+_PASSED_PREFIXES = ("LC_", "PYTHON", "XDG_")
+
+
+def passed_variables(more: Mapping[str, str | None]) -> dict[str, str]:
+    """For programs of others: the variables of this process that hold no credentials, and `more`. None as a value
+    passes on the variable of that name.
+    """
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in _PASSED or name.startswith(_PASSED_PREFIXES) or (name in more and more[name] is None)
+    }
+    return with_direct_loopback({**own, **{name: value for name, value in more.items() if value is not None}})
+
+
+def with_direct_loopback(variables: Mapping[str, str]) -> dict[str, str]:
+    """No proxy stands between processes of this machine."""
+    named = ",".join(variables.get(name, "") for name in ("NO_PROXY", "no_proxy"))
+    hosts = ",".join(dict.fromkeys([*(host for host in named.split(",") if host), "127.0.0.1", "localhost"]))
+    return {**variables, "NO_PROXY": hosts, "no_proxy": hosts}
+
+
 # -- the parent's side -------------------------------------------------------------------------------------------------
 
 

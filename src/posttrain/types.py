@@ -69,6 +69,7 @@ class Task:
     first_sample: int = 0
     first_token: int = 0
     images: tuple[ImageRef, ...] = ()  # in the order of the image parts in `messages`
+    max_new_tokens: int | None = None  # where it is less than that of all
 
 
 # Below this a temperature can only mean greedy: its inverse would overflow.
@@ -87,6 +88,11 @@ class Sampling:
     end_of_turn_ids: tuple[int, ...] = ()  # what the chat template ends an answer with
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # sample exactly max_new_tokens; for benchmarks
+
+    def limit_of(self, task: Task) -> int:
+        """Tokens that an answer to this task may have."""
+        own = task.max_new_tokens
+        return self.max_new_tokens if own is None else min(own, self.max_new_tokens)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class TwoTurns:
 
     names = frozenset({"talk"})
 
+    def tools(self, name: str) -> tuple[()]:
+        return ()
+
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
         return [self._answer(item) for _, item in calls]
 

@@ -55,11 +55,12 @@ UNSCORED = {
     "    ask(messages); os.kill(os.getpid(), signal.SIGKILL)",
     "closes-its-pipes": "ask(messages); os.closerange(0, 100)",
     "too-long-a-prompt": "ask([user('x' * 4000)])",
+    "asks-on-and-on": "while True: ask(messages)",
     "not-supported": "post({'messages': messages, 'n': 3})",
 }
 # They end as they should: with the reward that they return.
 SCORED = {
-    "floods-with-requests": "[ask(messages) for _ in range(40)]",
+    "floods-with-requests": "[ask(messages) for _ in range(20)]",
     "floods-side-by-side": "threads(lambda: ask(messages), 24)",
     "floods-with-wrong-keys": "threads(lambda: refused(lambda: post({'messages': messages}, 'no')), 40); ask(messages)",
     "floods-the-log": "ask(messages); print('x' * 10_000_000); sys.stderr.write('y' * 10_000_000)",
@@ -182,6 +183,7 @@ def arguments(lab: Lab, folder: Path, *more: str, steps: int) -> list[str]:
         f"env.mine.agent={folder / 'agent.py'}:solve",
         "env.mine.num_workers=8",
         f"env.mine.timeout_s={TIMEOUT_S}",
+        f"env.mine.env.FAULTS_FOLDER={folder}",
         "grpo.max_rollout_turns=8",
         "policy.max_total_sequence_length=96",
         "grpo.val_period=0",
@@ -299,7 +301,7 @@ def killed_worker(lab: Lab, kind: str, folder: Path, chance: random.Random) -> N
     words = arguments(lab, folder, "env.mine.timeout_s=120", "env.mine.num_workers=2", steps=1)
     if kind == "turns":
         (folder / "talk.py").write_text(TURNS)
-        words = [word for word in words if not word.startswith("env.mine.agent")]
+        words = [word for word in words if not word.startswith(("env.mine.agent", "env.mine.env"))]
         words += [f"env.mine.turns={folder / 'talk.py'}:Talk"]
     (folder / "hold").touch()
     running = processes.begin(words, folder / "log")

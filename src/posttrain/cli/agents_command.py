@@ -54,7 +54,7 @@ def add_arguments(parser: OverridesParser) -> None:
     tasks.config_file("YAML file of the GRPO run")
     tasks.option("--env NAME", "which environment under env:", required=True)
     tasks.option("--out FILE", "jsonl file to write", required=True)
-    tasks.option("--split NAME", "split of the environment's tasks (default: train)", default="train")
+    tasks.option("--split NAME", "split of the tasks, of OpenEnv only (default: train)")
     tasks.option("--count N", "most tasks; of an environment without tasks, seeds (default: all, or 100)", type=int)
     tasks.words()
     tasks.set_defaults(run=_tasks, interrupted="stopped")
@@ -110,17 +110,23 @@ def _tasks(args: argparse.Namespace) -> int:
     from posttrain.files import durable
 
     block = config.env[args.env]
+    if args.count is not None and args.count < 1:
+        raise InputError(f"--count {args.count}: at least 1 is needed")
+    if block.agent == "verifiers" and args.split is not None:
+        setting = f"env.{args.env}.agent_kwargs.taskset_config"
+        raise InputError(f"--split {args.split}: a taskset of verifiers has its split, if any, in {setting}")
     if block.turns != "openenv" and block.agent != "verifiers":
         known = "`turns: openenv` or `agent: verifiers`"
         raise InputError(f"--env {args.env}: only environments with {known} have tasks of their own")
     try:
         environment: OpenEnv | Verifiers
+        own = {"python": block.python, "env": block.env}
         if block.turns == "openenv":
-            environment = OpenEnv(**{**block.turns_kwargs, "python": block.python})
+            environment = OpenEnv(**{**block.turns_kwargs, **own})
         else:
-            environment = Verifiers(**{**block.agent_kwargs, "python": block.python})
+            environment = Verifiers(**{**block.agent_kwargs, **own})
         try:
-            rows = environment.tasks(args.split, args.count)
+            rows = environment.tasks(args.split or "train", args.count)
         finally:
             environment.side.end()
     except (TypeError, ValueError, BadSetup, Unscored) as error:

@@ -221,6 +221,9 @@ class EnvironmentConfig(OpenSection):
         "Agent that asks the model by OpenAI's chat API: `file.py:function`, the words of a command, or verifiers.",
     )
     agent_kwargs: FreeMap = setting(dict, "Further arguments of that function.")
+    env: dict[str, str | None] = setting(
+        dict, "Variables for the agent, or the process of OpenEnv; null passes on the run's, and no credential else."
+    )
     turn_timeout_s: PositiveFloat | None = setting(
         None, "Seconds that an agent may work between two requests; null is no limit besides timeout_s."
     )
@@ -249,6 +252,9 @@ class EnvironmentConfig(OpenSection):
         if self.python is not None and not runs_code and not {self.turns, str(self.agent)} & WITH_OWN_PYTHON:
             known = "`turns: openenv`, `agent: verifiers` and `type: code`"
             yield f"env.{name}.python = {self.python!r} is for {known}: remove it"
+        if self.env and self.agent is None and self.turns != "openenv":
+            hint = "write turns_kwargs.env" if self.turns == "mcp" else "remove it"
+            yield f"env.{name}.env has variables for an agent or `turns: openenv`: {hint}"
         if self.agent is None:
             for key in ("agent_kwargs", "turn_timeout_s"):
                 if getattr(self, key):

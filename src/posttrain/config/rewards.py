@@ -453,6 +453,7 @@ class AgentConfig(RewardConfig):
     type: Literal["agent"] = setting("agent", "Tells the workers what they are.")
     agent: str | list[str] = setting(..., "`file.py:function`, `package.module:function`, or the words of a command.")
     kwargs: FreeMap = setting(dict, "Further arguments of the function.")
+    env: dict[str, str | None] = setting(dict, "Variables that it gets beside the usual ones.")
     turn_timeout_s: PositiveFloat | None = setting(None, "Seconds between two requests; null is no limit.")
 
 

@@ -96,6 +96,16 @@ class ChatFormat:
         return self._end_of_turn or self.tokenizer.eos_token or ""
 
     @property
+    def closes_answers(self) -> bool:
+        """Whether the template writes an end of its own after an assistant's turn."""
+        return bool(self._end_of_turn)
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special and of added tokens."""
+        return frozenset({*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()})
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens after which the assistant has finished: EOS, and the end of a turn when that is another token."""
         end = self.encode_prompts([self.end_of_turn])[0] if self.end_of_turn else []
@@ -142,9 +152,16 @@ class ChatFormat:
         """Tokens of the prompt and of the answer with its end of turn."""
         return self.encode_turns([self.render_turn(prompt_messages, response)])[0]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[JsonMapping] = (), **kwargs: object) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonMapping] = (),
+        *,
+        opens_answer: bool = True,
+        **kwargs: object,
+    ) -> str:
         """The text of `prompt`. `tools` and `kwargs` are passed to the template; see `tool_prompts.py`."""
-        return self._write(messages, opens_answer=True, tools=tools, **kwargs)
+        return self._write(messages, opens_answer=opens_answer, tools=tools, **kwargs)
 
     def render_all(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         """`render` of each, together."""
@@ -346,8 +363,7 @@ class ChatFormat:
     def _find_end_of_turn(self) -> str:
         """The part of it that closes the turn: up to the first special token, or all of it that is not white space."""
         after = self._after_answer
-        special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
-        ends = [after.index(token) + len(token) for token in special if token in after]
+        ends = [after.index(token) + len(token) for token in self.special_texts if token in after]
         return after[: min(ends)] if ends else after.rstrip()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[Ids]:

@@ -3,8 +3,8 @@
 `answer_format` chooses the format from a chat template. `AnswerFormat.parse` reads a whole answer, `reader` reads one
 in pieces as they are sampled; both give the same. A call that cannot be read stays in the text, and is counted.
 
-A turn of an environment with tools (`environments/turns/tools.py`) is read by `parse_tool_calls`: calls as in templates
-of Hermes and Qwen, or a turn that is nothing but JSON.
+In turns of an environment with tools, calls of Hermes and Qwen templates, and a turn that is nothing but JSON, are read
+from every model (`parse_tool_calls`).
 
 Names of formats are those of vLLM's `--tool-call-parser`. The text must contain the special tokens that are `markers`.
 """

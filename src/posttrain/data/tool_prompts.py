@@ -10,12 +10,12 @@ templates that leave calls out, they are written into the content.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.chat import ChatFormat
+from posttrain.data.chat import ChatFormat, shared_length
 from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import FORMATS, AnswerFormat, ToolCall, Tools, answer_format, call_id
 from posttrain.files.json_files import JsonMapping, JsonObject
@@ -118,17 +118,41 @@ class ToolChat:
         """
         shapes = ((True, ""), (False, ""), (True, None), (False, None)) if self.chat.template is not None else ()
         for as_object, empty in shapes:
-            arguments = {_VALUE: _VALUE}
-            function = {"name": _NAME, "arguments": arguments if as_object else json.dumps(arguments)}
-            call = {"id": call_id("", 0), "type": "function", "function": function}
-            turn = {"role": "assistant", "content": empty, "tool_calls": [call]}
             try:
-                text = self.chat.render([_QUESTION, turn, _result("tool")], [_EXAMPLE_TOOL])
+                text = self.chat.render([_QUESTION, _called(as_object, empty), _result("tool")], [_EXAMPLE_TOOL])
             except DataError:
                 continue
             if _VALUE in text and _RESULT in text and f'\\"{_VALUE}' not in text:
                 return as_object, empty, text
         return None
+
+    @cached_property
+    def after_call(self) -> tuple[str, str] | None:
+        """What the template writes after the last value of a call: the rest of the call, and the token that ends the
+        turn, if there is one. None if it leaves calls out, or they are not read.
+        """
+        if self._example is None or not self.answers.name:
+            return None
+        as_object, empty, text = self._example
+        try:
+            last = self.chat.render([_QUESTION, _called(as_object, empty)], [_EXAMPLE_TOOL], opens_answer=False)
+        except DataError:
+            return None
+        after, at_end = (one.rpartition(_VALUE)[2] for one in (text, last))
+        shared = after[: shared_length(after, at_end)]
+        ends = self.chat.special_texts - self._call_markers if self.chat.closes_answers else ()
+        stop, end = max(((shared.rfind(one), one) for one in ends), default=(-1, ""))
+        return (shared[:stop].rstrip(), end) if stop >= 0 else (shared.rstrip(), "")
+
+    @property
+    def _call_markers(self) -> frozenset[str]:
+        """Markers within an answer. Those that end a part of harmony may end the answer too."""
+        return frozenset(self.answers.markers) - {*(self.answers.closing if self.answers.has_channels else ())}
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that, sampled last, have ended the answer: special ones that are no markers within it."""
+        return hidden_token_ids(self.chat.tokenizer, self._call_markers).union(self.chat.stop_token_ids)
 
     @cached_property
     def _tool_role(self) -> str:
@@ -140,6 +164,13 @@ class ToolChat:
             return "tool" if _RESULT in self.chat.render([_QUESTION, turn, _result("tool")]) else "user"
         except DataError:
             return "user"
+
+
+def _called(as_object: bool, content: str | None) -> Message:
+    arguments = {_VALUE: _VALUE}
+    function = {"name": _NAME, "arguments": arguments if as_object else json.dumps(arguments)}
+    call = {"id": call_id("", 0), "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _result(role: str) -> Message:
@@ -179,14 +210,15 @@ def with_description(messages: Sequence[Message], description: str, chat: ChatFo
 
 def describe(tools: Tools, answers: AnswerFormat = FORMATS["hermes"]) -> str:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = answers if answers.written else FORMATS["hermes"]
     return (
         f"You can use these tools:\n{listed}\n"
-        f"To use one, write {answers.write('...', '{...}')} and end your turn; the result comes in the next message. "
+        f"To use one, write {form.write('...', '{...}')} and end your turn; the result comes in the next message. "
         "When you know the answer, give it without a tool call."
     )
 
 
-def hidden_token_ids(tokenizer: PreTrainedTokenizerBase, markers: Sequence[str]) -> frozenset[int]:
+def hidden_token_ids(tokenizer: PreTrainedTokenizerBase, markers: Collection[str]) -> frozenset[int]:
     """Special tokens that are not part of an answer's text. Markers of calls and reasoning are."""
     ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from posttrain.config.base import explain_errors
+from posttrain.config.base import FreeMap, explain_errors
 from posttrain.config.data import BUILT_IN_TURNS, REMOTE_TURNS, EnvironmentConfig
 from posttrain.config.rewards import AgentConfig, RemoteTurnsConfig, RewardConfig, TurnsConfig
 from posttrain.errors import InputError
@@ -66,8 +67,8 @@ def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Rew
     for name, block in _configs(blocks):
         if block.turns is not None:
             kind = RemoteTurnsConfig if block.turns in REMOTE_TURNS else TurnsConfig
-            own = {"python": block.python} if block.python is not None else {}
-            given = {**block.turns_kwargs, **own}
+            own: FreeMap = {"python": block.python} if block.python is not None else {}
+            given = {**block.turns_kwargs, **own, **({"env": _variables(name, block)} if block.env else {})}
             config = kind(turns=BUILT_IN_TURNS.get(block.turns, block.turns), kwargs=given)
             found[name] = _in_workers(block, f"env.{name}.turns", config, base_folder)
     return found
@@ -80,9 +81,17 @@ def read_agents(blocks: Blocks, base_folder: Path | None = None) -> dict[str, Re
         if block.agent is not None:
             own = {"python": block.python} if block.python is not None else {}
             given = {**block.agent_kwargs, **own}
-            config = AgentConfig(agent=block.agent, kwargs=given, turn_timeout_s=block.turn_timeout_s)
+            variables = _variables(name, block)
+            config = AgentConfig(agent=block.agent, kwargs=given, env=variables, turn_timeout_s=block.turn_timeout_s)
             found[name] = _in_workers(block, f"env.{name}.agent", config, base_folder)
     return found
+
+
+def _variables(name: str, block: EnvironmentConfig) -> dict[str, str | None]:
+    for key, value in block.env.items():
+        if value is None and key not in os.environ:
+            raise InputError(f"env.{name}.env.{key} is null, which passes on a variable of the run, and it has none")
+    return block.env
 
 
 def _in_workers(block: EnvironmentConfig, path: str, config: RewardConfig, base_folder: Path | None) -> RewardSettings:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.item import BadSetup, Unscored
-from posttrain.processes import Child, ending_of, frame, take_frames
+from posttrain.environments.item import WORKER_MARK, BadSetup, Unscored
+from posttrain.processes import Child, ending_of, frame, passed_variables, take_frames
 
 _SIDE = Path(__file__).parent / "side"
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # would bring our packages into the other environment
@@ -32,8 +32,18 @@ class SideError(Unscored):
 class SideProcess:
     """What it prints is the worker's output. A process that died is started again for the next request."""
 
-    def __init__(self, python: str | None, program: str, setup: Mapping[str, object], limit_s: float) -> None:
+    def __init__(
+        self,
+        python: str | None,
+        program: str,
+        setup: Mapping[str, object],
+        limit_s: float,
+        variables: Mapping[str, str | None],
+    ) -> None:
         self._python, self._program = os.path.expanduser(python or sys.executable), program
+        mark = {WORKER_MARK: os.environ.get(WORKER_MARK, "")}
+        given = {**passed_variables(variables), **mark}
+        self._variables = {name: value for name, value in given.items() if name in variables or name not in _OURS}
         self._setup, self._limit_s = dict(setup), limit_s
         self._child: Child | None = None
         self._socket: socket.socket
@@ -61,10 +71,9 @@ class SideProcess:
 
     def _start(self) -> Any:
         ours, theirs = socket.socketpair()
-        variables = {name: value for name, value in os.environ.items() if name not in _OURS}
         command = [self._python, "-u", str(_SIDE / self._program)]
         try:
-            self._child = Child(command, [theirs.detach()], 2, variables)
+            self._child = Child(command, [theirs.detach()], 2, self._variables)
         except OSError as error:
             ours.close()
             raise BadSetup(

@@ -20,14 +20,14 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from posttrain.config.rewards import PythonRewardConfig
+from posttrain.config.rewards import AgentConfig, PythonRewardConfig
 from posttrain.environments import worker as worker_program
 from posttrain.environments.item import WORKER_MARK
 from posttrain.environments.reward_types import WORKER_SCORERS
 from posttrain.environments.settings import RewardSettings, read_agents, read_settings, read_turns
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
-from posttrain.processes import Child, ending_of, frame, take_frames
+from posttrain.processes import Child, ending_of, frame, passed_variables, take_frames, with_direct_loopback
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
@@ -58,7 +58,9 @@ class WorkerProcess:
         # -P keeps the folder of the program, full of our modules, off sys.path; -u: what it prints survives its death.
         command = [sys.executable, "-P", "-u", str(Path(worker_program.__file__).resolve())]
         # Many workers share the cores, and the order of sets must not depend on the worker.
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ, WORKER_MARK: self._mark}
+        own = settings.config
+        inherited = passed_variables(own.env) if isinstance(own, AgentConfig) else with_direct_loopback(os.environ)
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **inherited, WORKER_MARK: self._mark}
         try:
             self.process = Child(command, (request_fd, reply_fd), output_fd, environment)
         except BaseException:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from socket import SHUT_RD, SHUT_RDWR, socket
 
 from posttrain.data.errors import DataError
 from posttrain.environments.agents.pool import AgentClock
@@ -29,8 +29,11 @@ from posttrain.rollouts.call_tree import Call, CallTree, PromptWriter
 from posttrain.types import Completion, Sampling, Score, Task
 
 _MAX_BODY_BYTES = 32 << 20
-_READ_LIMIT_S = 600.0  # of a connection that sends nothing
+_READ_LIMIT_S = 600.0  # of a connection that sends nothing more, and
+_FIRST_LIMIT_S = 30.0  # of one that has shown no key
 _FULL_LIMIT_S = 10.0  # of a connection, for one of the others to end
+MAX_CONNECTIONS = 64  # of one rollout
+_MAX_REFUSED = 16  # requests that are not sampled, beside `max_calls`, after which an agent is given up
 _POLL_S = 0.2
 Packet = socket | tuple[bytes, socket]  # as in `socketserver`
 MAX_WAIT_S = 10.0  # of a request, for agents that work meanwhile
@@ -59,6 +62,8 @@ class AgentSession:
     is_over: bool = False
     score: Score | None = None  # what came of it
     asked: dict[str, list[PendingCall]] = field(default_factory=dict)  # by digest of the prompt
+    connections: set[socket] = field(default_factory=set)
+    num_refused: int = 0  # requests that were not sampled
 
     @property
     def rollout(self) -> tuple[int, int]:
@@ -80,7 +85,8 @@ class PendingCall:
 def task_of_call(task: Task, sample: int, call: Call) -> Task:
     """For an engine. Noise is keyed by the rollout and the prompt, not by the order of requests."""
     first = int.from_bytes(blake2_of(f"{call.key}", 8), "big") >> 4
-    return replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
+    later = replace(task, prompt="", prompt_ids=call.prompt_ids, first_sample=sample, first_token=first)
+    return replace(later, max_new_tokens=call.sampling.max_new_tokens)
 
 
 class AgentEndpoint:
@@ -118,6 +124,11 @@ class AgentEndpoint:
             for pending in (pending for asked in session.asked.values() for pending in asked):
                 pending.answered.set()
             self._pending = [pending for pending in self._pending if pending.session is not session]
+            for connection in list(
+                session.connections
+            ):  # what is being answered is written, and nothing is read after it
+                with suppress(OSError):
+                    connection.shutdown(SHUT_RD)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -136,7 +147,8 @@ class AgentEndpoint:
             if self._collects_since is None:  # while a batch is sampled, agents cannot ask the next
                 self._collects_since = now
             waited_s = now - max(self._collects_since, min((one.since for one in self._pending), default=now))
-            if not ready or (ready < num_running() and waited_s < MAX_WAIT_S):
+            num_slow = sum(session.clock.worked_s > MAX_WAIT_S for session in self._sessions.values())
+            if not ready or (ready < num_running() - num_slow and waited_s < MAX_WAIT_S):
                 self._changed.wait(_POLL_S)
                 return []
             batch, self._pending, self._collects_since = self._pending, [], None
@@ -165,23 +177,41 @@ class AgentEndpoint:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def ask(self, key: str, body: bytes, *, is_retry: bool) -> tuple[ChatRequest, ChatAnswer]:
+    def admit(self, key: str, connection: socket) -> AgentSession:
+        with self._changed:
+            session = self._sessions.get(key)
+            if session is None:
+                raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
+            if len(session.connections | {connection}) > MAX_CONNECTIONS:
+                problem = f"a rollout may have {MAX_CONNECTIONS} connections at a time"
+                raise RefusedRequest(problem, code="too_many_connections", status=429)
+            session.connections.add(connection)
+            return session
+
+    def ask(self, session: AgentSession, body: bytes, *, is_retry: bool) -> tuple[ChatRequest, ChatAnswer]:
         """Called by a thread of the server, which waits here for the answer."""
-        session = self._sessions.get(key)
-        if session is None:
-            raise RefusedRequest("this API key belongs to no rollout that runs", code="invalid_api_key", status=401)
         with self._changed:
             session.clock.ask()  # from here on: to render and tokenise a long history takes time too
         try:
             return self._answer(session, read_request(body), is_retry=is_retry)
+        except RefusedRequest as error:
+            self._count_refusal(session, str(error))
+            raise
         finally:
             with self._changed:
                 session.clock.answered()
 
+    def _count_refusal(self, session: AgentSession, reason: str) -> None:
+        """An agent that asks on and on, whatever it is answered, is given up."""
+        with self._changed:
+            session.num_refused += 1
+            if session.num_refused == self.max_calls + _MAX_REFUSED:
+                session.clock.problem = f"the agent asked on after {session.num_refused} refusals; the last: {reason}"
+
     def _answer(self, session: AgentSession, request: ChatRequest, *, is_retry: bool) -> tuple[ChatRequest, ChatAnswer]:
         if session.counts["agent_calls"] >= self.max_calls and not is_retry:
             session.counts["out_of_turns"] = 1
-            return request, self._last_word()
+            return request, self._last_word(session)
         messages = [message.plain() for message in request.messages]
         limits = (self.sampling.max_new_tokens, request.max_tokens, request.max_completion_tokens)
         stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *request.stop)))
@@ -197,7 +227,7 @@ class AgentEndpoint:
             raise RefusedRequest(problem, "messages", "context_length_exceeded")
         pending = self._enter(PendingCall(session, request, call), is_retry=is_retry)
         if pending is None:
-            return request, self._last_word()
+            return request, self._last_word(session)
         while not pending.answered.wait(_POLL_S):
             pass
         if pending.answer is None:
@@ -226,9 +256,10 @@ class AgentEndpoint:
             self.reply([(pending, known)])
         return pending
 
-    def _last_word(self) -> ChatAnswer:
+    def _last_word(self, session: AgentSession) -> ChatAnswer:
         """To requests over the limit. It is not the model's, and not trained."""
         text = f"The limit of {self.max_calls} requests (grpo.max_rollout_turns) is reached."
+        self._count_refusal(session, text)
         return ChatAnswer("chatcmpl-limit", self.model, {"role": "assistant", "content": text}, "length")
 
 
@@ -239,10 +270,18 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, endpoint: AgentEndpoint, max_connections: int) -> None:
         self.endpoint = endpoint
         self._free = threading.BoundedSemaphore(max_connections)
+        self.unknown: dict[socket, None] = {}  # connections that have shown no key, oldest first
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Packet, client_address: object) -> None:
-        if self._free.acquire(timeout=_FULL_LIMIT_S):  # others wait, where one agent has opened all that there are
+        assert isinstance(request, socket)
+        is_free = self._free.acquire(blocking=False)
+        if not is_free:
+            with suppress(OSError, StopIteration):
+                next(iter(self.unknown.copy())).shutdown(SHUT_RDWR)
+            is_free = self._free.acquire(timeout=_FULL_LIMIT_S)
+        if is_free:
+            self.unknown[request] = None
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -251,6 +290,7 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.unknown.pop(request, None)  # type: ignore[arg-type]
             self._free.release()
 
     def handle_error(self, request: Packet, client_address: object) -> None:
@@ -259,8 +299,17 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = _READ_LIMIT_S
+    timeout = _FIRST_LIMIT_S
     server: _Server
+    session: AgentSession | None = None
+
+    def finish(self) -> None:
+        self._leave()
+        super().finish()
+
+    def _leave(self) -> None:
+        if self.session is not None:
+            self.session.connections.discard(self.connection)
 
     def do_GET(self) -> None:
         model = {"id": self.server.endpoint.model, "object": "model", "created": 0, "owned_by": "posttrain"}
@@ -275,8 +324,13 @@ class _Handler(BaseHTTPRequestHandler):
             bearer = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             is_retry = self.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             key = bearer or self.headers.get("x-api-key", "")
-            request, answer = self.server.endpoint.ask(key, body, is_retry=is_retry)
+            self._leave()
+            self.session = self.server.endpoint.admit(key, self.connection)
+            self.server.unknown.pop(self.connection, None)
+            self.connection.settimeout(_READ_LIMIT_S)
+            request, answer = self.server.endpoint.ask(self.session, body, is_retry=is_retry)
         except RefusedRequest as error:
+            self.close_connection = self.close_connection or error.status in (401, 429)
             self._send(json.dumps(error.body), error.status)
         except OSError:
             raise
@@ -300,6 +354,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(data)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 
@@ -42,6 +42,9 @@ class RefusedRequest(Exception):
         return {"error": error}
 
 
+_Stop = Annotated[str, Field(max_length=1000)]
+
+
 class _Named(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str = Field(min_length=1)
@@ -58,6 +61,7 @@ class _Call(BaseModel):
 
 class _Tool(BaseModel):
     model_config = ConfigDict(extra="allow")
+    type: Literal["function"] = "function"
     function: _Named
 
 
@@ -89,7 +93,7 @@ class ChatRequest(BaseModel):
     tool_choice: Literal["auto", "none", "required"] | _Tool = "auto"  # calls are never forced
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = []
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = []
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
     parallel_tool_calls: bool = True
@@ -99,12 +103,17 @@ class ChatRequest(BaseModel):
     top_logprobs: Literal[0] = 0
     response_format: dict[Literal["type"], Literal["text"]] = {}
     logit_bias: dict[str, float] = Field({}, max_length=0)
-    num_overridden: int = 0  # sampling settings that the run's replace, and conditions on calls
+    _num_overridden: int = PrivateAttr(0)
 
     @field_validator("stop")
     @classmethod
     def _is_list(cls, value: str | list[str]) -> list[str]:
         return [text for text in ([value] if isinstance(value, str) else value) if text]
+
+    @property
+    def num_overridden(self) -> int:
+        """Sampling settings that the run's replace, and conditions on calls."""
+        return self._num_overridden
 
     @property
     def used_tools(self) -> list[JsonObject]:
@@ -141,7 +150,7 @@ def read_request(body: bytes) -> ChatRequest:
     num_overridden += fields.get("tool_choice", "auto") not in ("auto", "none")
     num_overridden += fields.get("parallel_tool_calls") is False
     try:
-        request = ChatRequest.model_validate({**fields, "num_overridden": num_overridden})
+        request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -150,7 +159,8 @@ def read_request(body: bytes) -> ChatRequest:
         raise RefusedRequest(f"{where} = {str(first['input'])[:80]}: {first['msg']}", where) from None
     for field, reason in _problems(request):
         raise RefusedRequest(f"{field} {reason}", field)
-    request.num_overridden += any((tool.function.model_extra or {}).get("strict") for tool in request.tools)
+    is_strict = any((tool.function.model_extra or {}).get("strict") for tool in request.tools)
+    request._num_overridden = num_overridden + is_strict
     return request
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 
 from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
@@ -25,7 +26,7 @@ from posttrain.environments.turns.interface import TurnTask
 from posttrain.environments.turns.pool import TurnRouter
 from posttrain.errors import InputError
 from posttrain.files.digests import digest, hash_files
-from posttrain.rollouts.agent_endpoint import AgentEndpoint, AgentSession, task_of_call
+from posttrain.rollouts.agent_endpoint import MAX_CONNECTIONS, AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import Call, PromptWriter
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
@@ -122,10 +123,11 @@ class AgentRollouts(FreshRollouts):
                 future.result(timeout=0)
 
     def _generate_calls(self, calls: Iterable[tuple[Task, int, Call]], step: int) -> list[Completion]:
-        """Of (task, sample, call). One call of the engine for all with equal settings."""
+        """Of (task, sample, call). One call of the engine for all that stop at the same texts."""
         by_sampling: dict[Sampling, dict[int, Task]] = {}
         for place, (task, sample, call) in enumerate(calls):
-            by_sampling.setdefault(call.sampling, {})[place] = task_of_call(task, sample, call)
+            shared = replace(call.sampling, max_new_tokens=self.sampling.max_new_tokens)
+            by_sampling.setdefault(shared, {})[place] = task_of_call(task, sample, call)
         answers: dict[int, Completion] = {}
         for sampling, tasks in by_sampling.items():
             sampled = self.engine.generate(list(tasks.values()), 1, sampling, NoiseKey(self.seed, step))
@@ -199,7 +201,8 @@ def build_conversations(
         cleanup.callback(each.close)
         when_stopped(each.interrupt)
     limits = {"max_calls": max_turns, "max_total_tokens": max_total_tokens}
-    num_connections = 256 + 16 * sum(pool.num_workers for pool in pools.values())
+    num_connections = 256 + MAX_CONNECTIONS * sum(pool.num_workers for pool in pools.values())
+    num_connections = min(num_connections, getrlimit(RLIMIT_NOFILE)[0] // 2)
     endpoint = AgentEndpoint(writer, model, **limits, max_connections=num_connections) if agents else None
     if endpoint is not None:
         cleanup.callback(endpoint.close)

@@ -16,14 +16,16 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from posttrain.data.chat import ChatFormat
+from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import Answer, Tools
-from posttrain.data.tool_prompts import ToolChat, answer_text, parsed_arguments
+from posttrain.data.tool_prompts import parsed_arguments
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.rollouts.turn_prompts import TURN, NextTurn
+from posttrain.rollouts.turn_prompts import NextTurn
 from posttrain.types import Completion, Sampling, Utterance
 
 Messages = Sequence[JsonMapping]
@@ -65,27 +67,26 @@ class PromptWriter:
     """Messages to tokens, and tokens to messages, for all rollouts. Threads may share it."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self.chat = ToolChat(chat)
         self.next_turn = NextTurn(chat)
+        self.chat = self.next_turn.tools
         self._lock = threading.Lock()  # tokenizers are not made for several threads
 
     def first(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
         with self._lock:
             return tuple(self.chat.chat.encode_prompts([self.chat.render(messages, tools)])[0])
 
-    def following(self, before: Messages, after: Messages, tools: Tools, sampled: Sequence[int]) -> tuple[int, ...]:
-        """What `after` adds to `sampled`, the answer to `before`."""
+    def following(self, messages: Messages, place: int, tools: Tools, answer: Completion) -> tuple[int, ...]:
+        """What the messages from `place` on add to the one before, whose tokens are those of `answer`."""
         with self._lock:
-            rendered = self.chat.render([*before, TURN, *after], tools)
-            return tuple(self.next_turn.ids_after(rendered, sampled))
+            turn = self.next_turn.stand_in(messages[place - 1])
+            rendered = self.chat.render([*messages[: place - 1], turn, *messages[place:]], tools)
+            is_cut = answer.finish_reason == "length"
+            return tuple(self.next_turn.ids_after(rendered, turn, answer.token_ids, is_cut=is_cut))
 
     def read(self, prompt: Sequence[int], answer: Completion, tools: Tools) -> Answer:
         """The model's answer as text, reasoning and calls."""
-        form, tokenizer = self.chat.answers, self.chat.chat.tokenizer
         with self._lock:
-            end = str(tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
-            text = answer_text(tokenizer, answer.token_ids, form)
-            return form.parse(text, tools, prompt=end, reads_calls=bool(tools))
+            return self.next_turn.read(prompt, answer.token_ids, tools, reads_calls=bool(tools))
 
 
 @dataclass(eq=False)
@@ -100,12 +101,14 @@ class CallTree:
         """The tokens of a request. DataError if the chat template cannot write it."""
         history = (json.dumps(tools, sort_keys=True), *map(_compared, messages))
         length = next((n for n in range(len(history), 1, -1) if history[:n] in self._heads), 0)
-        parent = self._heads[history[:length]] if length else None
-        new = messages[length - 1 :] if parent is not None else messages
+        parent: Call | None = None
+        if length:
+            with suppress(DataError):  # the template does not write it after a stand-in: it is a new root
+                known = self._heads[history[:length]]
+                context = self.writer.following(messages, length - 1, tools, known.answer)
+                parent, new = known, messages[length - 1 :]
         if parent is None:
-            context = self.writer.first(messages, tools)
-        else:
-            context = self.writer.following(messages[: length - 2], new, tools, parent.answer.token_ids)
+            context, new = self.writer.first(messages, tools), messages
         said = Utterance(str(new[0]["role"]) if new else "", "\n".join(map(_text, new)), len(context))
         call = Call(parent, context, said, ("", 0), sampling, history=history)
         call.key = (sha256_of(array("q", call.token_ids).tobytes()), 0)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
+from posttrain.data.tool_calls import AnyCall, parse_tool_calls
 from posttrain.environments.turns.interface import EndReason, Request, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.roles import RoundEngine
@@ -257,9 +258,12 @@ class MultiTurnRollouts(FreshRollouts):
 
     def _step(self, active: Sequence[Dialogue]) -> list[tuple[Dialogue, Exchange]]:
         """Step the environments. Returns the conversations that continue, with their next observation."""
-        calls = [self._call("step", d, d.num_turns, response=d.utterances[-1].text) for d in active]
+        read = [self._read_calls(dialogue) for dialogue in active]
+        calls = [
+            self._call("step", d, d.num_turns, d.utterances[-1].text, own) for d, own in zip(active, read, strict=True)
+        ]
         unfinished = []
-        for dialogue, outcome in zip(active, self.turns.ask(calls), strict=True):
+        for dialogue, own, outcome in zip(active, read, self.turns.ask(calls), strict=True):
             if not isinstance(outcome, TurnOutcome):
                 dialogue.failure = outcome
                 continue
@@ -268,8 +272,16 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.answer = outcome.answer
                 continue
             dialogue.state = outcome.state
-            unfinished.append((dialogue, Exchange(outcome.observation)))
+            own = own if self.turns.tools(dialogue.task.environment) else ()
+            unfinished.append((dialogue, self.renderer.exchange(own, outcome.observation)))
         return unfinished
+
+    def _read_calls(self, dialogue: Dialogue) -> tuple[AnyCall, ...]:
+        """Those of the last turn, in the format of the chat template, or in the one of `parse_tool_calls`."""
+        num_sampled, tools = dialogue.utterances[-1].num_tokens, self.turns.tools(dialogue.task.environment)
+        ids = (*dialogue.task.prompt_ids, *dialogue.token_ids)
+        answer = self.renderer.read(ids[: len(ids) - num_sampled], ids[len(ids) - num_sampled :], tools)
+        return answer.calls or tuple(parse_tool_calls(answer.content))
 
     def _continue(self, dialogue: Dialogue, exchange: Exchange) -> EndReason | None:
         """Append the observation, or return the limit that it would exceed."""
@@ -296,12 +308,20 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.failure = outcome
 
     def _call(
-        self, request: Request, dialogue: Dialogue, turn: int, response: str = "", reason: EndReason = "turns"
+        self,
+        request: Request,
+        dialogue: Dialogue,
+        turn: int,
+        response: str = "",
+        calls: tuple[AnyCall, ...] | None = None,
+        reason: EndReason = "turns",
     ) -> tuple[str, TurnItem]:
         """The environment's randomness is keyed, so a resumed run repeats it."""
         conversation = f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}"
         key = f"{conversation}\0{turn}"
-        return dialogue.task.environment, TurnItem(request, key, None, dialogue.state, response, reason, conversation)
+        return dialogue.task.environment, TurnItem(
+            request, key, None, dialogue.state, response, calls, reason, conversation
+        )
 
 
 def _dialogues(group: OpenGroup) -> list[Dialogue]:

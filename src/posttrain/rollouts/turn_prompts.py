@@ -17,12 +17,14 @@ move the tools. Training on such text would train on tokens that were not sample
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat, Ids
 from posttrain.data.errors import DataError
-from posttrain.data.tool_calls import Tools
-from posttrain.data.tool_prompts import describe, with_description, writes_tools
+from posttrain.data.tool_calls import Answer, AnyCall, ToolCall, Tools, call_id
+from posttrain.data.tool_prompts import ToolChat, answer_text, describe, with_description, writes_tools
+from posttrain.files.json_files import JsonMapping
 from posttrain.rollouts.fresh import DrawnTasks, TaskStream
 from posttrain.types import Message, Task
 
@@ -37,30 +39,86 @@ class Exchange:
     """The environment's messages after one of the model's turns. An empty role means the template's role for tools."""
 
     messages: tuple[Message, ...]
+    turn: Message = field(default_factory=lambda: TURN)  # the model's, as it is rendered: with the calls it is about
+
+    def without_calls(self) -> Exchange:
+        if not self.turn.get("tool_calls"):
+            return self
+        return Exchange(tuple({"role": "", "content": message["content"]} for message in self.messages))
 
 
 class NextTurn:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
+        self.tools = ToolChat(chat)
         self._end = chat.end_of_turn
         self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
         self.role = self._find_role()
         # Raises if the template cannot render a conversation.
         asked: Message = {"role": "user", "content": "?"}
-        self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
+        after = self._after_turn(chat.render(self._with_turns([asked], [Exchange(({"role": "", "content": "?"},))])))
+        self._ends = [self._end, self._inner_end(after), (self.tools.after_call or ("", ""))[1]]
         self.caution = self._find_caution()
 
     def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
         """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
-        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), sampled)
+        if any(one.turn.get("tool_calls") for one in exchanges):
+            with suppress(DataError):  # the template does not write these calls: their results are plain turns
+                rendered = self.tools.render(self._with_turns(prompt, exchanges))
+                return self.ids_after(rendered, self.stand_in(exchanges[-1].turn), sampled)
+            exchanges = [one.without_calls() for one in exchanges]
+        return self.ids_after(self._chat.render(self._with_turns(prompt, exchanges)), TURN, sampled)
 
-    def ids_after(self, rendered: str, sampled: Sequence[int]) -> Ids:
-        """The tokens to append to `sampled`, which stands in a rendered conversation where its last `TURN` does."""
+    def read(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools, *, reads_calls: bool = True) -> Answer:
+        """The model's answer as text, reasoning and calls."""
+        form, tokenizer = self.tools.answers, self._chat.tokenizer
+        end = str(tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False))
+        return form.parse(answer_text(tokenizer, sampled, form), tools, prompt=end, reads_calls=reads_calls)
+
+    def exchange(self, calls: Sequence[AnyCall], results: Sequence[Message]) -> Exchange:
+        """`results` as those of the calls, if they are and the template writes calls."""
+        known = [call.in_message(call_id("", place)) for place, call in enumerate(calls) if isinstance(call, ToolCall)]
+        if not len(known) == len(calls) == len(results) or any(one["role"] for one in results):
+            return Exchange(tuple(results))
+        answers = [
+            {**one, "role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for one, call in zip(results, known, strict=True)
+        ]
+        turn: Message = {**TURN, "tool_calls": known}
+        return Exchange(tuple(results)) if self.stand_in(turn) is TURN else Exchange(tuple(answers), turn)
+
+    def stand_in(self, answer: JsonMapping) -> Message:
+        """For an answer in a conversation to render: with calls, as templates ask for them before a tool's turn."""
+        calls = answer.get("tool_calls")
+        if not calls or self.tools.after_call is None:
+            return TURN
+        hidden = {"arguments": {_PLACEHOLDER: _PLACEHOLDER}}
+        return {
+            **TURN,
+            "content": "",
+            "tool_calls": [{**one, "function": {**one["function"], **hidden}} for one in calls],
+        }
+
+    def ids_after(self, rendered: str, turn: Message, sampled: Sequence[int], *, is_cut: bool = False) -> Ids:
+        """The tokens to append to `sampled`, which stands in a rendered conversation where its last `turn` does.
+
+        A token that has ended the answer stands for the end that the template writes; an answer without one (`is_cut`,
+        or ended by a stop string) gets that.
+        """
         body = self._after_turn(rendered)
-        if not self._end or not body.startswith(self._end):  # contents only, without turn markers
+        rest, _ = (self.tools.after_call or ("", "")) if turn.get("tool_calls") else ("", "")
+        if not body.startswith(rest):
+            raise DataError("the chat template writes this call in another way than others")
+        body = body[len(rest) :]
+        if not (closed := self._closed_by(sampled, is_cut=is_cut)):
             return self._chat.encode_prompts([body])[0]
-        body = body[len(self._end) :]
-        return self._following_end(body) if self._is_closed(sampled) else [*self._end_ids, *self._following_end(body)]
+        text = body.lstrip()
+        written = next((end for end in (closed, *self._ends) if end and text.startswith(end.lstrip())), "")
+        if written:
+            body = text[len(written.lstrip()) :]
+        # Some tokenizers encode the start of a text differently.
+        before, whole, alone = self._chat.encode_prompts([closed, closed + body, body])
+        return whole[len(before) :] if whole[: len(before)] == before else alone
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """As the engine decodes completions."""
@@ -70,7 +128,8 @@ class NextTurn:
     def _with_turns(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> list[Message]:
         messages = list(prompt)
         for exchange in exchanges:
-            messages += [TURN, *({**message, "role": message["role"] or self.role} for message in exchange.messages)]
+            said = ({**message, "role": message["role"] or self.role} for message in exchange.messages)
+            messages += [self.stand_in(exchange.turn), *said]
         return messages
 
     def _after_turn(self, rendered: str) -> str:
@@ -83,18 +142,20 @@ class NextTurn:
             )
         return after
 
-    def _is_closed(self, sampled: Sequence[int]) -> bool:
-        """Whether the model ended its turn itself, rather than a stop string or the length limit."""
-        if list(sampled[-len(self._end_ids) :]) == self._end_ids:
-            return True
-        # " </s>": the space before the special token is the template's, not the model's.
-        last = self._end_ids[-1]
-        return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
+    def _closed_by(self, sampled: Sequence[int], *, is_cut: bool) -> str:
+        """The end that the model has given its turn; empty if a stop string or the length limit ended it."""
+        if self._end_ids and list(sampled[-len(self._end_ids) :]) == self._end_ids:
+            return self._end
+        if is_cut or not sampled or sampled[-1] not in self.tools.end_token_ids:
+            return ""
+        return str(self._chat.tokenizer.decode([sampled[-1]], skip_special_tokens=False))
 
-    def _following_end(self, body: str) -> Ids:
-        """Tokens of a text that follows a turn. Some tokenizers encode the start of a text differently."""
-        whole, alone = self._chat.encode_prompts([self._end + body, body])
-        return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
+    def _inner_end(self, after: str) -> str:
+        """The token with which the template ends a turn that others follow: then a second special token does."""
+        special = self._chat.special_texts
+        end = max((one for one in special if after.lstrip().startswith(one)), key=len, default="")
+        follows = after.lstrip()[len(end) :].lstrip()
+        return end if end and self._chat.closes_answers and follows.startswith(tuple(special)) else ""
 
     def _find_role(self) -> str:
         """`tool` if the template supports it, else `user`."""
@@ -171,7 +232,7 @@ class ToolWriter:
             self.chat = ChatFormat(chat.tokenizer, chat.template, {**chat.kwargs, "tools": [*map(dict, tools)]})
             self.chat.image_tokens = chat.image_tokens
         else:
-            self._described = describe(tools)
+            self._described = describe(tools, ToolChat(chat).answers)
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         return with_description(messages, self._described, self.chat) if self._described else list(messages)

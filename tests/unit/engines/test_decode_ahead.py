@@ -6,6 +6,7 @@ What a captured graph adds, fixed addresses, is tested on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -261,8 +262,9 @@ def test_each_task_may_have_its_own_limit(model: nn.Module, monkeypatch: pytest.
     sampling = Sampling(24, ignore_eos=True)
     whole = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, sampling, KEY)
     limits = [1, 24, 5, 30, 2]
+    tasks = [replace(task, max_new_tokens=limit) for task, limit in zip(make_tasks(), limits, strict=True)]
     for engine in (NativeEngine(model, TOKENIZER), ahead(model, monkeypatch, max_batch_size=4)):
-        limited = engine.generate(make_tasks(), 2, sampling, KEY, limits=limits)
+        limited = engine.generate(tasks, 2, sampling, KEY)
         for group, all_of_it, limit in zip(limited, whole, limits, strict=True):
             for short, long in zip(group, all_of_it, strict=True):
                 assert short.token_ids == long.token_ids[:limit]

@@ -102,10 +102,11 @@ def test_a_small_cache_changes_no_token(
 
 def test_limits_of_single_tasks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling, limits = replace(SAMPLING, ignore_eos=True), [1, 40, 5, 30, 2]
+    tasks = [replace(task, max_new_tokens=limit) for task, limit in zip(make_tasks(5), limits, strict=True)]
     plain = NativeEngine(model, TOKENIZER, NativeSettings(num_speculative_tokens=0))
-    expected = plain.generate(make_tasks(5), 2, sampling, KEY, limits=limits)
+    expected = plain.generate(tasks, 2, sampling, KEY)
     engine = ahead(model, monkeypatch, num_speculative_tokens=7)
-    assert_same(engine.generate(make_tasks(5), 2, sampling, KEY, limits=limits), expected)
+    assert_same(engine.generate(tasks, 2, sampling, KEY), expected)
 
 
 def test_answers_that_continue_draft_from_finished_ones(model: nn.Module, counted: list[int]) -> None:

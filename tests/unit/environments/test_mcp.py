@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from gangs import free_port
 
 from posttrain.environments import check_environments
@@ -25,6 +26,7 @@ from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.errors import InputError
 from posttrain.types import Score
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'posttrain[mcp]'")
 
 SERVER = """
@@ -271,3 +273,17 @@ def test_servers_do_not_see_the_variables_of_the_run(server: Path, monkeypatch: 
         assert variables["GIVEN"] == "1"
         assert "A_SECRET" not in variables
         assert "PATH" in variables or not os.environ.get("PATH")
+
+
+def test_the_example_calculates_and_remembers() -> None:
+    config = yaml.safe_load((EXAMPLES / "configs" / "grpo_mcp.yaml").read_text())
+    (block,) = config["env"].values()
+    program, path = block["turns_kwargs"]["command"]
+    assert program == "python"
+    with closing(routed(EXAMPLES.parent / path)) as router:
+        names = [tool["function"]["name"] for tool in router.tools("tools")]
+        rollout = Conversation(router, "one")
+        assert rollout.reads(called("calculate", expression="17 * 23")) == "391"
+        assert rollout.reads(called("calculate", expression="1 / 0")).endswith("division by zero")
+        assert rollout.reads(called("recall")) == "17 * 23 = 391"
+        assert names == ["calculate", "recall"]

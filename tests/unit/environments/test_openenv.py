@@ -13,7 +13,8 @@ import psutil
 import pytest
 from foreign_pythons import OPENENV, needs_openenv
 
-from posttrain.environments import check_environments
+from posttrain.config.data import EnvironmentConfig
+from posttrain.environments import check_environments, side_process
 from posttrain.environments.settings import read_turns
 from posttrain.environments.turns import TurnTask
 from posttrain.environments.turns.interface import TurnItem
@@ -188,3 +189,32 @@ def test_a_python_without_the_package_is_refused_before_the_run(tmp_path: Path) 
     for python, problem in ((bare, "has no openenv: openenv>=0.10,<0.11 is needed"), ("/none", "cannot be started")):
         with pytest.raises(InputError, match=problem):
             check_environments({"it": {**block(package="game"), "python": str(python)}})
+
+
+SHOWS_VARIABLES = """
+import os, sys
+sys.path.insert(0, SIDE)
+from posttrain_side import serve
+serve(lambda setup: (dict(os.environ), None))
+"""
+
+
+def test_programs_of_packages_get_no_credential_that_they_were_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shows.py").write_text(SHOWS_VARIABLES.replace("SIDE", repr(str(side_process._SIDE))))
+    monkeypatch.setattr(side_process, "_SIDE", tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    side = side_process.SideProcess(None, "shows.py", {}, 10.0, {"HF_TOKEN": None, "GIVEN": "1"})
+    side.end()
+    assert [name for name, value in side.about.items() if value == "secret"] == ["HF_TOKEN"]
+    assert side.about["GIVEN"] == "1"
+    assert "PYTHONPATH" not in side.about
+    assert "127.0.0.1" in side.about["NO_PROXY"].split(",")
+    block = {"turns": "openenv", "turns_kwargs": {"package": "p"}, "env": {"A": "1"}}
+    assert read_turns({"it": block})["it"].config.model_dump()["kwargs"]["env"] == {"A": "1"}
+    for refused in ({"turns": "mcp"}, {"type": "math"}):
+        (problem,) = EnvironmentConfig.model_validate({**refused, "env": {"A": "1"}}).turns_problems("it")
+        assert problem.startswith("env.it.env has variables for an agent")

@@ -241,6 +241,35 @@ def _state(fields: dict[str, Any]) -> bytes:
     return data
 
 
+def test_results_that_are_too_long_for_a_turn_are_cut_with_a_note(tmp_path: Path) -> None:
+    answer = taker(
+        tmp_path,
+        """
+        class Mine(ToolEnvironment):
+            def call(self, state, name, arguments):
+                return arguments["letter"] * 150_000
+        """,
+    )
+    state = _state(answer(TurnItem("reset", task=TASK)).fields)
+    calls = tuple(ToolCall("say", {"letter": letter}) for letter in "ab")
+    for some in (calls[:1], calls):
+        said = answer(TurnItem("step", state=state, response="", calls=some)).fields["observation"]
+        assert sum(len(message["content"]) for message in said) <= 100_000
+        assert all("150000 characters" in message["content"] for message in said)
+        assert [message["content"][:2] for message in said] == ["aa", "bb"][: len(some)]
+        assert len(said[0]["content"]) > 90_000 / len(some)
+
+
+def test_calls_that_the_driver_has_read_are_those_of_the_turn(tmp_path: Path) -> None:
+    answer = taker(tmp_path, "from posttrain.environments.turns.calculator import Calculator as Mine")
+    state = _state(answer(TurnItem("reset", task=TASK)).fields)
+    calls = (ToolCall("calculator", {"expression": "2 * 3"}),)
+    said = answer(TurnItem("step", state=state, response="in the words of a family", calls=calls)).fields
+    assert [message["content"] for message in said["observation"]] == ["6"]
+    written = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+    assert answer(TurnItem("step", state=state, response=written, calls=())).fields["answer"] == written
+
+
 @pytest.mark.parametrize(
     ("returned", "words"),
     [

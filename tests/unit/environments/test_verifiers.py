@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from foreign_pythons import VERIFIERS, needs_verifiers
 
+from posttrain.cli.main import main
 from posttrain.environments import check_environments
+from posttrain.environments.agents.pool import AgentPool
 from posttrain.environments.agents.runner import Endpoint
 from posttrain.environments.agents.verifiers import Verifiers
 from posttrain.environments.item import Unscored
+from posttrain.environments.settings import read_agents
 from posttrain.environments.turns import TurnTask
 from posttrain.errors import InputError
 
@@ -52,6 +55,8 @@ class Model(BaseHTTPRequestHandler):
     """Answers "yes" to everything."""
 
     keys: list[str | None]
+    closed = threading.Event()
+    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -66,12 +71,17 @@ class Model(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def finish(self) -> None:
+        super().finish()
+        self.closed.set()
+
     def log_message(self, format: str, *values: Any) -> None: ...
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     Model.keys = []
+    Model.closed.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "the-key", "m")
@@ -91,6 +101,7 @@ def test_rewards_and_metrics_are_those_of_the_taskset_and_failures_are_no_zeros(
         good, raises, exits = (TurnTask("", [], None, row) for row in rows)
         assert environment(good, endpoint) == {"reward": 2.0, "same": 2.0, "length": 3.0}
         assert Model.keys == ["Bearer the-key"]
+        assert Model.closed.wait(30), "each rollout has a client of its own"
         with pytest.raises(Unscored, match="broken reward"):
             environment(raises, endpoint)
         with pytest.raises(Unscored, match="process ended with exit code 9"):
@@ -129,3 +140,21 @@ def test_a_python_without_the_package_is_refused_before_the_run(tmp_path: Path) 
     bare.chmod(0o755)
     with pytest.raises(InputError, match=r"has no verifiers: verifiers>=0\.4,<0\.5 is needed"):
         check_environments({"it": {"agent": "verifiers", "python": str(bare), "agent_kwargs": {"taskset": "x"}}})
+
+
+def test_the_code_of_a_taskset_is_its_file(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(TASKSET)
+    block = {"agent": "verifiers", "agent_kwargs": {"taskset": "words.py"}}
+    pool = AgentPool(read_agents({"it": block}, tmp_path)["it"])
+    assert pool.code_files == [tmp_path / "words.py"]
+    pool.close()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--split", "test"), ("--count", "0")])
+def test_options_of_tasks_without_effect_are_refused(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["agents", "tasks", "--env", "it", "--out", str(tmp_path / "rows"), option, value]
+    assert main([*words, "policy.model_name=m", "env.it.agent=verifiers"]) == 64
+    assert option in capsys.readouterr().err
+    assert not (tmp_path / "rows").exists()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.agents.pool import AgentClock
 from posttrain.environments.agents.runner import code_files
+from posttrain.errors import InputError
 from posttrain.rollouts.agent_endpoint import AgentSession, PendingCall
 from posttrain.rollouts.agent_requests import RefusedRequest, read_request
 from posttrain.rollouts.agents import AgentRollouts, build_conversations
@@ -238,6 +242,22 @@ def test_the_openai_client_with_tools_and_streams(tmp_path: Path, cleanup: ExitS
         assert rollout.completion.conversation.counts["overridden_sampling"] == 4
 
 
+@pytest.mark.full
+def test_the_agent_of_the_tutorial_is_scored_and_captured(tmp_path: Path, cleanup: ExitStack) -> None:
+    tutorial = Path(__file__).parents[3] / "docs" / "tutorials" / "own-agent.md"
+    (code,) = re.findall(r"```python\n# agent\.py\n(.*?)```", tutorial.read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) < 12  # and the name of the file
+    agents = source(tmp_path, code, cleanup, num_samples=1, max_calls=4)
+    groups = agents.take(2, step=1).groups
+    assert_captured(groups, agents.engine)
+    for group in groups:
+        (rollout,) = group.rollouts
+        assert rollout.score.scored
+        assert rollout.completion.branches == ()
+        assert rollout.completion.conversation is not None
+        assert 1 <= rollout.completion.conversation.num_turns <= 3
+
+
 REWRITES = """
 def solve(task, endpoint):
     messages = list(task.messages)
@@ -372,6 +392,19 @@ def test_a_batch_waits_for_other_agents_however_long_the_engine_was_busy(tmp_pat
     assert endpoint._collects_since is not None
     endpoint._collects_since -= 1000
     assert endpoint.next_batch(lambda: 2) == [first]
+    endpoint._pending = [first]
+    assert endpoint.next_batch(lambda: 2) == []
+
+
+def test_an_agent_that_works_for_long_delays_one_batch_only(tmp_path: Path, cleanup: ExitStack) -> None:
+    endpoint = (agents := source(tmp_path, TALK, cleanup)).endpoint
+    slow, first = pending(agents, 1).session, pending(agents, 0)
+    slow.clock.changed_at = time.monotonic()
+    endpoint._pending = [first]
+    assert endpoint.next_batch(lambda: 2) == []
+    slow.clock.changed_at -= 1000
+    assert endpoint.next_batch(lambda: 2) == [first]
+    slow.clock.ask()  # it waits in a request that was answered meanwhile
     endpoint._pending = [first]
     assert endpoint.next_batch(lambda: 2) == []
 
@@ -586,6 +619,78 @@ def test_limits_of_calls_and_tokens(tmp_path: Path, cleanup: ExitStack) -> None:
     assert {"agent_calls": 2, "out_of_turns": 1, "out_of_tokens": 1}.items() <= conversation.counts.items()
 
 
+@pytest.mark.parametrize("refused", ["task.messages", "[user('x' * 600)]"], ids=["over the limit", "too long"])
+def test_an_agent_that_asks_on_whatever_it_is_answered_is_ended(
+    refused: str, tmp_path: Path, cleanup: ExitStack
+) -> None:
+    script = f"""
+    def solve(task, endpoint):
+        while True:
+            try:
+                ask(endpoint, {refused})
+            except urllib.error.HTTPError:
+                pass
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, max_calls=2, timeout_s=60)
+    (group,) = agents.take(1, step=1).groups
+    assert "asked on after" in str(group.rollouts[0].score.error)
+    assert ("max_rollout_turns" in str(group.rollouts[0].score.error)) is (refused == "task.messages")
+
+
+def test_connections_of_one_rollout_are_limited_and_end_with_it(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.rollouts.agent_endpoint.MAX_CONNECTIONS", 2)
+    agents = source(tmp_path, TALK, cleanup)
+    session, other = (agents.endpoint.open(agents.stream.take(1)[0], sample) for sample in (0, 1))
+    opened = []
+
+    def status(key: str) -> int:
+        connection = HTTPConnection("127.0.0.1", agents.endpoint._server.server_port, timeout=30)
+        opened.append(connection)
+        connection.request("POST", "/v1/chat/completions", b"{}", {"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        answer.read()
+        assert (answer.getheader("Connection") == "close") is (answer.status == 429)
+        return answer.status
+
+    assert [status(key) for key in (session.key, session.key, session.key, other.key)] == [400, 400, 429, 400]
+    kept = [connection.sock for connection in opened if connection.sock is not None]
+    assert len(kept) == 3
+    agents.endpoint.end(session)
+    assert [connection.recv(1) for connection in kept[:2]] == [b"", b""]
+    assert len(other.connections) == 1
+    agents.endpoint.end(other)
+    for connection in opened:
+        connection.close()
+
+
+def test_connections_without_a_key_give_way(tmp_path: Path, cleanup: ExitStack) -> None:
+    agents = source(tmp_path, TALK, cleanup)
+    server = agents.endpoint._server
+    server._free = threading.BoundedSemaphore(2)
+    held = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(3)]
+    assert held[0].recv(1) == b""
+    held[2].sendall(b"GET /v1/models HTTP/1.1\r\n\r\n")
+    assert held[2].recv(12) == b"HTTP/1.1 200"
+    for connection in held:
+        connection.close()
+
+
+def test_requests_with_limits_of_their_own_are_sampled_together(tmp_path: Path, cleanup: ExitStack) -> None:
+    script = """
+    def solve(task, endpoint):
+        row = task.metadata["row"]
+        answer = post(endpoint, {"messages": list(task.messages), "max_tokens": row + 2, "return_token_ids": True})
+        return float(len(answer["choices"][0]["token_ids"]) <= row + 2)
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1)
+    groups = agents.take(2, step=1).groups
+    assert [group.rollouts[0].score for group in groups] == [Score(1.0)] * 2
+    assert agents.engine.batches == [2]  # type: ignore[attr-defined]
+    assert_captured(groups, agents.engine)
+
+
 def test_a_retry_gets_the_first_answer_again(tmp_path: Path, cleanup: ExitStack) -> None:
     script = """
     def solve(task, endpoint):
@@ -604,6 +709,29 @@ def test_an_agent_that_never_asks_is_unscored(tmp_path: Path, cleanup: ExitStack
     agents = source(tmp_path, "def solve(task, endpoint): return 1.0", cleanup, num_samples=1)
     (group,) = agents.take(1, step=1).groups
     assert group.rollouts[0].score.error == "the agent never asked the model"
+
+
+def test_an_agent_gets_no_credential_that_it_was_not_given_and_no_proxy_to_the_endpoint(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "mine.example")
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        names = [name for name, value in os.environ.items() if "secret" in value]
+        return json.dumps([names, os.environ["GIVEN"], os.environ["NO_PROXY"].split(",")[0]])
+    """
+    agents = source(tmp_path, script, cleanup, num_samples=1, env={"GIVEN": "1", "HF_TOKEN": None})
+    (group,) = agents.take(1, step=1).groups
+    talk = group.rollouts[0].completion.conversation
+    assert talk is not None
+    assert json.loads(str(talk.answer)) == [["HF_TOKEN"], "1", "mine.example"]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InputError, match=r"env\.agent\.env\.HF_TOKEN"):
+        source(tmp_path, script, cleanup, env={"HF_TOKEN": None})
 
 
 def test_a_command_gets_the_task_and_prints_its_result(tmp_path: Path, cleanup: ExitStack) -> None:
@@ -707,6 +835,7 @@ REFUSED = {
     "max_tokens": 0,
     "stop": [3],
     "tools": [{"type": "function"}],
+    "num_overridden": 5,
 }
 
 
@@ -735,6 +864,10 @@ def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, fiel
 
 
 def test_fields_that_do_not_fit_others_are_refused() -> None:
+    assert str(refused(tools=[{"type": "custom", "function": {"name": "add"}}])).startswith("tools")
+    assert str(refused(stop=["x"] * 17)).startswith("stop")
+    assert str(refused(stop="x" * 1001)).startswith("stop")
+    read_request(json.dumps({"messages": [USER], "stop": ["x"] * 16}).encode())
     other = {"type": "function", "function": {"name": "other"}}
     assert refused(tool_choice=other, tools=[TOOL]) == refused(tool_choice="required") == "tool_choice"
     assert str(refused(stream=True, stream_options={"include_usage": True, "x": True})).startswith("stream_options.x")

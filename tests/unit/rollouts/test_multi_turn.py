@@ -42,6 +42,9 @@ class Echo:
         self.num_calls: list[int] = []
         self.ended: list[str] = []
 
+    def tools(self, name: str) -> tuple[()]:
+        return ()
+
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
         self.num_calls.append(len(calls))
         return [self._answer(item) for _, item in calls]

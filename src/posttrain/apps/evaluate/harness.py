@@ -207,7 +207,7 @@ class HarnessRun:
         url, name, key = self._endpoint(model, root, cleanup)
         words = [*self.harness.words(self, url, name, output), *self.arguments]
         self.say(f"{self.name} {self.version}: {', '.join(self.tasks)}; its output is in {log}")
-        variables = {**os.environ, "OPENAI_API_KEY": key, "POSTTRAIN_API_KEY": key}
+        variables = processes.with_direct_loopback({**os.environ, "OPENAI_API_KEY": key, "POSTTRAIN_API_KEY": key})
         with log.open("wb") as file:
             child = processes.Child(_command(python, self.harness.module, words), (), file, variables)
             cleanup.callback(child.kill_group, _KILL_WAIT_S)
@@ -313,8 +313,12 @@ def _read_lm_eval(run: HarnessRun, output: Path) -> Iterator[TaskResult]:
     files = sorted(output.rglob("results_*.json"))
     about = read_json(files[-1], EvaluationError) if files else {"configs": {}}
     for task, config in about["configs"].items():
-        (samples,) = output.rglob(f"samples_{task}_2*.jsonl")
-        rows = [parse_json(line) for line in samples.read_bytes().splitlines()]
+        # A time follows the name, which may be how that of another task begins.
+        named = re.compile(rf"samples_{re.escape(task)}_\d{{4}}-\d\d-\d\dT[^/]*\.jsonl")
+        samples = sorted(path for path in output.rglob("samples_*.jsonl") if named.fullmatch(path.name))
+        if not samples:
+            raise EvaluationError(f"lm-eval has written no samples of the task {task!r} below {output}")
+        rows = [parse_json(line) for line in samples[-1].read_bytes().splitlines()]
         by_document: dict[int, list[JsonObject]] = {}
         for row in rows:
             by_document.setdefault(row["doc_id"], []).append(row)

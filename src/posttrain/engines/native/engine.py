@@ -174,18 +174,11 @@ class NativeEngine:
         sampling: Sampling,
         key: NoiseKey,
         progress: Progress | None = None,
-        *,
-        limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """For each task `num_samples` completions, in order. `progress` is called with numbers of finished completions.
-
-        `limits`: maximum tokens per task, if they differ; `sampling.max_new_tokens` applies to all.
-        """
+        """For each task `num_samples` completions, in order. `progress` gets numbers of finished completions."""
         _check(sampling, num_samples)
-        if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
-            raise InputError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
         groups = [OpenGroup(task, key.step, (Unfinished(),) * num_samples) for task in tasks]
-        return completions_of(self._sample(groups, sampling, key.seed, None, progress, limits))
+        return completions_of(self._sample(groups, sampling, key.seed, None, progress))
 
     def sample_round(
         self,
@@ -209,14 +202,12 @@ class NativeEngine:
         seed: int,
         quota: Quota | None,
         progress: Progress | None,
-        limits: Sequence[int] | None = None,
     ) -> list[OpenGroup]:
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
         sampler = TokenSampler(sampling, self.vocab_size)
         requests: dict[int, Request] = {}  # by place in `groups`
         for place, group in enumerate(groups):
-            longest = sampling.max_new_tokens if limits is None else min(sampling.max_new_tokens, limits[place])
-            prompt = self._group(group.task, longest)
+            prompt = self._group(group.task, sampling.limit_of(group.task))
             first = group.task.first_sample
             samples = [
                 _continued(answer, prompt, index, sequence_key(seed, group.born, group.task.draw, index), stop)

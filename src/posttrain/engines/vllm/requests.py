@@ -45,7 +45,7 @@ def sample_request(
     key = sequence_key(seed, step, task.draw, task.first_sample + sample)
     # Each turn of a conversation, and each continuation, gets its own noise.
     own_seed = (key + task.first_token + len(begun)) & 0x7FFF_FFFF_FFFF_FFFF
-    longest = min(sampling.max_new_tokens, limit.num_tokens - length)
+    longest = min(sampling.limit_of(task), limit.num_tokens - length)
     return SampleRequest([*task.prompt_ids, *begun], own_seed, longest - len(begun))
 
 

@@ -35,6 +35,7 @@ class AgentClock:
     waited_s: float = 0.0  # in requests that have been answered
     num_waiting: int = 0
     changed_at: float = 0.0  # when the first request of those that wait came, or the last one was answered
+    problem: str = ""  # why the endpoint gives the agent up
 
     def ask(self) -> None:
         if self.num_waiting == 0:
@@ -48,6 +49,12 @@ class AgentClock:
             self.waited_s, self.changed_at = self.waited_s + now - self.changed_at, now
         self.num_waiting -= 1
 
+    @property
+    def worked_s(self) -> float:
+        """Since it was handed out or answered; 0 while it waits, or has not begun."""
+        is_working = self.num_waiting == 0 and self.changed_at > 0
+        return time.monotonic() - self.changed_at if is_working else 0.0
+
 
 class AgentPool(ScoringPool):
     """`run` is called in a thread of its own, while another one answers the agents' requests."""
@@ -55,7 +62,9 @@ class AgentPool(ScoringPool):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__(settings)
         assert isinstance(settings.config, AgentConfig)
-        self.code_files: list[Path] = code_files(settings.config.agent, settings.base_folder)
+        own = settings.config
+        named = [str(own.kwargs.get("taskset", ""))] if own.agent == "verifiers" else own.agent
+        self.code_files: list[Path] = code_files(named, settings.base_folder)
         self._turn_limit_s = settings.config.turn_timeout_s or math.inf
         self._clocks: Sequence[AgentClock] = ()
         self._on_end: Callable[[int, Score], None] = lambda place, score: None
@@ -75,11 +84,15 @@ class AgentPool(ScoringPool):
 
     def _left_s(self, number: int, limit: float) -> float:
         clock, now = self._clocks[number - 1], time.monotonic()
+        if clock.problem:
+            return -1.0
         if clock.num_waiting:
             return math.inf
         return min(limit + clock.waited_s, clock.changed_at + self._turn_limit_s) - now
 
     def _limit_text(self, number: int, limit: float) -> str:
+        if problem := self._clocks[number - 1].problem:
+            return problem
         if limit + self._clocks[number - 1].waited_s > time.monotonic():
             return f"the agent asked nothing for {self._turn_limit_s:g} s (turn_timeout_s)"
         return f"timeout after {self.settings.timeout_s:g} s, without the time that it waited for the model"

@@ -65,11 +65,11 @@ def agent_runner(setup: JsonMapping) -> Callable[[AgentItem], PlainReply]:
     if agent == "verifiers":
         kwargs = setup["kwargs"]
         try:
-            inspect.signature(Verifiers).bind(**kwargs)
+            inspect.signature(Verifiers).bind(**kwargs, env=setup["env"])
         except TypeError as error:
             named = ", ".join(kwargs) or "{}"
             raise BadSetup(f"verifiers cannot be used with agent_kwargs {named}: {error}") from error
-        run = Verifiers(**kwargs)
+        run = Verifiers(**kwargs, env=setup["env"])
     elif isinstance(agent, str):
         run = _function(agent, setup["kwargs"], folder)
     else:

@@ -26,10 +26,11 @@ class Verifiers:
         harness_config: Mapping[str, Any] | None = None,
         runtime: str = "subprocess",
         python: str | None = None,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
         setup = {"taskset": taskset, "taskset_config": dict(taskset_config or {}), "runtime": runtime}
         setup |= {"harness": harness, "harness_config": dict(harness_config or {})}
-        self.side = SideProcess(python, "posttrain_verifiers.py", setup, _NO_LIMIT_S)
+        self.side = SideProcess(python, "posttrain_verifiers.py", setup, _NO_LIMIT_S, env or {})
 
     def __call__(self, task: TurnTask, endpoint: Any) -> object:
         if "index" not in task.metadata or "task" not in task.metadata:

@@ -15,12 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from posttrain.data.tool_calls import AnyCall
 from posttrain.files.json_files import JsonMapping
 
 # A text gets the role `tool` if the chat template has it, else `user`; a {role, content} message has its own.
 Observation = str | Mapping[str, str]
 Reward = float | Mapping[str, float]  # a number, or named parts that add up
 EndReason = Literal["turns", "tokens"]
+MAX_OBSERVATION_CHARACTERS = 100_000  # of all that the model reads after one turn
+
+
+class Response(str):
+    """A turn of the model: its text, and the tool calls in it as the model's chat template writes them."""
+
+    calls: Sequence[AnyCall] = ()
 
 
 @dataclass(frozen=True)
@@ -74,5 +82,6 @@ class TurnItem:
     task: TurnTask | None = None  # of reset
     state: bytes = b""  # of step and end
     response: str = ""  # of step
+    calls: tuple[AnyCall, ...] | None = None  # of tools, in the response; None: nobody has read them
     reason: EndReason = "turns"  # of end
     conversation: str = ""  # of step and end: the same in all turns of a conversation, and in no other

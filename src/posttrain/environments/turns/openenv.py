@@ -41,6 +41,7 @@ class OpenEnv(TurnEnvironment):
         reset: Mapping[str, Any] | None = None,
         max_open: int = 32,
         python: str | None = None,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
         if (base_url is None) == (package is None):
             raise ValueError("either base_url (of a server) or package (a folder, or the name of a module) is needed")
@@ -50,7 +51,7 @@ class OpenEnv(TurnEnvironment):
             raise ValueError(f"max_open is {max_open}: at least 1 is needed")
         limit_s = 0.6 * self.call_limit_s
         setup = {"base_url": base_url and base_url.rstrip("/"), "package": package, "app": app, "limit_s": limit_s}
-        self.side = SideProcess(python, "posttrain_openenv.py", setup, 0.8 * self.call_limit_s)
+        self.side = SideProcess(python, "posttrain_openenv.py", setup, 0.8 * self.call_limit_s, env or {})
         self._actions = _fields(self.side.about["schema"], "action")
         self._field = None if as_json else _chosen(field, self._actions)
         seen = _fields(self.side.about["schema"], "observation")

@@ -75,6 +75,7 @@ class TurnRouter:
 
     def __init__(self, settings: Mapping[str, RewardSettings]) -> None:
         self._pools = {name: _TurnPool(one) for name, one in settings.items()}
+        self._tools: dict[str, tuple[JsonMapping, ...]] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -87,10 +88,12 @@ class TurnRouter:
 
     def tools(self, name: str) -> tuple[JsonMapping, ...]:
         """The schemas of the tools that the environment's class declares."""
-        (outcome,) = self.ask([(name, TurnItem("describe"))])
-        if not isinstance(outcome, TurnOutcome):
-            raise InputError(f"env.{name}.turns cannot be used: {outcome.error}")
-        return outcome.tools
+        if name not in self._tools:
+            (outcome,) = self.ask([(name, TurnItem("describe"))])
+            if not isinstance(outcome, TurnOutcome):
+                raise InputError(f"env.{name}.turns cannot be used: {outcome.error}")
+            self._tools[name] = outcome.tools
+        return self._tools[name]
 
     def interrupt(self) -> None:
         """Callable from any thread: a running `ask` ends with StopRequested within half a second."""

@@ -3,11 +3,8 @@
 The answer goes to the judge of the block. A call that cannot be read, or that names no tool of this environment, gets
 an error message and is counted; so does a call that the tool rejects. Neither ends the conversation.
 
-    <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
-
-is the documented format, that of Hermes and Qwen templates; several in one turn are fine. A turn that is nothing but
-such an object, or a list of them, is taken as a call too: Llama 3.1 and Mistral write them so. `parameters` is another
-word for `arguments`, and arguments may be a JSON text, as in OpenAI's API.
+The driver reads the calls in the format of the model's chat template (`data/tool_calls.py`). A turn that nobody has
+read is read here: calls of Hermes and Qwen templates, or nothing but a JSON object or a list of them.
 """
 
 from __future__ import annotations
@@ -18,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
-from posttrain.environments.turns.interface import Observation, Turn, TurnEnvironment
+from posttrain.environments.turns.interface import (
+    MAX_OBSERVATION_CHARACTERS,
+    Observation,
+    Response,
+    Turn,
+    TurnEnvironment,
+)
 from posttrain.files.json_files import JsonMapping
 
 # Counted in every turn, so that a step without any has a 0 and not a gap.
@@ -40,14 +43,16 @@ class ToolEnvironment(TurnEnvironment):
 
     def parse(self, response: str) -> Sequence[ToolCall | MalformedCall]:
         """The calls in a turn. Override it for another way of writing them."""
-        return parse_tool_calls(response)
+        return response.calls if isinstance(response, Response) else parse_tool_calls(response)
 
     def step(self, state: Any, response: str) -> Turn:
         calls = self.parse(response)
         if not calls:
             return Turn(state, done=True, answer=response, counts=dict.fromkeys(COUNTS, 0))
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        results: list[Observation] = [self._result(state, call, counts) for call in calls[: self.max_calls_per_turn]]
+        asked = calls[: self.max_calls_per_turn]
+        limit = MAX_OBSERVATION_CHARACTERS // len(asked) - 200
+        results: list[Observation] = [_cut(self._result(state, call, counts), limit) for call in asked]
         if len(calls) > self.max_calls_per_turn:
             counts["malformed_tool_calls"] += len(calls) - self.max_calls_per_turn
             results.append(f"error: only {self.max_calls_per_turn} calls are answered in one turn")
@@ -83,6 +88,12 @@ class ToolEnvironment(TurnEnvironment):
             if expected and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected)):
                 return f"{call.name}: the argument {name!r} must be a {properties[name]['type']}"
         return ""
+
+
+def _cut(result: str, limit: int) -> str:
+    if not isinstance(result, str) or len(result) <= limit:
+        return result
+    return f"{result[:limit]}\n[cut here: the result has {len(result)} characters, {limit} are shown]"
 
 
 def schema_of(name: str, description: str, argument: str, about: str) -> JsonMapping:

@@ -15,12 +15,11 @@ from typing import Any
 
 from posttrain.environments.item import BadSetup, PlainReply, Unscored, encodable, to_reward
 from posttrain.environments.python_function import awaiting_caller, load_module, seed_noise
-from posttrain.environments.turns.interface import Turn, TurnEnvironment, TurnItem
+from posttrain.environments.turns.interface import MAX_OBSERVATION_CHARACTERS, Response, Turn, TurnEnvironment, TurnItem
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
 _MAX_STATE_BYTES = 500_000
-_MAX_OBSERVATION_CHARACTERS = 100_000
 
 
 def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
@@ -37,7 +36,11 @@ def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
         if item.request == "end":
             ended = call(environment.end, state, item.reason) if hasattr(environment, "end") else 0.0
             return PlainReply(_reward_fields(ended))
-        return PlainReply(_turn_fields(call(environment.step, state, item.response)))
+        response = item.response
+        if item.calls is not None:
+            response = Response(response)
+            response.calls = item.calls
+        return PlainReply(_turn_fields(call(environment.step, state, response)))
 
     return answer
 
@@ -118,8 +121,8 @@ def _messages(observation: Any) -> list[dict[str, str]]:
     if not messages:
         raise Unscored("step returned a Turn with no observation in its list")
     length = sum(len(message["content"]) for message in messages)
-    if length > _MAX_OBSERVATION_CHARACTERS:
-        raise Unscored(f"an observation has {length} characters: at most {_MAX_OBSERVATION_CHARACTERS} are passed on")
+    if length > MAX_OBSERVATION_CHARACTERS:
+        raise Unscored(f"an observation has {length} characters: at most {MAX_OBSERVATION_CHARACTERS} are passed on")
     return messages
 
 
