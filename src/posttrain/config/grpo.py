@@ -282,7 +282,7 @@ class TeacherConfig(Section):
     """On-policy distillation."""
 
     model_name: str | None = setting(
-        None, "Folder or hub name of a model with the policy's tokenizer to distil from; null: no distillation."
+        None, "Folder (also of a run) or hub name of a model with the policy's tokenizer to distil from; null: none."
     )
     divergence: Literal["reverse", "forward", "jsd"] = setting(
         "reverse", "KL(policy || teacher), KL(teacher || policy), or Jensen-Shannon, of each token."
