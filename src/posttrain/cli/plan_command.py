@@ -50,7 +50,7 @@ EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
   posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
-  posttrain plan distill model=llama-8b lora=16 teacher=llama-70b --gpu b200     with the teacher; ppo: with the critic
+  posttrain plan distill model=llama-8b lora=16 teacher=llama-70b gpus=4    with the teacher; ppo: with the critic
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
   posttrain plan --on eks.yaml --config configs/grpo.yaml        on machines of a cluster profile: hours, dollars, Spot

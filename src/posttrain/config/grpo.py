@@ -297,6 +297,13 @@ class TeacherConfig(Section):
         0.0, "Weight of GRPO's loss beside it; 0: rewards are not trained on, and no `env` is needed."
     )
 
+    @property
+    def compared_numbers(self) -> int:
+        """In fp32, that live of each logit while a divergence is differentiated (policy/objectives/distillation.py)."""
+        if self.over != "vocabulary":
+            return {"top_k": 5, "sampled": 4}[self.over]
+        return 9 if self.divergence == "jsd" else 7
+
 
 class ValueOptimizerConfig(Section):
     kwargs: FreeMap = setting(dict, "Arguments that differ from policy.optimizer.kwargs, e.g. lr.")
