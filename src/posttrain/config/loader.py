@@ -33,7 +33,7 @@ from posttrain.config.foreign.nemo_rl import (
 from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.render import to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.rewards import NO_REWARD
-from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, TRAINING_NAMES, VARIANTS, Kind, kind_named
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, TRAINING_NAMES, VARIANT_OF_SECTION, VARIANTS, Kind, kind_named
 from posttrain.config.schema import (
     Node,
     find,
@@ -148,7 +148,7 @@ def load_config(
     keeps_null = partial(_keeps_null, vocabulary)
 
     def rename(tree: Tree) -> bool:
-        return apply_renames(tree, known, warnings)
+        return apply_renames(tree, kind, warnings)
 
     own = Tree() if path is None else read_with_defaults(FilePath(path), rename, keeps_null, warnings)
     if known == "dpo":
@@ -216,10 +216,13 @@ def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = (
     return _validated(model, resolve(tree), tree, str(path))
 
 
-def guess_kind(path: FilePath) -> Kind:
-    """The kind of run that a file is for, from its top-level sections."""
+def guess_kind(path: FilePath) -> str:
+    """The kind of run, or the variant, that a file is for, from its top-level sections."""
     sections = read_with_defaults(path, lambda tree: False, lambda key: True, []).values
     kinds = [kind for kind in ALL_KINDS if kind in sections]
+    variants = [variant for section, variant in VARIANT_OF_SECTION.items() if section in sections]
+    if len(variants) == 1 and not kinds:
+        return variants[0]
     if not kinds and "loss_fn" in sections:
         return "grpo"
     if not kinds and "dpo" in (sections.get("trainer") or {}):
@@ -308,6 +311,8 @@ def _refuse_wrong_shape(root: Node, tree: Tree, kind: Kind | None = None) -> Non
         hint = hint_for(root, path)
         if kind is not None and len(path) == 1 and path[0] in ALL_KINDS:
             hint = f" in a {kind} config; this section belongs to `posttrain {path[0]}`"
+        elif kind is not None and path[0] in VARIANT_OF_SECTION and len(path) == 1:
+            hint = f" in a {kind} config; this section belongs to `posttrain {VARIANT_OF_SECTION[path[0]]}`"
         elif kind is not None and path[0] in ALIGNER_SECTIONS:
             hint = f" in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
         lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint}")
@@ -332,7 +337,10 @@ def _fit_defaults(kind: Kind, tree: Tree, is_set: Callable[[str], bool]) -> None
         and tree.get(("teacher", "model_name")) is not None
         and not tree.get(("teacher", "reward_weight"))
     ):
-        # Distillation alone needs no rewards.
+        # Distillation alone needs no rewards, and no others to compare an answer with.
+        alone = ("grpo", "adv_estimator", "group_of_one")
+        if tree.get(("grpo", "num_generations_per_prompt")) == 1 and tree.origin(alone) == DEFAULT:
+            tree.put(alone, "reward", "teacher.model_name")
         origins = [path for path, origin in tree.origins.items() if origin != DEFAULT]
         if not any(path[0] == "env" or path[-1] == "env_name" for path in origins):
             tree.put(("env", NO_REWARD), {"type": NO_REWARD}, "teacher.model_name")

@@ -65,6 +65,7 @@ class Variant(NamedTuple):
     """A kind of run under a name of its own, for some settings of it."""
 
     kind: Kind
+    section: str  # NeMo RL's name for the kind's own section
     settings: tuple[str, ...]  # overrides; what is given on the command line comes after them
 
     def problem(self, config: Section) -> str | None:
@@ -78,8 +79,14 @@ class Variant(NamedTuple):
         return None
 
 
-VARIANTS = {"ppo": Variant("grpo", ("grpo.adv_estimator.name=gae",)), "distill": Variant("grpo", ())}
+VARIANTS = {
+    "ppo": Variant("grpo", "ppo", ("grpo.adv_estimator.name=gae",)),
+    "distill": Variant("grpo", "distillation", ()),
+}
 TRAINING_NAMES = ("grpo", *VARIANTS, "dpo", "rm", "sft")  # that a command takes: kinds that train, and their variants
+
+
+VARIANT_OF_SECTION = {variant.section: name for name, variant in VARIANTS.items()}
 
 
 def kind_named(name: str) -> str:

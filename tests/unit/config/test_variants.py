@@ -53,3 +53,10 @@ def test_every_command_takes_it(variant: list[str], tmp_path: Path, capsys: pyte
     assert main(["launch", "render", *profile, *variant, "folder=/shared/run"]) == 0
     text = "".join(path.read_text() for path in (tmp_path / "manifests").iterdir())
     assert ("gae" if variant[0] == "ppo" else "models/large") in text
+
+
+def test_a_teacher_needs_one_answer() -> None:
+    loaded = load_config("distill", None, [TEACHER, "generations=1"])
+    assert not [line for line in loaded.warnings if "num_generations_per_prompt" in line]
+    with pytest.raises(ConfigError, match="num_generations_per_prompt = 1"):
+        load_config("distill", None, [TEACHER, "generations=1", "teacher.reward_weight=1"])
