@@ -141,7 +141,7 @@ def test_what_would_change_results_is_refused_by_name(
 
 
 def test_a_file_for_another_command_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown key `ppo` .*belongs to `posttrain ppo`"):
+    with pytest.raises(ConfigError, match=r"unknown key `ppo` .*belongs to `posttrain ppo`"):
         load_config("grpo", file_of(tmp_path, PPO))
-    with pytest.raises(ConfigError, match="unknown key `distillation` .*belongs to `posttrain distill`"):
+    with pytest.raises(ConfigError, match=r"unknown key `distillation` .*belongs to `posttrain distill`"):
         load_config("ppo", file_of(tmp_path, DISTILLATION))
