@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "find": lambda items, key, value: next((item for item in list_of(items) if get(item, key) == value), None),
     "first": lambda items, value: items.index(value) if value in items else len(items),
     "found": _found,
-    "has_secret": lambda value: redact(str(value)) != str(value),
+    "has_secret": lambda value: (text := str(value).replace("://anonymous@", "://")) != redact(text),
     "is_fsx_size": is_fsx_size,
     "is_pattern": _is_pattern,
     "is_secret_key": lambda value: is_secret_key(str(value)),
