@@ -82,8 +82,8 @@ def _counted(name: str, architecture: str) -> Shape:
 
 
 # llama-8b and llama-70b have the sizes of Llama 3.1, the qwen ones those of Qwen2.5 0.5B and 1.5B (biases on q, k, v),
-# Qwen3 8B (norms on q and k), Qwen3-30B-A3B and Qwen3.5 4B, gpt-oss-20b those of that model. There is no Llama of 0.5 and 1.5
-# billion: these have the proportions of Llama 3.2 1B.
+# Qwen3 8B (norms on q and k), Qwen3-30B-A3B and Qwen3.5 4B, gpt-oss-20b those of that model. There is no Llama of 0.5
+# and 1.5 billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),
