@@ -140,9 +140,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         pt.load_run(tmp_path / "results")
     with pytest.raises(InputError, match=r"did you mean .*results"):
         pt.load_run(tmp_path / "result")
-    assert set(dir(pt)) >= {"grpo", "dpo", "sft", "rm", "evaluate", "load_run"}
-    with pytest.raises(AttributeError, match="ppo"):
-        _ = pt.ppo
+    assert set(dir(pt)) >= {"grpo", "ppo", "distill", "dpo", "sft", "rm", "evaluate", "load_run"}
+    with pytest.raises(AttributeError, match="kto"):
+        _ = pt.kto
 
 
 def test_variants_of_grpo_are_functions_too(model: Path, tmp_path: Path) -> None:
