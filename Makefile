@@ -72,10 +72,11 @@ WITH_OTHERS = $(foreach one,LM_EVAL INSPECT AGENTS,$(if $(wildcard $($(one)_VENV
 test: setup
 	$(PYTEST) --tier fast
 
-# Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM, OpenEnv and verifiers if `make vllm-env` and
-# `make foreign-envs` have made their environments.
+# Everything: all families, Ray nodes, interpreted kernels, lost machines, browsers; vLLM, OpenEnv, verifiers and trackers if
+# `make vllm-env`, `make foreign-envs` and `make test-loggers` have made their environments.
 test-full: setup
 	$(WITH_VLLM) $(WITH_FOREIGN) $(WITH_OTHERS) $(PYTEST)
+	$(if $(wildcard $(LOGGERS)/bin/python),$(TEST_LOGGERS),@echo "real trackers are not tested: make test-loggers installs them")
 
 # What `make test` leaves out, until UNTIL (seconds since 1970): tests of recently changed files first, the others from a place
 # that moves every day.
@@ -89,11 +90,12 @@ durations: setup
 
 # Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
 LOGGERS := $(VENV)/loggers
+TEST_LOGGERS = OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
 test-loggers: setup
 	test -x $(LOGGERS)/bin/python || $(BIN)/python -m venv $(LOGGERS)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(LOGGERS)/lib/python*/site-packages)/posttrain.pth
 	$(LOGGERS)/bin/pip install --quiet --disable-pip-version-check wandb trackio swanlab mlflow
-	OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
+	$(TEST_LOGGERS)
 
 # Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
 # Without Ray: such tests compare runs that use the same kernels.

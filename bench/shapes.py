@@ -81,15 +81,16 @@ def _counted(name: str, architecture: str) -> Shape:
     return Shape(str(NAMED_CONFIGS[name]["model_type"]), architecture, sizes)
 
 
-# llama-8b has the sizes of Llama 3.1 8B, the qwen ones those of Qwen2.5 0.5B, Qwen2.5 1.5B (biases on q, k, v), Qwen3
-# 8B (norms on q and k), Qwen3-30B-A3B and Qwen3.5 4B, gpt-oss-20b those of that model. There is no Llama of 0.5 and 1.5
-# billion: these have the proportions of Llama 3.2 1B.
+# llama-8b and llama-70b have the sizes of Llama 3.1, the qwen ones those of Qwen2.5 0.5B and 1.5B (biases on q, k, v),
+# Qwen3 8B (norms on q and k), Qwen3-30B-A3B and Qwen3.5 4B, gpt-oss-20b those of that model. There is no Llama of 0.5
+# and 1.5 billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),
     "llama-0.5b": _llama(128256, 1024, 4096, 24, 16, 8, tied=True),
     "llama-1.5b": _llama(128256, 2048, 8192, 20, 32, 8, tied=True),
     "llama-8b": _llama(128256, 4096, 14336, 32, 32, 8, tied=False, max_position_embeddings=131072),
+    "llama-70b": _llama(128256, 8192, 28672, 80, 64, 8, tied=False, max_position_embeddings=131072),
     "qwen-0.5b": Shape(
         "qwen2", "Qwen2ForCausalLM", _sizes(151936, 896, 4864, 24, 14, 2, tied=True, rope_theta=1_000_000.0)
     ),

@@ -85,8 +85,13 @@ def page() -> str:
         parts.append(_table(("the guide", "posttrain, step 2 of 2", ""), printed))
     parts.append("\n## The Job of guide 001, field by field\n\nposttrain: `scheduler.kind: job`, p4d.24xlarge.\n\n")
     parts.append(_fields(guide_job(), our_job()))
-    parts.append("\n## The worker group of guide 004, field by field\n\nposttrain: `scheduler.kind: raycluster`, ")
-    parts.append("a4-highgpu-8g.\n\n" + _fields(guide_group(), our_group()))
+    ours = our_cluster()
+    for title, guide, own in (
+        ("worker group", guide_group(), ours["workerGroupSpecs"][0]),
+        ("head and the service", guide_head(), ours),
+    ):
+        parts.append(f"\n## The {title} of guide 004, field by field\n\nposttrain: `scheduler.kind: raycluster`, ")
+        parts.append("a4-highgpu-8g.\n\n" + _fields(guide, own))
     return "".join(parts)
 
 
@@ -117,9 +122,12 @@ def guide_job() -> Any:
     return next(block for block in blocks if block["metadata"]["name"] == "techpulse-grpo-training")
 
 
+def _guide_values() -> Any:
+    return yaml.safe_load((TESTS / "unit" / "apps" / "launch" / "guide_values.yaml").read_text(encoding="utf-8"))
+
+
 def guide_group() -> Any:
-    path = TESTS / "unit" / "apps" / "launch" / "guide_values.yaml"
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = _guide_values()
     group = values["additionalWorkerGroups"]["worker-grp-0"]
     container = {key: group[key] for key in ("command", "resources", "securityContext", "volumeMounts")}
     image = f"{values['image']['repository']}:{values['image']['tag']}"
@@ -129,12 +137,28 @@ def guide_group() -> Any:
     return {"replicas": group["replicas"], "template": template}
 
 
+def guide_head() -> Any:
+    """As KubeRay's chart renders its values: the service is a field of the head group."""
+    values = _guide_values()
+    head = values["head"]
+    container = {key: head[key] for key in ("command", "resources", "volumeMounts")} | {"env": head["containerEnv"]}
+    spec = {"containers": [container, *head["sidecarContainers"]], "volumes": head["volumes"]}
+    spec["serviceAccountName"] = head["serviceAccountName"]
+    group = {"serviceType": values["service"]["type"], "rayStartParams": head["rayStartParams"]}
+    group["template"] = {"metadata": head["template"]["metadata"], "spec": spec}
+    return {"enableInTreeAutoscaling": head["enableInTreeAutoscaling"], "headGroupSpec": group}
+
+
 def our_job() -> Any:
     return _rendered(EKS, "scheduler.kind=job", "nodes.instance_type=p4d.24xlarge", "nodes.capacity=on_demand")
 
 
+def our_cluster() -> Any:
+    return _rendered(GKE, "scheduler.kind=raycluster", nodes=3)["spec"]
+
+
 def our_group() -> Any:
-    return _rendered(GKE, "scheduler.kind=raycluster", nodes=3)["spec"]["workerGroupSpecs"][0]
+    return our_cluster()["workerGroupSpecs"][0]
 
 
 def _rendered(profile: dict[str, Any], *settings: str, nodes: int = 2) -> Any:
@@ -169,9 +193,14 @@ def _fields(guide: Any, ours: Any) -> str:
         if re.search(r"\[\S+\]\.(name|mountPath|key)$", path):
             continue  # in the path itself
         mine = found.get(path)
-        own = "–" if mine is None else "the same" if mine == printed else _code(_short(mine))
+        own = f"– {why_absent(path)}" if mine is None else "the same" if mine == printed else _code(_short(mine))
         rows.append((_code(path), _code(_short(printed)), own))
     return _table(("field", "the guide", "posttrain"), rows)
+
+
+def why_absent(path: str) -> str:
+    """The reason of a field that posttrain does not render."""
+    return next(row["why"] for row in ROWS["absent"] if re.search(row["field"], path))
 
 
 def _short(text: str) -> str:

@@ -304,6 +304,19 @@ def run(arguments: Sequence[str]) -> int:
     return main([*arguments, "--quiet"])
 
 
+def run_as_printed(kind: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """`posttrain init KIND` in the working directory, and what it prints to type next; the kinds that were trained. A
+    tiny model is where `models fetch` puts one.
+    """
+    save_model(Path("models/smollm2-135m-instruct"), max_length=1024)
+    assert main(["init", kind]) == 0
+    lines = [line.split("#")[0].split() for line in capsys.readouterr().out.splitlines()]
+    words = [line[1:] for line in lines if line[:1] == ["posttrain"] and line[1] not in ("models", "config")]
+    for arguments in words:
+        assert run(arguments) == 0
+    return [arguments[0] for arguments in words]
+
+
 def command(arguments: Sequence[str]) -> list[str]:
     """As a user starts it."""
     return [sys.executable, "-m", "posttrain.cli.main", *arguments]

@@ -17,10 +17,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from posttrain.apps.api import Run, RunFailed, dpo, evaluate, grpo, load_run, rm, sft
+    from posttrain.apps.api import Run, RunFailed, distill, dpo, evaluate, grpo, load_run, ppo, rm, sft
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunFailed", "__version__", "dpo", "evaluate", "grpo", "load_run", "rm", "sft"]
+__all__ = [
+    "Run",
+    "RunFailed",
+    "__version__",
+    "distill",
+    "dpo",
+    "evaluate",
+    "grpo",
+    "load_run",
+    "ppo",
+    "rm",
+    "sft",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_runs import common, results_of, run, save_model
+from tiny_runs import common, results_of, run, run_as_printed, save_model
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import ExitCode
@@ -79,3 +79,13 @@ def test_what_cannot_be_distilled_is_refused(
     ):
         assert run(arguments(model, tmp_path / "run", prompts, *extra)) == 64
         assert named in capsys.readouterr().err
+
+
+def test_what_init_prints_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_as_printed("distill", capsys) == ["sft", "distill"]
+    divergences = [row["train/divergence"] for row in results_of(tmp_path / "results/grpo")]
+    assert len(divergences) == 5
+    assert min(divergences) > 0

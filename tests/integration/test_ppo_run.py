@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_runs import common, results_of, run, save_model, write_rows
+from tiny_runs import common, results_of, run, run_as_printed, save_model, write_rows
 
 SETTINGS = [
     "grpo.max_num_epochs=100",
@@ -119,3 +119,11 @@ def test_a_run_without_a_critic_is_not_continued_with_one(
 def test_another_model_can_be_the_critic(model: Path, data: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", hidden_size=48, seed=7)
     assert run(arguments(model, data, tmp_path / "run", f"value.model_name={other}")) == 0
+
+
+def test_what_init_prints_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_as_printed("ppo", capsys) == ["ppo"]
+    assert len([row for row in results_of(tmp_path / "results/grpo") if "train/value_loss" in row]) == 5

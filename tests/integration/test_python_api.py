@@ -140,6 +140,17 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         pt.load_run(tmp_path / "results")
     with pytest.raises(InputError, match=r"did you mean .*results"):
         pt.load_run(tmp_path / "result")
-    assert set(dir(pt)) >= {"grpo", "dpo", "sft", "rm", "evaluate", "load_run"}
-    with pytest.raises(AttributeError, match="ppo"):
-        _ = pt.ppo
+    assert set(dir(pt)) >= {"grpo", "ppo", "distill", "dpo", "sft", "rm", "evaluate", "load_run"}
+    with pytest.raises(AttributeError, match="kto"):
+        _ = pt.kto
+
+
+def test_variants_of_grpo_are_functions_too(model: Path, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"prompts": 2, "generations": 2, "max_new_tokens": 4, "steps": 1, **SMALL}
+    rows = tiny_runs.questions(4)
+    critic = pt.ppo(model, rows, made_reward(0.0), folder=tmp_path / "ppo", **small)
+    assert "train/value_loss" in critic.metrics
+    teacher = tiny_runs.save_model(tmp_path / "teacher", seed=7)
+    prompts = [{"input": row["input"]} for row in rows]
+    taught = pt.distill(model, teacher, prompts, folder=tmp_path / "distill", **small)
+    assert taught.metrics["train/divergence"].iloc[0] > 0

@@ -6,7 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seed_features import FEATURES, LINES, check_feature, flat, guide_group, our_group, recorded
+from seed_features import (
+    FEATURES,
+    LINES,
+    ROWS,
+    check_feature,
+    flat,
+    guide_group,
+    guide_head,
+    guide_job,
+    our_cluster,
+    our_group,
+    our_job,
+    recorded,
+    why_absent,
+)
 
 from posttrain.cli.main import main
 
@@ -42,3 +56,10 @@ def test_variables_of_the_guide_are_rendered_for_its_fabric() -> None:
     assert [path for path, value in printed.items() if ours.get(path) != value] == [
         "template.spec.containers[0].env[LD_LIBRARY_PATH].value"
     ]
+
+
+def test_every_field_that_is_not_rendered_has_a_reason() -> None:
+    pairs = [(guide_job(), our_job()), (guide_group(), our_group()), (guide_head(), our_cluster())]
+    missing = [path for guide, ours in pairs for path in flat(guide) if path not in flat(ours)]
+    used = {why_absent(path) for path in missing}
+    assert used == {row["why"] for row in ROWS["absent"]}

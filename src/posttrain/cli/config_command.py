@@ -7,15 +7,16 @@ import json
 from collections.abc import Callable
 
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
-from posttrain.config import ALL_KINDS, KINDS, LoadedConfig, RunConfig
+from posttrain.config import KINDS, TRAINING_NAMES, LoadedConfig, RunConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.loader import load_words, presets
+from posttrain.config.loader import ALL_NAMES, load_words, presets
 from posttrain.data.named_datasets import check_dataset_names
 
 SHOW_EPILOG = """\
 examples:
   posttrain config show grpo                                    the built-in defaults
   posttrain config show --config my.yaml grpo.seed=1            my.yaml with one value changed
+  posttrain config show ppo                                     those of grpo, with a critic
 
 A comment after a value shows where it was set, and from which expression it was computed. Values without one are
 defaults. The output is itself a valid config file.
@@ -34,23 +35,26 @@ def add_arguments(parser: OverridesParser) -> None:
     show.switch("--all-origins", "comment on defaults too")
     show.switch("--json", "print {key: {value, origin}} instead of YAML")
     listing = add_command(commands, "presets", "list the settings of other systems that a run can start from")
-    listing.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help="only for this kind of run")
+    listing.add_argument(
+        "kinds", nargs="*", choices=[*TRAINING_NAMES, []], metavar="KIND", help="only for this kind of run"
+    )
     listing.set_defaults(run=_list_presets)
     _add(commands, "check", "check every key and value", CHECK_EPILOG, _check)
 
 
 def _add(commands: Subparsers, name: str, summary: str, epilog: str, action: Callable[..., int]) -> OverridesParser:
-    usage = f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]"
+    usage = f"posttrain config {name} [{'|'.join(ALL_NAMES)}] [--config FILE] [options] [key=value …]"
     parser = add_command(commands, name, summary, epilog=epilog, usage=usage)
     parser.config_file()
-    kinds = f"{', '.join(ALL_KINDS)} (guessed from the file if left out)"
+    kinds = f"{', '.join(ALL_NAMES)} (guessed from the file if left out)"
     parser.words("KIND key=value", f"{kinds}, then settings that override the file's")
     parser.set_defaults(run=run, action=action)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.action(load_words(args.words, args.config), args))
+    loaded = load_words(args.words, args.config, may_be_incomplete=args.action is _show)
+    return int(args.action(loaded, args))
 
 
 def _show(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
@@ -84,9 +88,11 @@ def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
         from posttrain.apps.evaluate.problems import benchmark_of
 
         benchmark_of(loaded.config.data)
+        called = loaded.kind
     else:
         check_dataset_names(loaded.config)
+        called = loaded.config.called
     for warning in loaded.warnings:
         print(f"warning: {warning}")
-    print(f"ok: {args.config or 'built-in defaults'} is a valid {loaded.kind} config")
+    print(f"ok: {args.config or 'built-in defaults'} is a valid {called} config")
     return 0

@@ -35,7 +35,7 @@ from posttrain.apps.launch.submit import cluster_of, clusters_to_search, follow,
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.apps.options import Option
 from posttrain.cli.overrides_parser import OverridesParser, number
-from posttrain.config import KINDS, LoadedConfig, load_config
+from posttrain.config import TRAINING_NAMES, LoadedConfig, load_config
 from posttrain.config.loader import load_words
 from posttrain.errors import InputError
 from posttrain.reporting.wording import in_order
@@ -55,6 +55,7 @@ actions (each has --help):
 examples:
   posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2      the run's manifests, on this machine
   posttrain launch --on eks.yaml grpo --config my.yaml                       check, price, confirm, submit, follow
+  posttrain launch --on eks.yaml ppo --config my.yaml                        ppo and distill are kinds of run too
   posttrain launch logs grpo-math --attempt 2 --rank 1                       found by label: no config is needed
   posttrain launch interrupt grpo-math --rank 1 --notice 120                 simulate a Spot interruption
   posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
@@ -125,15 +126,15 @@ def _add_run(parser: OverridesParser) -> None:
     parser.option("--on PROFILE", PROFILE, required=True)
     parser.config_file("config of the run")
     parser.option("--name NAME", "name of the run in the cluster; else from its checkpoint folder")
-    parser.words("KIND key=value", f"{', '.join(KINDS)}, then settings over the file's")
+    parser.words("KIND key=value", f"{', '.join(TRAINING_NAMES)}, then settings over the file's")
 
 
 def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[LaunchRequest, LoadedConfig[Any]]:
-    if args.words and "=" not in args.words[0] and args.words[0] not in KINDS:
-        expected = f"no kind of run ({', '.join(KINDS)}), and no action of launch ({', '.join(ACTIONS)})"
+    if args.words and "=" not in args.words[0] and args.words[0] not in TRAINING_NAMES:
+        expected = f"no kind of run ({', '.join(TRAINING_NAMES)}), and no action of launch ({', '.join(ACTIONS)})"
         raise InputError(f"{args.words[0]!r} is {expected}")
     profile = load_profile(args.on)
-    loaded = load_words(args.words, args.config, KINDS)
+    loaded = load_words(args.words, args.config, TRAINING_NAMES)
     is_job = profile.scheduler.kind == "slurm" or (submits and profile.scheduler.kind == "raycluster")
     request = request_run(loaded, profile, args.name, "" if is_job else CONFIG_FOLDER)
     for warning in [*loaded.warnings, *request.warnings]:

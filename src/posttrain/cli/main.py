@@ -52,8 +52,7 @@ SHORT_HELP = f"""\
 posttrain: error: no command given"""
 # `node` is started by the manifests of `posttrain launch`.
 GROUPS = {
-    "train": ("demo", "init", "models", "grpo", "ppo", "distill", *(kind for kind in KINDS if kind != "grpo"),
-              "data", "rewards", "agents", "config", "plan", "launch"),
+    "train": ("demo", "init", "models", *KINDS, "data", "rewards", "agents", "config", "plan", "launch"),
     "look": ("watch", "status", "doctor", "log", "chat", "faults"),
     "decide": ("eval", "gate"),
     "ship": ("convert", "registry", "serve", "pipeline"),
@@ -70,17 +69,18 @@ command resumes the run; `posttrain status FOLDER` shows why it ended.
 TRAINING_EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
 
-  posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
+  posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6{needs}
 
 Common settings have short names, which are also options (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
   model, data, lr, lora, steps, epochs, batch_size, max_length, seed, folder, precision{of_kind}
 policy.model_name may be the folder of a run: its newest checkpoint.
 `posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
-(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
+(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, where it samples, every step's answers;
 the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
 gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
 One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
 """
+NEEDS = {"distill": " teacher=Qwen/Qwen3-4B", "ppo": " \\\n    value.optimizer.kwargs.lr=1e-5"}
 NODE_EPILOG = """\
 It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine,
 joins the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the
@@ -98,11 +98,6 @@ TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest chec
 # The function in this package that adds the arguments of a command, and its line of help.
 COMMANDS = {
     **{kind: ("main.add_training", described.summary) for kind, described in KINDS.items()},
-    "distill": (
-        "main.add_distillation",
-        "on-policy distillation: match a teacher's distributions on the model's own answers",
-    ),
-    "ppo": ("main.add_ppo", "PPO: reinforcement learning with a critic that values every token"),
     "status": ("run_commands.add_status", "state of a run: progress, writing process, reason of its end"),
     "demo": ("start_commands.add_demo", "watch a small model learn arithmetic (CPU, some minutes, no network)"),
     "faults": ("start_commands.add_faults", "kill a run at random moments, resume it, and compare it bit for bit"),
@@ -171,47 +166,14 @@ def _fill(function: str, parser: OverridesParser) -> None:
 
 
 def add_training(parser: OverridesParser) -> None:
-    _add_training(parser, parser.prog.split()[-1])
-
-
-def add_distillation(parser: OverridesParser) -> None:
-    """`posttrain grpo` with a teacher."""
-    _add_training(parser, "grpo")
-    parser.set_defaults(run=_distill)
-
-
-def _distill(args: argparse.Namespace) -> int:
-    from posttrain.config import load_config
-
-    if load_config("grpo", args.config, args.words).config.teacher.model_name is None:
-        raise InputError("teacher.model_name is not set: name the model to learn from, e.g. teacher=models/large")
-    return train("grpo", args)
-
-
-def add_ppo(parser: OverridesParser) -> None:
-    """`posttrain grpo` with a critic."""
-    _add_training(parser, "grpo")
-    parser.set_defaults(run=_ppo)
-
-
-def _ppo(args: argparse.Namespace) -> int:
-    from posttrain.config import load_config
-
-    args.words = ["grpo.adv_estimator.name=gae", *args.words]
-    name = load_config("grpo", args.config, args.words).config.grpo.adv_estimator.name
-    if name != "gae":
-        raise InputError(f"grpo.adv_estimator.name = {name} has no critic: leave it out, or use `posttrain grpo`")
-    return train("grpo", args)
-
-
-def _add_training(parser: OverridesParser, kind: str) -> None:
     from posttrain.config.command_line import ALIASES_OF_KIND, short_names
+    from posttrain.config.runs import kind_named
 
-    further = [
-        name for name in short_names(kind) if name in ("reward", "cliprange") or name in ALIASES_OF_KIND.get(kind, ())
-    ]
-    of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
-    parser.epilog = TRAINING_EPILOG.format(kind=kind, of_kind=of_kind)
+    name = parser.prog.split()[-1]
+    kind = kind_named(name)
+    further = [short for short in short_names(kind) if short in ("reward", "cliprange", *ALIASES_OF_KIND.get(kind, ()))]
+    of_kind = f"\n  for {name} also {', '.join(further)}" if further else ""
+    parser.epilog = TRAINING_EPILOG.format(kind=name, of_kind=of_kind, needs=NEEDS.get(name, ""))
     parser.short_names = short_names(kind)
     parser.config_file()
     parser.switch("--verbose", "print the long form of every step, as in logs/train.log, instead of one line")
@@ -219,7 +181,7 @@ def _add_training(parser: OverridesParser, kind: str) -> None:
     parser.switch("--resume-with-changes", "resume although training settings differ; the changes are recorded")
     parser.switch("--restart", "begin at step 1; the run in the folder and its checkpoints move to earlier_NNN/")
     parser.words()
-    parser.set_defaults(run=partial(train, kind), interrupted=TRAINING_INTERRUPTED, output_is_result=False)
+    parser.set_defaults(run=partial(train, name), interrupted=TRAINING_INTERRUPTED, output_is_result=False)
 
 
 def train(kind: str, args: argparse.Namespace) -> int:

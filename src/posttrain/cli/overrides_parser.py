@@ -113,7 +113,7 @@ class OverridesParser(argparse.ArgumentParser):
 
         known = [name for action in self._actions for name in (action.choices or ()) if isinstance(name, str)]
         if word.lower() in ("train", "run", "finetune", "fine-tune") and "grpo" in known:
-            return "; grpo, dpo, rm and sft train: e.g. posttrain grpo --config FILE"
+            return "; grpo, ppo, distill, dpo, rm and sft train: e.g. posttrain grpo --config FILE"
         return nearest(word, known) or f"; one of {', '.join(known)}"
 
     def _refuse(self, options: Sequence[str]) -> NoReturn:

@@ -31,7 +31,7 @@ from posttrain.apps.plan.plan import (
 from posttrain.apps.plan.proposal import Proposal, explain, propose, remedies
 from posttrain.cli.overrides_parser import OverridesParser, number
 from posttrain.cli.tables import QUIET, console, table
-from posttrain.config import KINDS, RunConfig
+from posttrain.config import TRAINING_NAMES, RunConfig
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone, load_words
 from posttrain.errors import InputError
@@ -50,6 +50,7 @@ EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
   posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
+  posttrain plan distill model=llama-8b lora=16 teacher=llama-70b gpus=4    with the teacher; ppo: with the critic
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
   posttrain plan --on eks.yaml --config configs/grpo.yaml        on machines of a cluster profile: hours, dollars, Spot
@@ -63,8 +64,8 @@ fit, and says which setting would help.
 def add_arguments(parser: OverridesParser) -> None:
     parser.epilog = EPILOG
     parser.usage = (
-        f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] "
-        "[key=value …]"
+        f"posttrain plan [{'|'.join(TRAINING_NAMES)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] "
+        "[options] [key=value …]"
     )
     parser.config_file()
     parser.option("--gpu NAME", "h200 (default), h100, a100-80gb, a100-40gb, b200, l40s; with --on the machine's")
@@ -74,7 +75,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--answer-tokens N", "mean length of answers", type=float)
     parser.option("--gpu-hour-price N", "price of one GPU for an hour: shows what the run costs", type=PRICE)
     parser.switch("--json", "print everything as JSON")
-    kinds = f"{', '.join(KINDS)} (guessed from the file if left out)"
+    kinds = f"{', '.join(TRAINING_NAMES)} (guessed from the file if left out)"
     parser.words("KIND key=value", f"{kinds}, then settings that override the file's")
     parser.set_defaults(run=run)
 
@@ -138,7 +139,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
             raise InputError(f"--run {args.run_folder}: no such folder; expected the folder of a run")
         if not path.is_file():
             raise InputError(f"--run {args.run_folder}: no {CONFIG_FILE} there; give the run's config with --config")
-    loaded = load_words(args.words, path, KINDS)
+    loaded = load_words(args.words, path, TRAINING_NAMES)
     loaded.print_warnings()
     config: RunConfig = loaded.config
     return config

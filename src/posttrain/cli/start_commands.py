@@ -75,6 +75,8 @@ def _faults(args: argparse.Namespace) -> int:
 INIT_EPILOG = """\
 examples:
   posttrain init grpo                 grpo.yaml, prompts.jsonl and rewards.py in this folder
+  posttrain init ppo                  ppo.yaml with the same data and reward
+  posttrain init distill              distill.yaml, prompts.jsonl, and chat.jsonl to make a teacher with
   posttrain init dpo my-model         dpo.yaml and pairs.jsonl in the folder my-model, which is made if it is not there
   posttrain init all                  configs/ and examples/: every config and example that the documentation names
 
@@ -115,18 +117,28 @@ def _init(args: argparse.Namespace) -> int:
     print(
         f"wrote {', '.join(files)}. What to type next:{here}\n"
         "  posttrain models fetch smollm2        # a small model (needs posttrain[gguf]); or name one of the hub\n"
+        f"{_MAKES_TEACHER if args.kind == 'distill' else ''}"
         f"  posttrain {args.kind} --config {args.kind}.yaml model=models/smollm2-135m-instruct{_first_try(args.kind)}\n"
         f"  posttrain config show {args.kind} --config {args.kind}.yaml       # every setting"
     )
     return 0
 
 
+_MAKES_TEACHER = """\
+  # a teacher: the same model after a few steps on conversations; or name a larger one with its tokenizer
+  posttrain sft model=models/smollm2-135m-instruct data=chat.jsonl folder=teacher batch_size=4 steps=5
+"""
+
+
 def _first_try(kind: str) -> str:
     """Settings of a first run. Without a GPU, a step takes less than a minute on two cores."""
+    teacher = " teacher=teacher" if kind == "distill" else ""
     if open_nvml() is not None:
-        return ""
-    if kind == "grpo":
+        return teacher
+    if kind in ("grpo", "ppo"):
         return " reward=rewards.py:right_and_brief prompts=2 generations=4 max_new_tokens=64 steps=5"
+    if kind == "distill":
+        return f"{teacher} prompts=2 generations=2 max_new_tokens=64 steps=5"
     return " batch_size=4 steps=5"
 
 

@@ -23,11 +23,12 @@ from posttrain.config.policy import (
     TokenizerConfig,
 )
 from posttrain.config.run_config import CheckpointingConfig, ClusterConfig, LoggerConfig, RunConfig
-from posttrain.config.runs import ALL_KINDS, KINDS, Kind, SftConfig, SftRunConfig
+from posttrain.config.runs import ALL_KINDS, KINDS, TRAINING_NAMES, Kind, SftConfig, SftRunConfig
 
 __all__ = [
     "ALL_KINDS",
     "KINDS",
+    "TRAINING_NAMES",
     "AdvEstimatorConfig",
     "CheckpointingConfig",
     "ClusterConfig",

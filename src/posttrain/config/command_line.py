@@ -119,6 +119,8 @@ def apply_overrides(
         if not rename(written):
             _assign(result, override.path, override.value, override)
             continue
+        if written.get(override.path, result) is result and result.get(override.path, result) is not result:
+            result.put(override.path, None, COMMAND_LINE)  # a value of the file that has no new name
         for path, value in leaves(written.values):
             if value != {}:  # the section of a key that was dropped
                 _assign(result, path, value, override)

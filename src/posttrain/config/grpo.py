@@ -282,7 +282,7 @@ class TeacherConfig(Section):
     """On-policy distillation."""
 
     model_name: str | None = setting(
-        None, "Folder or hub name of a model with the policy's tokenizer to distil from; null: no distillation."
+        None, "Folder (also of a run) or hub name of a model with the policy's tokenizer to distil from; null: none."
     )
     divergence: Literal["reverse", "forward", "jsd"] = setting(
         "reverse", "KL(policy || teacher), KL(teacher || policy), or Jensen-Shannon, of each token."
@@ -296,6 +296,13 @@ class TeacherConfig(Section):
     reward_weight: NonNegativeFloat = setting(
         0.0, "Weight of GRPO's loss beside it; 0: rewards are not trained on, and no `env` is needed."
     )
+
+    @property
+    def compared_numbers(self) -> int:
+        """In fp32, that live of each logit while a divergence is differentiated (policy/objectives/distillation.py)."""
+        if self.over != "vocabulary":
+            return {"top_k": 5, "sampled": 4}[self.over]
+        return 9 if self.divergence == "jsd" else 7
 
 
 class ValueOptimizerConfig(Section):

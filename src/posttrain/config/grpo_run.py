@@ -26,6 +26,10 @@ class GrpoRunConfig(RunConfig):
     policy: GrpoPolicyConfig = setting(..., "The model that is trained and sampled from.")
 
     @property
+    def called(self) -> str:
+        return "ppo" if self.critic is not None else self.kind if self.trains_on_rewards else "distill"
+
+    @property
     def teacher_name(self) -> str | None:
         return self.teacher.model_name
 

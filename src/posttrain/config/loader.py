@@ -33,7 +33,7 @@ from posttrain.config.foreign.nemo_rl import (
 from posttrain.config.grpo_run import GrpoRunConfig
 from posttrain.config.render import to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.rewards import NO_REWARD
-from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, TRAINING_NAMES, VARIANT_OF_SECTION, VARIANTS, Kind, kind_named
 from posttrain.config.schema import (
     Node,
     find,
@@ -50,6 +50,7 @@ from posttrain.files.redaction import Replace, hide, name_credentials, shown_set
 
 C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=Section)
+ALL_NAMES = (*TRAINING_NAMES, "eval")
 PRESETS_DIR = FilePath(__file__).parent / "presets"
 _ABSENT = object()
 _BATCH_SIZE = ("policy", "train_global_batch_size")
@@ -124,21 +125,30 @@ def load_config(
     kind: Literal["eval"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[EvalRunConfig]: ...
 @overload
-def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]: ...
+def load_config(
+    kind: str, path: FilePath | None = None, overrides: Sequence[str] = (), *, may_be_incomplete: bool = False
+) -> LoadedConfig[Any]: ...
 
 
-def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]:
-    """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError."""
-    known = next((name for name in ALL_KINDS if name == kind), None)
+def load_config(
+    kind: str, path: FilePath | None = None, overrides: Sequence[str] = (), *, may_be_incomplete: bool = False
+) -> LoadedConfig[Any]:
+    """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError.
+
+    `kind` may be a variant, such as ppo. `may_be_incomplete`: without what such a run needs, a teacher.
+    """
+    known = next((name for name in ALL_KINDS if name == kind_named(kind)), None)
     if known is None:
-        raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(ALL_KINDS)} is needed")
+        raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(ALL_NAMES)} is needed")
+    variant = VARIANTS.get(kind)
+    overrides = [*variant.settings, *overrides] if variant is not None else overrides
     warnings: list[str] = []
     overrides = expand_aliases(known, overrides)
     vocabulary = vocabulary_of(known)
     keeps_null = partial(_keeps_null, vocabulary)
 
     def rename(tree: Tree) -> bool:
-        return apply_renames(tree, known, warnings)
+        return apply_renames(tree, kind, warnings)
 
     own = Tree() if path is None else read_with_defaults(FilePath(path), rename, keeps_null, warnings)
     if known == "dpo":
@@ -159,6 +169,8 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     config = _validated(RUN_CONFIGS[known], values, tree)
     errors, notices = review(config, foreign, tree, _default_test(tree, defaults))
     errors += problems_of(config, is_set)
+    if variant is not None and not may_be_incomplete and (problem := variant.problem(config)):
+        errors.append(problem)
     if errors:
         raise ConfigError("\n".join(errors))
     epochs = (known, "max_num_epochs")
@@ -174,7 +186,13 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
 
 
-def load_words(words: Sequence[str], path: FilePath | None, kinds: Sequence[str] = ALL_KINDS) -> LoadedConfig[Any]:
+def load_words(
+    words: Sequence[str],
+    path: FilePath | None,
+    kinds: Sequence[str] = ALL_NAMES,
+    *,
+    may_be_incomplete: bool = False,
+) -> LoadedConfig[Any]:
     """`KIND key=value …`, as on the command line. The kind may be left out where the file at `path` tells it."""
     if not words or words[0] not in kinds:
         if path is None:
@@ -183,7 +201,7 @@ def load_words(words: Sequence[str], path: FilePath | None, kinds: Sequence[str]
         words = [guess_kind(path), *words]
         if words[0] not in kinds:
             raise ConfigError(f"{path} is the config of an evaluation; a training is needed: {', '.join(kinds)}")
-    return load_config(words[0], path, words[1:])
+    return load_config(words[0], path, words[1:], may_be_incomplete=may_be_incomplete)
 
 
 def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = ()) -> S:
@@ -198,10 +216,13 @@ def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = (
     return _validated(model, resolve(tree), tree, str(path))
 
 
-def guess_kind(path: FilePath) -> Kind:
-    """The kind of run that a file is for, from its top-level sections."""
+def guess_kind(path: FilePath) -> str:
+    """The kind of run, or the variant, that a file is for, from its top-level sections."""
     sections = read_with_defaults(path, lambda tree: False, lambda key: True, []).values
     kinds = [kind for kind in ALL_KINDS if kind in sections]
+    variants = [variant for section, variant in VARIANT_OF_SECTION.items() if section in sections]
+    if len(variants) == 1 and not kinds:
+        return variants[0]
     if not kinds and "loss_fn" in sections:
         return "grpo"
     if not kinds and "dpo" in (sections.get("trainer") or {}):
@@ -243,7 +264,8 @@ class Preset:
 
 
 def presets(kind: str) -> list[Preset]:
-    """Those for one kind of run, by name."""
+    """Those for one kind of run or variant, by name."""
+    kind = kind_named(kind)
     files = sorted((PRESETS_DIR / kind).glob("*.yaml"))
     return [Preset(kind, file.stem, file.read_text("utf-8").split("\n")[0].removeprefix("#").strip()) for file in files]
 
@@ -289,6 +311,8 @@ def _refuse_wrong_shape(root: Node, tree: Tree, kind: Kind | None = None) -> Non
         hint = hint_for(root, path)
         if kind is not None and len(path) == 1 and path[0] in ALL_KINDS:
             hint = f" in a {kind} config; this section belongs to `posttrain {path[0]}`"
+        elif kind is not None and path[0] in VARIANT_OF_SECTION and len(path) == 1:
+            hint = f" in a {kind} config; this section belongs to `posttrain {VARIANT_OF_SECTION[path[0]]}`"
         elif kind is not None and path[0] in ALIGNER_SECTIONS:
             hint = f" in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
         lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint}")
@@ -313,7 +337,10 @@ def _fit_defaults(kind: Kind, tree: Tree, is_set: Callable[[str], bool]) -> None
         and tree.get(("teacher", "model_name")) is not None
         and not tree.get(("teacher", "reward_weight"))
     ):
-        # Distillation alone needs no rewards.
+        # Distillation alone needs no rewards, and no others to compare an answer with.
+        alone = ("grpo", "adv_estimator", "group_of_one")
+        if tree.get(("grpo", "num_generations_per_prompt")) == 1 and tree.origin(alone) == DEFAULT:
+            tree.put(alone, "reward", "teacher.model_name")
         origins = [path for path, origin in tree.origins.items() if origin != DEFAULT]
         if not any(path[0] == "env" or path[-1] == "env_name" for path in origins):
             tree.put(("env", NO_REWARD), {"type": NO_REWARD}, "teacher.model_name")

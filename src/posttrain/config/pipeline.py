@@ -10,6 +10,7 @@ from pydantic import field_validator, model_validator
 from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, matching, setting
 from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
+_DATASETS: dict[str, tuple[Literal["pairs", "groups", "prompts"], ...]] = {"dpo": ("pairs",), "distill": ("prompts",)}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 Cron = Annotated[
     str,
@@ -67,13 +68,15 @@ class DatasetSection(Section):
     kind: Literal["auto", "pairs", "groups", "prompts"] = setting(
         "auto",
         "What the traces become: pairs (DPO), groups of recorded answers or prompts with reference answers (GRPO); "
-        "auto is pairs for DPO and groups for GRPO.",
+        "auto is pairs for dpo, prompts for distill, and groups else.",
     )
     pairs: PairRulesConfig = setting(PairRulesConfig, "How traces become pairs.")
 
 
 class TrainSection(Section):
-    algorithm: Literal["grpo", "dpo"] = setting(..., "Algorithm: grpo or dpo.")
+    algorithm: Literal["grpo", "ppo", "distill", "dpo"] = setting(
+        ..., "Algorithm: grpo, ppo, distill (prompts and a teacher in overrides) or dpo."
+    )
     config: str | None = setting(None, "Config file of the run; null is the built-in defaults.")
     overrides: list[str] = setting(list, "Settings over the file, as on the command line: key=value.")
     checkpoint: Literal["newest", "best"] = setting(
@@ -147,16 +150,16 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _data_fits_algorithm(self) -> PipelineConfig:
-        kinds = ("auto", "pairs") if self.train.algorithm == "dpo" else ("auto", "groups", "prompts")
-        if self.dataset.kind not in kinds:
+        kinds = _DATASETS.get(self.train.algorithm, ("groups", "prompts"))
+        if self.dataset.kind not in ("auto", *kinds):
             raise ValueError(
                 f"dataset.kind is {self.dataset.kind} and train.algorithm is {self.train.algorithm}, which takes "
-                f"{' or '.join(kinds)}"
+                f"{' or '.join(('auto', *kinds))}"
             )
         return self
 
     @property
     def dataset_kind(self) -> Literal["pairs", "groups", "prompts"]:
         if self.dataset.kind == "auto":
-            return "pairs" if self.train.algorithm == "dpo" else "groups"
+            return _DATASETS.get(self.train.algorithm, ("groups",))[0]
         return self.dataset.kind

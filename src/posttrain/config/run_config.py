@@ -199,6 +199,11 @@ class RunConfig(Section):
     cluster: ClusterConfig = setting(ClusterConfig, "Machines.")
 
     @property
+    def called(self) -> str:
+        """The command that starts it: its kind, or a variant of that."""
+        return self.kind
+
+    @property
     def group_requests(self) -> list[GroupRequest]:
         """Worker groups on GPUs of their own, in the order in which they follow the policy on the machines."""
         found, generation, reference = [], self.policy.generation, self.policy.reference.colocated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from posttrain.config.base import NonNegativeFloat, PositiveInt, Section, setting
 from posttrain.config.dpo import DpoRunConfig
@@ -59,3 +59,36 @@ RUN_CONFIGS: dict[Kind, type[Section]] = {
     "sft": SftRunConfig,
     "eval": EvalRunConfig,
 }
+
+
+class Variant(NamedTuple):
+    """A kind of run under a name of its own, for some settings of it."""
+
+    kind: Kind
+    section: str  # NeMo RL's name for the kind's own section
+    settings: tuple[str, ...]  # overrides; what is given on the command line comes after them
+
+    def problem(self, config: Section) -> str | None:
+        """What else the run needs that the name stands for."""
+        assert isinstance(config, GrpoRunConfig)
+        name = config.grpo.adv_estimator.name
+        if self is VARIANTS["ppo"] and config.critic is None:
+            return f"grpo.adv_estimator.name = {name} has no critic: leave it out, or use `posttrain grpo`"
+        if self is VARIANTS["distill"] and config.teacher_name is None:
+            return "teacher.model_name is not set: name the model to learn from, e.g. teacher=models/large"
+        return None
+
+
+VARIANTS = {
+    "ppo": Variant("grpo", "ppo", ("grpo.adv_estimator.name=gae",)),
+    "distill": Variant("grpo", "distillation", ()),
+}
+TRAINING_NAMES = ("grpo", *VARIANTS, "dpo", "rm", "sft")  # that a command takes: kinds that train, and their variants
+
+
+VARIANT_OF_SECTION = {variant.section: name for name, variant in VARIANTS.items()}
+
+
+def kind_named(name: str) -> str:
+    """The kind of run that a name stands for; of another word, the word."""
+    return VARIANTS[name].kind if name in VARIANTS else name

@@ -256,7 +256,7 @@ Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
 
 
 def from_checkpoints(load: Load) -> Load:
-    """`load`, with a run or checkpoint folder in policy.model_name replaced by the folder of its weights."""
+    """`load`, with run and checkpoint folders that models are named by replaced by the folders of their weights."""
 
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         found = load(extra)
@@ -269,23 +269,29 @@ def from_checkpoints(load: Load) -> Load:
 def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
     from posttrain.config.tree import DEFAULT
 
-    policy = loaded.config.policy
-    folder = Path(policy.model_name).expanduser()
-    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return []
-    try:
-        found = resolve_model(policy.model_name)
-    except InputError as error:
-        raise InputError(f"{_MODEL_KEY} = {policy.model_name}: {error}") from error
-    if found.adapter is not None:
-        raise InputError(
-            f"{_MODEL_KEY} = {policy.model_name}: the checkpoint holds LoRA adapters, and a run starts from a whole "
-            f"model. Merge them: posttrain convert {policy.model_name} --to FOLDER, then {_MODEL_KEY}=FOLDER"
-        )
+    words, policy, values = [], loaded.config.policy, loaded.flat()
     own_tokenizer = (
         loaded.origins.get(_TOKENIZER_KEY, DEFAULT) != DEFAULT and policy.tokenizer.name != policy.model_name
     )
-    return [f"{_MODEL_KEY}={found.model}", *([] if own_tokenizer else [f"{_TOKENIZER_KEY}={found.tokenizer}"])]
+    for key in (_MODEL_KEY, "teacher.model_name", "value.model_name"):
+        name = values.get(key)
+        folder = Path(name or "").expanduser()
+        has_model = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
+        if name is None or not folder.is_dir() or has_model:
+            continue
+        try:
+            found = resolve_model(name)
+        except InputError as error:
+            raise InputError(f"{key} = {name}: {error}") from error
+        if found.adapter is not None:
+            raise InputError(
+                f"{key} = {name}: the checkpoint holds LoRA adapters, and a whole model is needed. Merge them: "
+                f"posttrain convert {name} --to FOLDER, then {key}=FOLDER"
+            )
+        words.append(f"{key}={found.model}")
+        if key == _MODEL_KEY and not own_tokenizer:
+            words.append(f"{_TOKENIZER_KEY}={found.tokenizer}")
+    return words
 
 
 # -- identity ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from posttrain.config import PolicyConfig
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
-from posttrain.models.loading import DTYPES, flops_per_token, load_model, load_tokenizer, resolve_device
+from posttrain.models.loading import (
+    DTYPES,
+    checked_config,
+    flops_per_token,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.models.vision import add_tower, tower_of
 from posttrain.policy.checkpoint import files
@@ -219,6 +226,7 @@ class PolicyTrainer:
             has_reference=setup.needs_reference,
             ranks=self.mesh.size,
             scores_answers=setup.reward_model,
+            teacher=checked_config(setup.teacher, "teacher.model_name").to_dict() if setup.teacher else None,
         )
 
     def _root(self, model: nn.Module) -> Forward:

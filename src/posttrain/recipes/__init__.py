@@ -1,4 +1,5 @@
-"""One recipe per kind of run: `recipes/<kind>.py`. This table is where a kind is registered.
+"""One recipe per kind of run: `recipes/<kind>.py`. This table is where a kind is registered, or a variant of one, which
+is another kind with some settings (`VARIANTS` of config/runs.py).
 
 Importing this package loads no recipe and no torch: the command line reads the table on every start.
 """
@@ -24,6 +25,16 @@ KINDS = {
         "GRPO: sample groups of answers, score them, train on relative advantages",
         "GRPO (reinforcement learning from rewards)",
         ("data/prompts.jsonl", "rewards.py"),
+    ),
+    "ppo": KindOfRun(
+        "PPO: reinforcement learning with a critic that values every token",
+        "PPO (reinforcement learning from rewards, with a critic)",
+        ("data/prompts.jsonl", "rewards.py"),
+    ),
+    "distill": KindOfRun(
+        "on-policy distillation: match a teacher's distributions on the model's own answers",
+        "on-policy distillation",
+        ("data/prompts.jsonl", "data/chat.jsonl"),
     ),
     "dpo": KindOfRun(
         "direct preference optimisation on pairs of answers",

@@ -129,7 +129,7 @@ def test_signals_end_every_command_also_the_first_process_of_a_container(
 ) -> None:
     """The kernel drops a signal to that process if there is no handler."""
 
-    def interrupted(*arguments: Any) -> int:
+    def interrupted(*arguments: Any, **options: Any) -> int:
         assert signal.getsignal(sent) not in (signal.SIG_DFL, signal.SIG_IGN, None)
         os.kill(os.getpid(), sent)
         return 0
@@ -212,7 +212,7 @@ def test_ctrl_c_prints_what_was_kept(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train"], [], ["grpo", "--no-such-option"], ["config", "show", "ppo"], ["config"]],
+    [["train"], [], ["grpo", "--no-such-option"], ["config", "show", "ppa"], ["config"]],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
 def test_invalid_command_line_exits_64(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from posttrain.models.hub import why_unavailable
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train", "grpo, dpo, rm and sft train"),
+        ("train", "grpo, ppo, distill, dpo, rm and sft train"),
         ("grop", "did you mean 'grpo'?"),
         ("data inspekt", "did you mean 'inspect'?"),
         ("grpo --stpes 4", "--stpes (did you mean '--steps'?)"),

@@ -225,5 +225,5 @@ def test_the_kind_of_run_is_guessed_from_the_sections(folder: Path) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one of grpo, dpo, rm, sft"):
-        load_config("ppo", None, [])
+    with pytest.raises(ConfigError, match="one of grpo, ppo, distill, dpo, rm, sft"):
+        load_config("ppa", None, [])

@@ -1,4 +1,4 @@
-"""`posttrain.grpo`, `dpo`, `rm` and `sft` train and return the run; `posttrain.evaluate` measures a model."""
+"""`posttrain.grpo`, `ppo`, `distill`, `dpo`, `rm` and `sft` train and return the run; `evaluate` measures a model."""
 
 from __future__ import annotations
 
@@ -62,6 +62,38 @@ def grpo(
     return _train("grpo", model, data, reward, validation, config, **settings)
 
 
+def ppo(
+    model: str | Path,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """Reinforcement learning with a critic, which values every token. Arguments as for `grpo`."""
+    return _train("ppo", model, data, reward, validation, config, **settings)
+
+
+def distill(
+    model: str | Path,
+    teacher: str | Path,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    *,
+    validation: Data | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Run:
+    """On-policy distillation: learn a teacher's distributions over own answers to the prompts of `data`.
+
+    teacher: a model with the same tokenizer, named as `model` is. reward: only with a setting
+        **{"teacher.reward_weight": 1.0}, or to be shown. Other arguments as for `grpo`.
+    """
+    settings["teacher.model_name"] = str(teacher)
+    return _train("distill", model, data, reward, validation, config, **settings)
+
+
 def dpo(
     model: str | Path,
     data: Data | None = None,
@@ -99,7 +131,7 @@ def sft(
 
 
 def _train(
-    kind: str,
+    name: str,
     model: str | Path,
     data: Data | None,
     reward: Reward | None,
@@ -112,7 +144,9 @@ def _train(
     verbose: bool = False,
     **settings: object,
 ) -> Run:
-    inputs = Inputs("${checkpointing.checkpoint_dir}")
+    from posttrain.config.runs import kind_named
+
+    inputs, kind = Inputs("${checkpointing.checkpoint_dir}"), kind_named(name)
     words: JsonObject = {"policy.model_name": str(model)}
     with ExitStack() as cleanup:
         cleanup.callback(inputs.close)
@@ -132,8 +166,8 @@ def _train(
             return inputs.withdraw
 
         code, loaded = start_run(
-            kind,
-            loaded_config(kind, config, [*overrides_of(words), *overrides_of(settings)]),
+            name,
+            loaded_config(name, config, [*overrides_of(words), *overrides_of(settings)]),
             accept_changes=resume_with_changes,
             restart=restart,
             quiet=quiet or in_notebook(),

@@ -15,6 +15,7 @@ import yaml
 from posttrain import __version__
 from posttrain.apps.export.conversion_input import ConversionInput
 from posttrain.apps.export.verification import Verification
+from posttrain.config.tree import Tree
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.files.redaction import without_credentials
@@ -126,7 +127,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {name}",
-        _introduction(facts),
+        _introduction(facts, source.run_config),
         _usage_section(
             facts, name, auto_class_of(source.shape.config).__name__, scores_answers=_scores_answers(source.run_config)
         ),
@@ -140,9 +141,13 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _introduction(facts: JsonMapping) -> str:
+def _introduction(facts: JsonMapping, run_config: JsonMapping) -> str:
     base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
-    how = f" with {KINDS[facts['algorithm']].method}" if facts["algorithm"] else ""
+    how, config = "", Tree(dict(run_config))
+    if (kind := facts["algorithm"]) is not None:
+        teaches_alone = config.get(("teacher", "model_name")) and not config.get(("teacher", "reward_weight"))
+        has_critic = config.get(("grpo", "adv_estimator", "name")) == "gae"
+        how = f" with {KINDS['ppo' if has_critic else 'distill' if teaches_alone else kind].method}"
     what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
         facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
     )

@@ -142,10 +142,11 @@ def planned_save_s(found: RunEstimate) -> float:
     """Seconds that training stands still for one save. In the background that is the start of the copy; of several
     ranks the first one gathers the weights meanwhile, and the others wait."""
     rank, ranks = found.rank, found.settings.ranks
-    weights = found.settings.element * rank.num_trained * (2 if found.settings.has_critic else 1)
+    trained = [one for one in (rank, rank.critic) if one is not None]
+    weights = found.settings.element * sum(one.num_trained for one in trained)
     if found.settings.checkpoint_copy != "none":
         return BACKGROUND_SAVE_S + (weights / found.gpu.host_bytes_per_s if ranks > 1 else 0.0)
-    return (weights + rank.state_bytes() / ranks) / WAITING_SAVE_BYTES_PER_S
+    return (weights + sum(one.state_bytes() for one in trained) / ranks) / WAITING_SAVE_BYTES_PER_S
 
 
 def launch_cost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.apps.plan.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
 from posttrain.apps.plan.phases import MemoryPlan, plan_memory
@@ -111,6 +111,8 @@ def estimate_run(
     if saving.enabled and saving.async_save is not False:  # as loop.py decides it on a GPU, where host memory suffices
         copy = "with optimizer" if saving.save_optimizer else "weights"
 
+    beside = _models_beside(config, shape)
+
     def with_checkpointing(recomputes: bool) -> RunEstimate:
         settings = run_settings(
             config.policy,
@@ -121,7 +123,7 @@ def estimate_run(
             checkpoint_copy=copy,
             num_engines=config.num_engines,
             engine_shares=config.gpus_per_engine,
-            has_critic=config.critic is not None,
+            **beside,
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -129,6 +131,19 @@ def estimate_run(
     if config.policy.dtensor_cfg.activation_checkpointing == "auto" and plain.too_large:
         return with_checkpointing(True)
     return plain
+
+
+def _models_beside(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
+    """Settings that name the critic and the teacher."""
+    found: dict[str, Any] = {}
+    if (critic := config.critic) is not None:
+        is_own = critic.model_name != config.policy.model_name
+        own = find_shape(critic.model_name, field="value.model_name") if is_own else shape
+        found["critic"] = own.without_output_table()
+    if isinstance(config, GrpoRunConfig) and config.teacher_name is not None:
+        found["teacher"] = find_shape(config.teacher_name, field="teacher.model_name")
+        found["compared_numbers"] = config.teacher.compared_numbers
+    return found
 
 
 def splits_of(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0) -> Splits | None:
@@ -195,6 +210,9 @@ def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
         yield "dynamic sampling is counted as one batch; how many it takes depends on the data"
     if isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0:
         yield "every answer is counted in training; a run leaves out those without gradient"
+    if (teacher := found.settings.teacher) is not None:
+        weights = f"{teacher.num_weights / 1e9:.1f} billion weights, frozen"
+        yield f"the teacher, {weights}, is beside the policy and asked in every pass of training"
     if found.settings.ranks > 1:
         yield f"{found.settings.ranks} ranks share weights and state; communication between them is not counted"
     if found.settings.layer_shares * found.settings.row_shares > 1:

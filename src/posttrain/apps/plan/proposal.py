@@ -261,7 +261,7 @@ def explain(found: RunEstimate) -> str:
         peak = remedy.found.most_gib
         verdict = f"fits, {peak:.1f} GiB at most" if remedy.is_enough else f"still {peak:.1f} GiB"
         lines.append(f"  try {remedy.words}: {verdict}, {remedy.found.time.total_s:.1f} s a step")
-    if not tried:
+    if not any(remedy.is_enough for remedy in tried):
         lines.append("  no setting of one GPU makes it fit: use more GPUs (cluster.gpus_per_node) or a smaller model")
     return "\n".join(lines)
 

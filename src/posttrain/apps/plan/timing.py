@@ -13,9 +13,12 @@ from posttrain.apps.plan.decoding import answer_lengths, batch_sizes, prompt_rea
 from posttrain.apps.plan.phases import CachePlan
 from posttrain.apps.plan.workload import Workload
 from posttrain.policy.memory.layer_bytes import FP32, Pass
+from posttrain.policy.memory.model_shape import ModelShape
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings, draft_length
 
+# Times that each number which lives of a logit (`compared_numbers`) is read or written; counted operation by operation.
+_MOVED_BY_COMPARING = 10
 _NUM_RUNS_PER_CAPTURE = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
 
@@ -133,14 +136,16 @@ class TimeModel:
     def step(self, workload: Workload, cache: CachePlan | None) -> StepTime:
         sampler = TimeModel(self.memory.sampler, self.gpu)
         prompts, decoding, recording, num_steps = sampler._generation_s(workload, cache)
-        models = 2 if self.memory.settings.has_critic else 1
+        critic = self.memory.critic
+        trained = [self, *([TimeModel(critic, self.gpu)] if critic is not None else [])]
+        scored = [self] * (workload.num_scorings + 1 - len(trained)) + trained[1:]
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
             capture_s=recording,
-            logprobs_s=workload.num_scorings * self.scoring_s(workload),
-            passes_s=models * self.passes_s(workload),
-            optimizer_s=models * workload.num_updates * self.optimizer_s(),
+            logprobs_s=sum(model.scoring_s(workload) for model in scored),
+            passes_s=sum(model.passes_s(workload) for model in trained),
+            optimizer_s=workload.num_updates * sum(model.optimizer_s() for model in trained),
             mean_step_s=decoding / num_steps if num_steps else 0.0,
             num_decode_steps=num_steps,
         )
@@ -163,7 +168,16 @@ class TimeModel:
         again = 1 if self.memory.settings.checkpointing else 0
         launching = (1 + again) * CALIBRATION.forward_host_s + CALIBRATION.backward_host_s
         host = self.memory.shape.layers * launching + row.tokens * CALIBRATION.row_host_s
+        if (teacher := self.memory.teacher) is not None:
+            device += TimeModel(teacher, self.gpu).forward_s(row) + self._compared_s(row, teacher.shape)
+            host += teacher.shape.layers * CALIBRATION.forward_host_s
         return workload.num_updates * self._quantising_s(gradients=True) + count * max(device, host)
+
+    def _compared_s(self, row: Pass, teacher: ModelShape) -> float:
+        """The policy's logits beside the teacher's; computed a second time for the backward pass."""
+        heads = self.memory.shape.head_products + teacher.head_products
+        moved = _MOVED_BY_COMPARING * FP32 * self.memory.settings.compared_numbers * teacher.vocab
+        return self._products_s(2.0 * heads * row.responses) + self._moved_s(moved * row.responses)
 
     def _fetched_s(self, times: int, num_bytes: float | None = None) -> float:
         """Weights (or so many bytes) that pass between host and GPU, where they are in host memory."""

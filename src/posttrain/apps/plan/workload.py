@@ -173,7 +173,7 @@ def workload_of(
     if isinstance(config, GrpoRunConfig) and config.grpo.async_grpo.enabled:
         in_flight = config.num_groups_in_flight / config.grpo.num_prompts_per_step
     return Workload(
-        kind=config.kind,
+        kind=config.called,
         num_groups=step.num_rows / ranks,
         group_size=step.num_answers_per_row,
         lengths=known,

@@ -14,9 +14,9 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from posttrain.config.base import Section
-from posttrain.config.runs import KINDS, Kind
+from posttrain.config.runs import KINDS, VARIANTS, Kind, kind_named
 from posttrain.config.schema import Node, schema_of, unknown_keys
-from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, overlay, without_marks
+from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.files.redaction import shown_setting
 
@@ -25,6 +25,7 @@ DATASETS = ("train", "validation", "default")  # maps of `data` that have the ke
 FOREIGN_ENVIRONMENTS = (
     "code", "code_jaccard", "math_multi_reward", "nemo_gym", "reward_model", "sliding_puzzle_game", "vlm",
 )  # fmt: skip
+OTHER_MODELS = {"teacher", "value"}  # sections that NeMo RL gives all settings of a policy
 ABSENT = object()
 _ENGINE_SIZE = (
     "policy.generation.vllm_cfg.tensor_parallel_size"  # of native engines too, where they have their own GPUs
@@ -106,12 +107,15 @@ def _listed(one_or_many: Any) -> list[str]:
     return one_or_many if isinstance(one_or_many, list) else [one_or_many]
 
 
-def apply_renames(tree: Tree, kind: Kind, warnings: list[str]) -> bool:
+def apply_renames(tree: Tree, name: str, warnings: list[str]) -> bool:
     """Rewrite old keys in `tree`, a file or one override, with a line in `warnings` for each; whether there was any.
+    `name` is that of a kind of run or a variant.
 
     The new name wins where both are written.
     """
-    before = len(warnings)
+    before, kind = len(warnings), kind_named(name)
+    if name in VARIANTS:
+        _rename_section(VARIANTS[name].section, kind, tree, warnings)
     for rename in read_renames("renames.yaml", "renames"):
         if kind in rename.row.get("kinds", KINDS):
             _apply(rename, tree, warnings)
@@ -120,10 +124,32 @@ def apply_renames(tree: Tree, kind: Kind, warnings: list[str]) -> bool:
     return len(warnings) > before
 
 
+def _rename_section(old: str, new: str, tree: Tree, warnings: list[str]) -> None:
+    """A section under its other name. Expressions may refer to one of a file that this one is laid over."""
+    _rewrite_references(f"${{{old}.", f"${{{new}.", tree)
+    if not isinstance(section := tree.get((old,)), dict):
+        return
+    warnings.append(f"{tree.origin((old,))}: `{old}` is now `{new}`")
+    for path, value in list(leaves(section)):
+        origin = tree.origin((old, *path))
+        if tree.get((new, *path), ABSENT) is ABSENT:
+            tree.put((new, *path), value, origin)
+    tree.remove((old,))
+
+
+def _rewrite_references(old: str, new: str, tree: Tree) -> None:
+    """In expressions."""
+    for path, value in list(leaves(tree.values)):
+        if isinstance(value, str) and old in value:
+            tree.put(path, value.replace(old, new), tree.origin(path))
+
+
 def _apply(rename: Rename, tree: Tree, warnings: list[str]) -> None:
     old = tuple(rename.old.split("."))
     value = tree.get(old, ABSENT)
     converted = rename.converted(value)
+    if rename.new and (value is ABSENT or converted is not ABSENT):
+        _rewrite_references(f"${{{rename.old}}}", f"${{{rename.new[0]}}}", tree)
     if value is ABSENT or converted is ABSENT or value in rename.row.get("unless", ()):
         return
     targets = [tuple(key.split(".")) for key in rename.new]
@@ -131,6 +157,8 @@ def _apply(rename: Rename, tree: Tree, warnings: list[str]) -> None:
         return  # there is a list of datasets beside the flat keys; the old key stays, as an unknown one
     origin = tree.origin(old)
     tree.remove(old)
+    if len(old) > 2 and tree.get(old[:-1]) == {}:
+        tree.remove(old[:-1])
     if not targets:
         warnings.append(f"{origin}: `{rename.old}` is not used: {rename.row['reason']}")
         return
@@ -138,6 +166,9 @@ def _apply(rename: Rename, tree: Tree, warnings: list[str]) -> None:
     for target in targets:
         if target not in taken:
             tree.put(target, converted, origin)
+    for key, value_of in rename.row.get("also", {}).items():
+        if tree.get(tuple(key.split(".")), ABSENT) is ABSENT:
+            tree.put(tuple(key.split(".")), value_of, origin)
     names = " and ".join(f"`{key}`" for key in rename.new)
     if taken:
         warnings.append(f"{origin}: `{rename.old}` is ignored, because {names} is set as well")
@@ -196,6 +227,9 @@ def vocabulary_of(kind: Kind) -> Node:
     data = node.children["data"]
     names = dict.fromkeys(read_data("nemo_rl.yaml")["dataset"])
     datasets = {key: _with_foreign(data.children[key], names) for key in DATASETS if key in data.children}
+    for other in OTHER_MODELS & node.children.keys():  # with all keys that the policy has
+        children = {**node.children["policy"].children, **node.children[other].children}
+        node = replace(node, children={**node.children, other: replace(node.children[other], children=children)})
     return replace(node, children={**node.children, "data": replace(data, children={**data.children, **datasets})})
 
 
@@ -243,8 +277,12 @@ def review(
     policy = getattr(config, "policy", None)
     generation = getattr(policy, "generation", None)
     vllm_samples = generation is not None and generation.uses_vllm
-    for path, value in [*_every_value(config.model_dump(by_alias=True)), *_every_value(foreign)]:
+    own = [one for one in _every_value(config.model_dump(by_alias=True)) if one[0][0] not in OTHER_MODELS]
+    of_policy = {path[1:]: value for path, value in [*own, *_every_value(foreign)] if path[0] == "policy"}
+    for path, value in [*own, *_every_value(foreign)]:
         key = dotted(path)
+        if path[0] in OTHER_MODELS and (value is None or of_policy.get(path[1:], ABSENT) == value):
+            continue
         rule = rule_for(key, vllm_samples=vllm_samples)
         if rule is None or (key == _ENGINE_SIZE and generation is not None and not generation.colocated.enabled):
             continue

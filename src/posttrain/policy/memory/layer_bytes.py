@@ -138,6 +138,14 @@ class LayerBytes:
         from_start = total if self.recomputes_logits(row) else 0.0  # of earlier chunks
         return max((FP32 + e) * v * rows + from_start, e * v * rows + total)
 
+    def compared(self, row: Pass, teacher: ModelShape) -> float:
+        """The same where logits are compared with a teacher's: chunks have a quarter of the tokens, and their gradient
+        is autograd's (policy/logprobs.py)."""
+        vocab = max(self.shape.vocab, teacher.vocab)
+        rows = min(self._own(row).responses, self.settings.chunk_tokens or max(16, CHUNK_LOGITS // (4 * vocab)))
+        weight = self._parts[3] * self.shape.hidden if self.settings.lora_rank is None else 0
+        return FP32 * self.settings.compared_numbers * vocab * rows + (FP32 + self.settings.element) * weight
+
     def recomputes_logits(self, row: Pass) -> bool:
         return self._own(row).responses > self.chunk_tokens
 

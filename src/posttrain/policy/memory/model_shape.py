@@ -179,13 +179,14 @@ def _named(name: str, family: str, sizes: tuple[int, ...], *, tied: bool, head_d
     return ModelShape(name, family, hidden, inner, layers, heads, kv_heads, head_dim, vocab, tied, bias)
 
 
-# The shapes of the benchmarks: Llama 3.1 8B, Qwen2.5 0.5B and 1.5B, Qwen3 8B, and Llamas in the proportions of 3.2 1B.
+# The shapes of the benchmarks: Llama 3.1 8B and 70B, Qwen2.5 0.5B and 1.5B, Qwen3 8B, and Llamas like 3.2 1B.
 NAMED_SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
         _named("llama-0.5b", "llama", (128256, 1024, 4096, 24, 16, 8), tied=True),
         _named("llama-1.5b", "llama", (128256, 2048, 8192, 20, 32, 8), tied=True),
         _named("llama-8b", "llama", (128256, 4096, 14336, 32, 32, 8), tied=False),
+        _named("llama-70b", "llama", (128256, 8192, 28672, 80, 64, 8), tied=False),
         _named("qwen-0.5b", "qwen2", (151936, 896, 4864, 24, 14, 2), tied=True),
         _named("qwen-1.5b", "qwen2", (151936, 1536, 8960, 28, 12, 2), tied=True),
         _named("qwen-8b", "qwen3", (151936, 4096, 12288, 36, 32, 8), tied=False, head_dim=128),
@@ -211,19 +212,19 @@ NAMED_CONFIGS: dict[str, JsonObject] = {
 }
 
 
-def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
-    """The shape of what `policy.model_name` names: a folder, a named shape, or a model of the hub."""
+def find_shape(name: str, overrides: JsonMapping | None = None, *, field: str = "policy.model_name") -> ModelShape:
+    """The shape of what `field` names: a folder, a named shape, or a model of the hub."""
     if Path(name).is_dir():
-        content = _read_config(Path(name) / "config.json")
+        content = _read_config(Path(name) / "config.json", field)
     elif name in NAMED_SHAPES:
         return NAMED_SHAPES[name]
     elif name in NAMED_CONFIGS:
         content = NAMED_CONFIGS[name]
     elif (reason := why_unavailable(name)) is not None:
         names = ", ".join([*NAMED_SHAPES, *NAMED_CONFIGS])
-        raise UnknownModelError(f"policy.model_name: {reason}. Shapes that need no model: {names}")
+        raise UnknownModelError(f"{field}: {reason}. Shapes that need no model: {names}")
     else:
-        content = _read_config(_fetch_config(name))
+        content = _read_config(_fetch_config(name, field), field)
     content = {**content, **dict(overrides or {})}
     try:
         if content.get("vision_config"):
@@ -237,7 +238,7 @@ def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
         return counted_shape(name, content, error)
 
 
-def _fetch_config(name: str) -> Path:
+def _fetch_config(name: str, field: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
@@ -245,16 +246,15 @@ def _fetch_config(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are among these
         reason = reason_of(error)
         raise UnknownModelError(
-            f"policy.model_name: the config.json of {name!r} is neither here nor could it be fetched from the "
-            f"hub: {reason}"
+            f"{field}: the config.json of {name!r} is neither here nor could it be fetched from the hub: {reason}"
         ) from error
 
 
-def _read_config(path: Path) -> JsonObject:
+def _read_config(path: Path, field: str) -> JsonObject:
     try:
         return read_json(path, UnknownModelError)
     except UnknownModelError as error:
-        raise UnknownModelError(f"policy.model_name: {error}") from error
+        raise UnknownModelError(f"{field}: {error}") from error
 
 
 def shape_of_config(name: str, config: JsonMapping) -> ModelShape:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from posttrain.config.policy import PolicyConfig
 from posttrain.files.json_files import JsonMapping
@@ -91,6 +92,19 @@ class RankMemory:
         shares_layers = self.is_sharded and max(self.settings.layer_shares, self.settings.expert_shares) > 1
         return not shares_layers or (engine is not None and engine.has_own_weights)
 
+    def _beside(self, shape: ModelShape | None, **settings: Any) -> RankMemory | None:
+        """Another model on the ranks that train, which does not sample."""
+        alone: dict[str, Any] = {"critic": None, "teacher": None, "engine": None, "num_engines": 0, **settings}
+        return None if shape is None else RankMemory(shape, replace(self.settings, has_reference=False, **alone))
+
+    @property
+    def critic(self) -> RankMemory | None:
+        return self._beside(self.settings.critic, scores_answers=True)
+
+    @property
+    def teacher(self) -> RankMemory | None:
+        return self._beside(self.settings.teacher, lora_rank=None, expert_shares=1, fp8=False, checkpointing=False)
+
     def resident(self) -> dict[str, float]:
         """Between steps, on one rank; sharded over all ranks."""
         s, ranks = self.settings, self.settings.ranks
@@ -104,9 +118,10 @@ class RankMemory:
             items["reference"] = self.weights / ranks
         if not s.optimizer.is_offloaded:
             items["optimizer state"] = self.state_bytes() / ranks
-        if s.has_critic:
-            state = 0.0 if s.optimizer.is_offloaded else self.state_bytes()
-            items["critic"] = (self.weights + adapters + state) / ranks
+        if self.critic is not None:
+            items["critic"] = sum(self.critic.resident().values())
+        if self.teacher is not None:
+            items["teacher"] = self.teacher.weights / ranks
         if s.num_engines:
             items["bucket for engines"] = min(BUCKET_BYTES, (adapters or self.weights) / ranks)
         return items
@@ -123,6 +138,8 @@ class RankMemory:
         if not self.is_sharded:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
+        if self.teacher is not None:  # those of its root stay whole after its pass
+            tables += (1 if self.teacher.shape.tied else 2) * self.teacher.shape.head_products
         shares = self.settings.expert_shares * self.settings.layer_shares
         is_gathered = self.settings.ranks > shares or self.settings.in_host_memory
         experts = self.own_experts if is_gathered else 0.0
@@ -153,10 +170,13 @@ class RankMemory:
             items |= {"weights": self.weights / self.settings.ranks, "gradients": self.gradients()}
             if self.settings.holds_copy:
                 items["reference"] = self.weights / self.settings.ranks
+            if self.teacher is not None:
+                items["teacher"] = self.teacher.weights / self.settings.ranks
         if (copy := self.settings.checkpoint_copy) != "none":
             weights = self.settings.element * self.num_trained
             items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
-        return {name: (2 if self.settings.has_critic else 1) * size for name, size in items.items()}
+        critic = {} if self.critic is None else self.critic.in_host_memory()
+        return {name: size + critic.get(name, 0.0) for name, size in items.items()}
 
     def while_sampling(self) -> dict[str, float]:
         """Everything but the cache. The working memory is what the engine reserves (engines/native/forward.py)."""
@@ -202,8 +222,14 @@ class RankMemory:
         return self.settings.element * self.shape.hidden * tokens
 
     def training_phase(self, row: Pass, kept_cache: Mapping[str, float], *, accumulates: bool) -> Phase:
-        """A forward and backward pass. `accumulates`: gradients of earlier passes of the update exist already."""
-        items = {**self.resident(), **self.gathered_weights(), **kept_cache, **self.quantised_weights(gradients=True)}
+        """A forward and backward pass, of the policy or the critic, whichever needs more. `accumulates`: gradients of
+        earlier passes of the update exist already."""
+        held = {**self.resident(), **kept_cache}
+        phases = [one._pass(row, held, accumulates) for one in (self, self.critic) if one is not None]
+        return max(phases, key=lambda phase: phase.peak_bytes)
+
+    def _pass(self, row: Pass, held: Mapping[str, float], accumulates: bool) -> Phase:
+        items = {**held, **self.gathered_weights(), **self.quantised_weights(gradients=True)}
         before = self.gradients() if accumulates else 0.0
         is_head_trained = self.settings.lora_rank is None and not self.settings.scores_answers
         head = FP32 * self.shape.head_products / self.settings.ranks if is_head_trained else 0.0  # the first gradient
@@ -226,6 +252,11 @@ class RankMemory:
         ]
         if self.settings.in_host_memory:
             peaks = self._peaks_of_passing_gradients(row)
+        if (teacher := self.teacher) is not None:
+            states = teacher.hidden_bytes(row.responses)  # until the divergence is differentiated
+            peaks[0] |= {"logits chunk": self.layer.compared(row, teacher.shape), "states of the teacher": states}
+            own = sum(teacher.gathered_weights().values())
+            peaks.append({"gradients": before, "activations": own + teacher.layer.layer_forward(row)})
         highest = max(peaks, key=lambda peak: sum(peak.values()))
         return Phase(TRAINING, {**items, **highest})
 
@@ -247,6 +278,11 @@ class RankMemory:
         ]
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
+        held = {**self.resident(), **kept_cache}
+        phases = [one._update(held) for one in (self, self.critic) if one is not None]
+        return max(phases, key=lambda phase: phase.peak_bytes)
+
+    def _update(self, held: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks
         largest = FP32 * max(kind.rows * (kind.columns or 1) for kind in self.trained) / ranks
         work = {
@@ -261,8 +297,7 @@ class RankMemory:
         if self.settings.in_host_memory:  # weights and gradients too, and the norm is computed there
             work += 3 * _SLICE * (self.settings.element + FP32) - max(0.0, largest - FP32 * 4 * _SLICE)
         gradients = 0.0 if self.settings.in_host_memory else self.gradients()
-        items = {**self.resident(), **kept_cache, "gradients": gradients, "optimizer's work": work}
-        return Phase(OPTIMIZER, items)
+        return Phase(OPTIMIZER, {**held, "gradients": gradients, "optimizer's work": work})
 
 
 def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) -> float:
@@ -291,16 +326,24 @@ def should_checkpoint(
     has_reference: bool,
     ranks: int,
     scores_answers: bool = False,
+    teacher: JsonMapping | None = None,
 ) -> bool:
-    """True if activations would not fit, or if the model is not supported by the estimate."""
+    """True if activations would not fit, or if a model is not supported by the estimate. `teacher`: its config."""
     try:
         shape = shape_of_config(policy.model_name, model_config)
+        other = None if teacher is None else shape_of_config("teacher.model_name", teacher)
     except UnknownModelError:
         return True
     if scores_answers:
         shape = shape.without_output_table()
     settings = run_settings(
-        policy, has_reference=has_reference, ranks=ranks, scores_answers=scores_answers, checkpointing=False
+        policy,
+        has_reference=has_reference,
+        ranks=ranks,
+        scores_answers=scores_answers,
+        checkpointing=False,
+        teacher=other,
+        compared_numbers=9,  # whatever the divergence is
     )
     memory = RankMemory(shape, settings)
     tokens = float(_largest_micro_batch(policy))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from posttrain.policy.memory.model_shape import ModelShape
 
 AdamKind = Literal["foreach", "fused", "single", "compact"]
 CheckpointCopy = Literal["none", "weights", "with optimizer"]  # in host memory, to be written in the background
@@ -96,7 +97,9 @@ class RunSettings:
     trains: bool = True  # False: an engine on a GPU of its own
     fp8: bool = False  # products of training and of log-probabilities
     in_host_memory: bool = False  # parameters, gradients and state, between uses
-    has_critic: bool = False  # a second model, taken to be as large, with its own optimizer
+    critic: ModelShape | None = None  # a second model, with its own optimizer
+    teacher: ModelShape | None = None  # a frozen model, whose distributions are learned
+    compared_numbers: int = 7  # in fp32, that live of each logit where policy and teacher are compared
 
     @property
     def holds_copy(self) -> bool:

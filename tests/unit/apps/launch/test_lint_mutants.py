@@ -191,9 +191,6 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("setup", "ClusterQueue", "spec.resourceGroups[0].flavors[0].resources[0].nominalQuota", "lots",
         "kueue-resources", ""),
     ("setup", "ClusterQueue", "spec.resourceGroups[0].flavors[0].name", "h200", "reference", ""),
-    ("setup", "ClusterQueue", "spec.resourceGroups[0]", {"coveredResources": ["nvidia.com/gpu"], "flavors": [
-        {"name": "posttrain", "resources": [{"name": "nvidia.com/gpu", "nominalQuota": 64}]}]},
-     "kueue-coverage", "spec.resourceGroups"),
     ("setup", "LocalQueue", "spec.clusterQueue", DELETE, "kueue-queue", ""),
     ("setup", "LocalQueue", "spec.clusterQueue", "other", "reference", ""),
     ("setup", "ResourceFlavor", "spec.nodeLabels", DELETE, "kueue-flavor", ""),
@@ -236,6 +233,17 @@ ZONES = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms":
 
 # The same for what works and is unwise.
 UNWISE: list[tuple[str, str, str, Any, str, str]] = [
+    (
+        "setup",
+        "ClusterQueue",
+        "spec.resourceGroups[0]",
+        {
+            "coveredResources": ["nvidia.com/gpu"],
+            "flavors": [{"name": "posttrain", "resources": [{"name": "nvidia.com/gpu", "nominalQuota": 64}]}],
+        },
+        "kueue-coverage",
+        "spec.resourceGroups",
+    ),
     ("job", "Job", f"{BOX}.env[1].name", "POSTTRAIN_RUN", "env-twice", ""),
     ("job", "Job", f"{BOX}.resources.limits.cpu", DELETE, "no-limits", f"{BOX}.resources.limits"),
     ("job", "Job", f"{BOX}.command", ["bash", "-c", "posttrain node"], "shell-as-first-process", ""),

@@ -101,3 +101,46 @@ def test_folder_without_definitions_is_refused(tmp_path: Path) -> None:
         CustomSchemas(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
         CustomSchemas(tmp_path / "absent")
+
+
+OWN_CRD = """
+kind: CustomResourceDefinition
+apiVersion: apiextensions.k8s.io/v1
+metadata: {name: jobsets.jobset.x-k8s.io}
+spec:
+  group: jobset.x-k8s.io
+  names: {kind: JobSet}
+  versions:
+  - name: v1alpha2
+    schema:
+      openAPIV3Schema:
+        type: object
+        properties:
+          apiVersion: {type: string}
+          kind: {type: string}
+          spec:
+            type: object
+            required: [size, place]
+            properties:
+              size: {type: integer, default: 2}
+              place: {type: object}
+              labels: {type: object}
+              failurePolicy:
+                type: object
+                properties:
+                  rules: {type: array, items: {type: object, required: [name], properties: {name: {type: string}}}}
+"""
+
+
+def test_what_the_server_fills_in_before_it_validates_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / "crd.yaml").write_text(OWN_CRD)
+    schemas = CustomSchemas(tmp_path)
+    jobset: dict[str, Any] = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "a"}}
+    whole = {**jobset, "spec": {"place": {}, "labels": None, "failurePolicy": {"rules": [{}]}}}
+    assert places(check([whole], schemas), "crd-schema") == []
+    assert places(check([{**whole, "spec": {"place": None}}], schemas), "crd-schema") == ["spec.place"]
+    other = check([{**jobset, "kind": "Topology"}], schemas)
+    assert places(other, "crd-schema") == []
+    assert any("jobset.x-k8s.io Topology" in line for line in other.skipped)
+    for wrong in ({"kind": "JobSets"}, {"apiVersion": "jobset.x-k8s.io/v1alpha9"}):
+        assert places(check([{**whole, **wrong}], schemas), "crd-schema") == ["apiVersion"]

@@ -46,6 +46,14 @@ def test_checkpointing_depends_on_free_memory() -> None:
     assert not chooses(short, 100, ranks=8)
 
 
+def test_checkpointing_depends_on_the_teacher() -> None:
+    lora = policy("grpo", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.sequence_packing.train_mb_tokens=8192")
+    assert not chooses(lora, 80)
+    assert chooses(lora, 80, teacher=LLAMA_8B)
+    assert not chooses(lora, 110, teacher=LLAMA_8B)
+    assert chooses(lora, 110, teacher={"model_type": "unknown"})
+
+
 def test_checkpointing_depends_on_the_micro_batch() -> None:
     lora = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
     assert not chooses(policy("grpo", *lora, "policy.sequence_packing.train_mb_tokens=8192"), 80)

@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "find": lambda items, key, value: next((item for item in list_of(items) if get(item, key) == value), None),
     "first": lambda items, value: items.index(value) if value in items else len(items),
     "found": _found,
-    "has_secret": lambda value: redact(str(value)) != str(value),
+    "has_secret": lambda value: (text := str(value).replace("://anonymous@", "://")) != redact(text),
     "is_fsx_size": is_fsx_size,
     "is_pattern": _is_pattern,
     "is_secret_key": lambda value: is_secret_key(str(value)),
@@ -197,7 +197,8 @@ def _facts_of(pods: Pods) -> dict[str, object]:
 def scopes_of(manifest: Manifest) -> Iterator[tuple[str, Scope]]:
     """The object by its kind (`batch/Job`), and its parts by their names."""
     root, all_pods = ManifestPlace(manifest), pods_of(manifest)
-    size: dict[str, object] = {"gang_size": sum(pods.count for pods in all_pods)}
+    cpu_only = not any(pods.limit(GPU_RESOURCE) or not list_of(pods.spec, "containers") for pods in all_pods)
+    size: dict[str, object] = {"gang_size": sum(pods.count for pods in all_pods), "cpu_only": cpu_only}
     whole = Scope(Item(root, manifest.body), manifest, size)
     for name in (f"{manifest.group}/{manifest.kind}", f"{manifest.group}/*", "objects"):
         yield name, whole
@@ -230,6 +231,11 @@ def _readers(scope: Scope, item: Item) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _generated(prefix: object) -> str:
+    """A name as the API server makes one."""
+    return f"{prefix}xxxxx" if prefix else ""
+
+
 class Expressions:
     """Expressions of a check at one item."""
 
@@ -243,7 +249,7 @@ class Expressions:
             "key": key,
             "keys": list(item.keys),
             "earlier": earlier,
-            "name": scope.manifest.name,
+            "name": scope.manifest.name or _generated(get(scope.manifest.body, "metadata", "generateName")),
         }
         self.functions = {**_FUNCTIONS, **_readers(scope, item)}
         for name, expression in (check.let or {}).items():

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 VERSION = "1.36.0"
 PACKAGE = "kubernetes_validate"
 RULE = "schema"
-_OF_KUBERNETES = re.compile(r"|apps|batch|autoscaling|policy|[\w.-]+\.k8s\.io")
-_CUSTOM = ("kueue.x-k8s.io", "jobset.x-k8s.io")
+_OF_KUBERNETES = re.compile(  # not all groups under k8s.io: those of its other projects are custom ones
+    r"|apps|batch|autoscaling|policy|(admissionregistration|apiextensions|apiregistration|authentication|certificates"
+    r"|coordination|discovery|events|flowcontrol\.apiserver|internal\.apiserver|networking|node|(rbac\.)?authorization"
+    r"|resource|scheduling|storage|storagemigration)\.k8s\.io"
+)
 
 
 def is_available() -> bool:
@@ -28,7 +31,7 @@ def is_available() -> bool:
 
 
 def is_of_kubernetes(manifest: Manifest) -> bool:
-    return manifest.group not in _CUSTOM and _OF_KUBERNETES.fullmatch(manifest.group) is not None
+    return _OF_KUBERNETES.fullmatch(manifest.group) is not None
 
 
 def check_core_schema(manifest: Manifest) -> Findings:

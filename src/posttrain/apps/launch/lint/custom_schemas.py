@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from posttrain.files.json_files import JsonObject
 
 RULE = "crd-schema"
 CEL_RULE = "crd-cel"
+_NAMED_BY_WEBHOOK = re.compile(r"spec\.failurePolicy\.rules\[\d+\]\.name")  # if they have no name
 _KEPT = (
     "type", "enum", "required", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems",
     "maxItems", "minProperties", "maxProperties", "uniqueItems", "multipleOf", "additionalProperties",
@@ -55,7 +57,9 @@ class CustomSchemas:
         self._validators: dict[tuple[str, str, str], Any] = {}
 
     def has(self, manifest: Manifest) -> bool:
-        return any(group == manifest.group for group, _, _ in self.schemas)
+        """Whether the kind, or one that it may be a misspelling of, is there."""
+        kinds = [kind for group, _, kind in self.schemas if group == manifest.group]
+        return bool(get_close_matches(manifest.kind, kinds, 1, 0.8))
 
     def check(self, manifest: Manifest) -> Findings:
         from jsonschema import Draft202012Validator
@@ -68,7 +72,10 @@ class CustomSchemas:
             return
         if key not in self._validators:
             self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
-        yield from findings_of(manifest, self._validators[key].iter_errors(manifest.body), RULE)
+        body = _without_nulls(manifest.body)
+        for finding in findings_of(manifest, self._validators[key].iter_errors(body), RULE):
+            if not (manifest.kind == "JobSet" and _NAMED_BY_WEBHOOK.fullmatch(finding.path)):
+                yield finding
         for place, rule, value in _rules(self.schemas[key], manifest.body, ManifestPlace(manifest)):
             if not self._holds(rule["rule"], value):
                 yield place.error(CEL_RULE, None, rule.get("message", rule["rule"]))
@@ -85,6 +92,13 @@ class CustomSchemas:
             return True
 
 
+def _without_nulls(value: object) -> Any:
+    """As the server prunes fields that may not be null, before it fills in defaults and validates."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _closed(schema: JsonObject, is_root: bool = False) -> JsonObject:
     """An OpenAPI schema as JSON Schema that refuses unknown fields, as the server does with strict decoding."""
     result: JsonObject = {}
@@ -97,6 +111,9 @@ def _closed(schema: JsonObject, is_root: bool = False) -> JsonObject:
             result[key] = [{**part} for part in value]  # conditions on what is described elsewhere: not closed
         elif key in _KEPT:
             result[key] = value
+    if "required" in result:  # the server fills in defaults before it validates
+        properties = schema.get("properties", {})
+        result["required"] = [name for name in result["required"] if "default" not in properties.get(name, {})]
     if schema.get("x-kubernetes-int-or-string"):
         result.pop("type", None)
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]

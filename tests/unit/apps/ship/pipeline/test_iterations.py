@@ -194,3 +194,12 @@ def test_prompts_with_one_reference_become_tasks(world: Path) -> None:
     tasks = load_task_dataset(entry, {}, ChatFormat(build_tokenizer()), max_prompt_tokens=None, seed=0)
     assert len(tasks) == 4
     assert {task.reference for task in tasks} == {"7"}
+
+
+def test_a_teacher_needs_no_references(world: Path) -> None:
+    taught = {"algorithm": "distill", "overrides": [f"teacher.model_name={world / 'base'}"]}
+    record = run(config_of(world, train=taught))[0].record("dataset")
+    assert record is not None
+    rows = [json.loads(line) for line in record.path("file").read_text().splitlines()]
+    assert len(rows) == len({str(row["input"]) for row in rows}) > 0
+    assert all("output" not in row for row in rows)

@@ -30,7 +30,8 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "words"),
     [
         ("pipeline.start_form", "base", "unknown key `pipeline.start_form`; did you mean `pipeline.start_from`?"),
-        ("train.algorithm", "ppo", "`train.algorithm` = 'ppo': must be 'grpo' or 'dpo'"),
+        ("train.algorithm", "rm", "`train.algorithm` = 'rm': must be 'grpo', 'ppo', 'distill' or 'dpo'"),
+        ("train", {"algorithm": "distill"}, "train: teacher.model_name is not set"),
         ("pipeline.name", "a b", "`pipeline.name` = 'a b': letters, digits"),
         ("dataset", {"kind": "groups"}, "dataset.kind is groups and train.algorithm is dpo, which takes auto or pairs"),
         ("dataset", {"pairs": {"preferred": 0.2}}, "dataset.pairs: preferred 0.2 is below rejected_below 0.5"),

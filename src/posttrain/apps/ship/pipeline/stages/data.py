@@ -102,7 +102,8 @@ class Dataset(Stage):
     def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
-        return {"settings": {"kind": config.dataset_kind, **rules}}
+        alone = {"references": "not needed"} if config.train.algorithm == "distill" else {}
+        return {"settings": {"kind": config.dataset_kind, **rules, **alone}}
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         kind, reading = context.config.dataset_kind, reading_of(context.config)
@@ -121,7 +122,9 @@ class Dataset(Stage):
                 reading.path, reading.columns, reading.filters, broken_files=reading.broken_files, report=read
             )
             left_out = Counter[str]()
-            lines = _write_rows(file, _recorded(groups) if kind == "groups" else _prompts(groups, left_out))
+            are_needed = context.config.train.algorithm != "distill"
+            rows = _recorded(groups) if kind == "groups" else _prompts(groups, left_out, are_needed)
+            lines = _write_rows(file, rows)
             facts = {"left_out": left_out}
             if not lines:
                 why = "; ".join(f"{count} prompts: {reason}" for reason, count in left_out.items())
@@ -149,7 +152,7 @@ def _recorded(groups: Iterator[TraceGroup]) -> Iterator[Row]:
             yield row | {name: value for name, value in optional.items() if value is not None}
 
 
-def _prompts(groups: Iterator[TraceGroup], left_out: Counter[str]) -> Iterator[Row]:
+def _prompts(groups: Iterator[TraceGroup], left_out: Counter[str], references_are_needed: bool) -> Iterator[Row]:
     """Each prompt once, with the answer that is expected; the answers that were given are not used."""
     seen: set[str] = set()
     for group in groups:
@@ -161,6 +164,8 @@ def _prompts(groups: Iterator[TraceGroup], left_out: Counter[str]) -> Iterator[R
         references = {trace.reference for trace in group.traces} - {None, ""}
         if len(references) == 1:
             yield {"input": group.prompt, "output": references.pop()}
+        elif not references_are_needed:
+            yield {"input": group.prompt}
         else:
             left_out["several reference answers" if references else "no reference answer"] += 1
 

@@ -1,5 +1,5 @@
-"""train: runs GRPO or DPO on the dataset in a child process, which resumes from its newest checkpoint. convert: the
-checkpoint as a Hugging Face folder, compared with its source.
+"""train: trains on the dataset in a child process, which resumes from its newest checkpoint. convert: the checkpoint
+as a Hugging Face folder, compared with its source.
 """
 
 from __future__ import annotations
