@@ -40,7 +40,7 @@ from posttrain.recipes import KINDS
 if TYPE_CHECKING:
     from posttrain.models.accepted_names import RegisteredVersion
 
-SUMMARY = "Tune language models from preferences and rewards."
+SUMMARY = "Tune language models from rewards, preferences and agents."
 SHORT_HELP = f"""\
 {SUMMARY}
 
