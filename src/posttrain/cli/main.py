@@ -56,7 +56,7 @@ GROUPS = {
               "data", "rewards", "agents", "config", "plan", "launch"),
     "look": ("watch", "status", "doctor", "log", "chat", "faults"),
     "decide": ("eval", "gate"),
-    "ship": ("convert", "registry", "serve", "pipeline"),
+    "ship": ("convert", "push", "registry", "serve", "pipeline"),
 }  # fmt: skip
 
 EPILOG = """\
@@ -132,6 +132,7 @@ COMMANDS = {
         "run traces → dataset → train → convert → evaluate → gate → registry → canary, repeatedly",
     ),
     "plan": ("plan_command.add_arguments", "predict memory and time of a run from its config"),
+    "push": ("push_command.add_arguments", "upload an exported model to a repository of the hub, private by default"),
     "rewards": ("rewards_command.add_arguments", "list the types of reward, or try one on stored samples"),
     "registry": (
         "registry_command.add_arguments",
