@@ -195,7 +195,7 @@ def test_a_wrong_name_of_a_repository_is_refused(name: str, export: Path) -> Non
 
 
 def test_a_card_without_a_licence_is_warned_about(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (export / "README.md").write_text("# mine")
+    (export / "README.md").write_text("---\ntags: [x]\n---\n# mine\n---\nlicense: none of the card\n")
     seal(export)
     assert main(["push", str(export), NAME, "--dry-run"]) == 0
     assert "licence" in capsys.readouterr().err
