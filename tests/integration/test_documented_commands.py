@@ -18,11 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    "docs/quickstart.md",
-    *(f"docs/tutorials/{page.name}" for page in ROOT.glob("docs/tutorials/*.md")),
-]
+TUTORIALS = sorted(f"docs/tutorials/{page.name}" for page in ROOT.glob("docs/tutorials/*.md"))
+PAGES = ["README.md", "docs/quickstart.md", *TUTORIALS]
 NOT_RUN = {
     "docs/tutorials/several-gpus.md": "needs several GPUs or machines",
     "docs/tutorials/kubernetes.md": "needs a cluster",
@@ -33,8 +30,13 @@ SECTIONS_NOT_RUN = {
 }
 # Installs from an index, activates an environment, or runs until it is stopped.
 LINES_NOT_RUN = re.compile(r"(make|source|pip install|posttrain (watch|serve)) ")
-FOUND_SOMETHING = re.compile(r"posttrain doctor [\w/]+")  # exit code 3: a model of random weights has findings
+# Commands that end with another code than 0: a model of random weights has findings, and what does not fit is named.
+ENDINGS = re.compile(r"posttrain (?:doctor [\w/]+|plan [^#]*(?=# .*does not fit))")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def with_ending(command: re.Match[str]) -> str:
+    return f"{command[0]} || [ $? -eq {3 if 'doctor' in command[0] else 64} ] "
 
 
 def session(page: str, markdown: str) -> Iterator[str]:
@@ -47,7 +49,7 @@ def session(page: str, markdown: str) -> Iterator[str]:
             if language == "bash":
                 commands = re.split(r"(?<!\\)\n", text)
                 commands = [line for line in commands if not LINES_NOT_RUN.match(line)]
-                yield "\n".join(FOUND_SOMETHING.sub(r"\g<0> || [ $? -eq 3 ]", line) for line in commands)
+                yield "\n".join(ENDINGS.sub(with_ending, line) for line in commands)
             elif named or language == "python":
                 name = named[1] if named else f"block_{abs(hash(section)) % 10**6}_{number}.py"
                 yield f"cat > {name} <<'END OF BLOCK'\n{text}END OF BLOCK"
