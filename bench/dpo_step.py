@@ -2,9 +2,10 @@
 """DPO on pairs with UltraFeedback's lengths, with posttrain (packed) and with TRL: pairs per second, memory, and the
 ratio.
 
-    python bench/dpo_step.py --shape llama-1.5b --out dpo.json python bench/dpo_step.py --shape qwen-1.5b
-    --checkpointing --pairs-file data/preferences/ultrafeedback_train.jsonl.gz python bench/dpo_step.py --shape tiny
-    on a CPU, in a minute: does it all run?
+    python bench/dpo_step.py --shape llama-1.5b --out dpo.json
+    python bench/dpo_step.py --shape qwen-1.5b --checkpointing \\
+        --pairs-file data/preferences/ultrafeedback_train.jsonl.gz
+    python bench/dpo_step.py --shape tiny              on a CPU, in a minute: does it all run?
 
 Both sides train on the same random tokens in the same order from the same weights, one after the other in processes of
 their own. For real data and accuracy see dpo_on_pairs.py. See README.md here.

@@ -1,30 +1,39 @@
 #!/usr/bin/env python3
 """What a GRPO run learns in so many minutes, beside TRL: the same start, prompts, reward, batch and time.
 
-    python bench/learn.py train posttrain --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4 --out
-    runs/posttrain-1e-5 python bench/learn.py train trl       --model SFT --train train.jsonl.gz --lr 1e-5 --minutes 4
-    --out runs/trl-1e-5 python bench/learn.py evaluate runs/* --test test.jsonl --problems 400 python bench/learn.py
-    report runs/* --svg curve.svg python bench/learn.py train posttrain … --recipe dynamic --set
-    policy.generation.temperature=1.2     posttrain alone
+    python bench/learn.py train posttrain --model SFT --train train.jsonl.gz --minutes 4 --out runs/posttrain-1e-5
+    python bench/learn.py train trl --model SFT --train train.jsonl.gz --minutes 4 --vllm --out runs/trl-1e-5
+    python bench/learn.py evaluate runs/* --test test.jsonl --problems 400
+    python bench/learn.py report runs/* --svg curve.svg
+    python bench/learn.py train posttrain … --recipe dynamic --set policy.generation.temperature=1.2   posttrain alone
+    python bench/learn.py compare --out runs --test test.jsonl --seeds 0 1 2 --lr 5e-6 1e-5 2e-5 --vllm \\
+        --trl-python .trl-vllm/bin/python -- --model SFT --train train.jsonl.gz --minutes 6
 
 `train` runs one side for its minutes and keeps the weights at `--marks` equally distant times; writing them does not
 count, nor does loading. `evaluate` samples held-out problems from each of them (avg@k at T = 0.6, an interval by
 bootstrap over problems), with posttrain's engine for both sides. Both write `curve.json` in the run's folder, so every
 call can be made on its own, minutes each. `report` prints accuracy over time and over generated tokens, and the gain
-per minute of each side's best run.
+per minute of each side's best run; of several seeds also the mean of their last pass@1 (avg@k) and pass@k with
+Student's 95 % interval, for each side and rate, and which rate is each side's best. `compare` does all of it: every
+side, rate and seed in a process of its own, without those that `--out` has already, then `evaluate` and `report`.
 
 Rows of the data have `question` and `final_answer`; the reward is `problems.py`'s. TRL runs by its defaults
 (transformers' generate, fp32 weights under bf16 autocast) with what the job fixes: batch, temperature, longest answer,
-constant learning rate, no KL.
+constant learning rate, no KL. With `--vllm` it samples with vLLM, colocated on the same GPU; `--trl-python` names the
+Python of an environment that has TRL and vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import shutil
+import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +41,10 @@ import problems
 from learn_sides import RECIPES, SIDES
 from machine import facts, resolve_device, resolve_dtype
 from problems import read_problems
-from tables import table, write_json
+from tables import Cell, table, write_json
 
 CURVE = "curve.json"
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's, from one degree of freedom on
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -122,6 +132,8 @@ def report(args: argparse.Namespace) -> int:
         )
     columns = ["run", "minutes", "steps", "M tokens", "reward", "accuracy", "length", "cut off"]
     print(table(columns, rows))
+    if len({run["seed"] for run in runs.values() if "seed" in run}) > 1:
+        print(table(["side", "lr", "seeds", "pass@1", "pass@k", ""], over_seeds(runs.values())))
     for side, (gain, name) in sorted(best.items()):
         print(f"{side}: {gain:+.2f} points a minute at best ({name})")
     if {"posttrain", "trl"} <= best.keys() and best["trl"][0] > 0:
@@ -132,6 +144,38 @@ def report(args: argparse.Namespace) -> int:
 
         args.svg.write_text(accuracy_over_time(runs, start))
     return 0
+
+
+def over_seeds(runs: Iterable[dict[str, Any]]) -> list[list[Cell]]:
+    """For each side and rate the means of the last weights of its seeds, the best rate of each side first."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["curve"] and "accuracy" in run["curve"][-1]:
+            lr = " ".join([f"{run['lr']:g}", *(word for word in run["recipe"] if word != "plain")])
+            sampler = ", vLLM" if run.get("vllm") else ""
+            groups.setdefault((run["side"] + sampler, lr), []).append(run["curve"][-1])
+    best = {side: max(_mean(last) for (one, _), last in groups.items() if one == side) for side, _ in groups}
+    rows: list[list[Cell]] = []
+    for (side, lr), last in sorted(groups.items(), key=lambda group: (group[0][0], -_mean(group[1]))):
+        passes = sorted({key for point in last for key in point if key.startswith("pass@")})
+        many = [f"{key} {with_interval([point[key] for point in last if key in point])}" for key in passes]
+        mark = "best rate" if _mean(last) == best[side] else ""
+        mean = with_interval([point["accuracy"] for point in last])
+        rows.append([side, lr, len(last), mean, ", ".join(many), mark])
+    return rows
+
+
+def _mean(points: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(point["accuracy"] for point in points)
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """The mean over seeds, with Student's 95 % interval if there are two to ten of them."""
+    mean = statistics.fmean(values)
+    if not 2 <= len(values) <= len(T_975) + 1:
+        return f"{mean:.2%}"
+    half = T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.2%} [{mean - half:.2%}, {mean + half:.2%}]"
 
 
 def _shown(point: dict[str, Any]) -> str:
@@ -150,7 +194,8 @@ def train(args: argparse.Namespace) -> int:
     random.Random(args.seed).shuffle(rows)
     watch, version = SIDES[args.side](args, rows)
     found = {
-        **facts(args.device), "side": args.side, "version": version, "lr": args.lr, "recipe": [args.recipe, *args.set],
+        **facts(args.device), "side": args.side, "version": version, "lr": args.lr,
+        "seed": args.seed, "vllm": args.vllm, "recipe": [args.recipe, *args.set],
         "minutes": args.minutes, "batch": [args.prompts, args.samples], "rewards": watch.rewards, "curve": watch.curve,
     }  # fmt: skip
     (args.out / CURVE).write_text(json.dumps(found, indent=1))
@@ -163,6 +208,29 @@ def train(args: argparse.Namespace) -> int:
         f"{sum(last) / max(1, len(last)):.3f}"
     )
     return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Every side, rate and seed, then `evaluate` and `report`. What has a curve is not trained again."""
+    model = arguments(["train", "posttrain", "--out", "-", *args.training]).model  # also: are these arguments right?
+    folders = []
+    for seed in args.seeds:
+        for side in args.sides:
+            for lr in args.lr:
+                folder = args.out / f"{side}-{lr:g}-seed{seed}"
+                folders.append(folder)
+                if (folder / CURVE).exists():
+                    continue
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+                python = args.trl_python if side == "trl" else sys.executable
+                words = [python, __file__, "train", side, *args.training, "--lr", str(lr), "--seed", str(seed)]
+                words += ["--vllm"] * (args.vllm and side == "trl")
+                subprocess.run([*words, "--out", str(folder)], check=True)
+    runs = [str(folder) for folder in folders]
+    held_out = ["--problems", str(args.problems), "--samples", str(args.samples), "--new-tokens", str(args.new_tokens)]
+    device = ["--device", args.device]
+    main(["evaluate", *runs, "--test", str(args.test), "--start", str(model), *held_out, *device])
+    return main(["report", *runs, "--json", str(args.out / "learn.json"), "--svg", str(args.out / "learn.svg")])
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -187,6 +255,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one more change")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    one.add_argument("--vllm", action="store_true", help="TRL samples with vLLM, colocated")
+    one.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU's memory for vLLM")
     held_out = commands.add_parser("evaluate", help="accuracy of the weights that runs have kept")
     held_out.set_defaults(run=evaluate)
     held_out.add_argument("runs", type=Path, nargs="+", help="folders that `train` wrote")
@@ -203,6 +273,20 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     shown.add_argument("runs", type=Path, nargs="+")
     shown.add_argument("--json", type=Path, metavar="FILE", help="also write all curves to this file")
     shown.add_argument("--svg", type=Path, metavar="FILE", help="also draw them; needs the accuracy of the start")
+    both = commands.add_parser("compare", help="both sides, several rates and seeds, evaluated and reported")
+    both.set_defaults(run=compare)
+    both.add_argument("--out", type=Path, required=True, help="a folder; runs that it has are not trained again")
+    both.add_argument("--test", type=Path, required=True)
+    both.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    both.add_argument("--lr", type=float, nargs="+", default=[5e-6, 1e-5, 2e-5])
+    both.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    both.add_argument("--trl-python", default=sys.executable, help="the Python of an environment with TRL")
+    both.add_argument("--vllm", action="store_true", help="TRL samples with vLLM, colocated")
+    both.add_argument("--problems", type=int, default=400)
+    both.add_argument("--samples", type=int, default=16)
+    both.add_argument("--new-tokens", type=int, default=320)
+    both.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="of the evaluation")
+    both.add_argument("training", nargs="+", metavar="-- ARGUMENT", help="arguments of `train` for every run")
     return parser.parse_args(words)
 
 

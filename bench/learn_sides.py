@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import time
@@ -127,6 +128,8 @@ def train_posttrain(args: argparse.Namespace, rows: Sequence[dict[str, str]]) ->
     from posttrain.config import load_config
     from posttrain.run import quieten_libraries
 
+    if args.vllm:
+        raise SystemExit("learn: --vllm is for TRL; posttrain samples with its own engine")
     quieten_libraries()
     data, config = args.out / "train.jsonl", args.out / "config.yaml"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -167,6 +170,37 @@ def train_posttrain(args: argparse.Namespace, rows: Sequence[dict[str, str]]) ->
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
+def trl_settings(args: argparse.Namespace) -> dict[str, Any]:
+    batch = args.prompts * args.samples
+    vllm = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": args.vllm_memory,
+        "vllm_max_model_length": args.longest_prompt + args.new_tokens,
+    }
+    return {
+        "output_dir": str(args.out / "run"),
+        "max_steps": 1_000_000,
+        "learning_rate": args.lr,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": args.micro_batch,
+        "gradient_accumulation_steps": batch // args.micro_batch,
+        "num_generations": args.samples,
+        "max_completion_length": args.new_tokens,
+        "temperature": args.temperature,
+        "beta": 0.0,
+        "bf16": args.device == "cuda",
+        "use_cpu": args.device == "cpu",
+        "save_strategy": "no",
+        "report_to": [],
+        "logging_steps": 1_000_000,
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+        "seed": args.seed,
+        **(vllm if args.vllm else {}),
+    }
+
+
 def train_trl(args: argparse.Namespace, rows: Sequence[dict[str, str]]) -> tuple[Stopwatch, str]:
     import torch
     import trl
@@ -204,27 +238,6 @@ def train_trl(args: argparse.Namespace, rows: Sequence[dict[str, str]]) -> tuple
             state.update(tokens=0, rewards=0.0, answers=0)
             control.should_training_stop = watch.is_over
 
-    batch = args.prompts * args.samples
-    config = GRPOConfig(
-        output_dir=str(args.out / "run"),
-        max_steps=1_000_000,
-        learning_rate=args.lr,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=batch // args.micro_batch,
-        num_generations=args.samples,
-        max_completion_length=args.new_tokens,
-        temperature=args.temperature,
-        beta=0.0,
-        bf16=args.device == "cuda",
-        use_cpu=args.device == "cpu",
-        save_strategy="no",
-        report_to=[],
-        logging_steps=1_000_000,
-        disable_tqdm=True,
-        shuffle_dataset=False,
-        seed=args.seed,
-    )
     data = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["question"]}], "final_answer": row["final_answer"]}
@@ -234,13 +247,14 @@ def train_trl(args: argparse.Namespace, rows: Sequence[dict[str, str]]) -> tuple
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=config,
+        args=GRPOConfig(**trl_settings(args)),
         train_dataset=data,
         processing_class=tokenizer,
         callbacks=[Watch()],
     )
     trainer.train()
-    return watch, f"TRL {trl.__version__}"
+    sampler = f" with vLLM {importlib.metadata.version('vllm')}, colocated" if args.vllm else ""
+    return watch, f"TRL {trl.__version__}{sampler}"
 
 
 SIDES = {"posttrain": train_posttrain, "trl": train_trl}

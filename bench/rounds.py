@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Asynchronous sampling in rounds beside synchronous steps: tokens per second of the native engine, and the ratio.
 
-    python bench/rounds.py --shape llama-8b --prompts 32 --samples 16 --mean 700 --longest 4096 --ages 1 2 --out
-    rounds.json python bench/rounds.py --shape tiny --prompts 4 --samples 4 --mean 10 --longest 60 --ages 1      on a
-    CPU, in a minute
+    python bench/rounds.py --shape llama-8b --prompts 32 --samples 16 --mean 700 --longest 4096 --ages 1 2 \\
+        --out rounds.json
+    python bench/rounds.py --shape tiny --prompts 4 --samples 4 --mean 10 --longest 60 --ages 1   on a CPU, in a minute
 
 Answers end by chance: so many of the vocabulary's tokens are stop tokens that random weights write `--mean` tokens on
 average, with a geometric tail up to `--longest`. The KV cache is given up between steps, as for training. The first age

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Decoding with drafts beside decoding without: the same tokens, and how much faster.
 
-    python bench/speculation.py --model MODEL --data gsm8k/test.jsonl --prompts 64 --samples 16 --new-tokens 512 python
-    bench/speculation.py --shape tiny --prompts 1000 --per-call 32 --samples 4 --new-tokens 48 --device cpu --drafts 3 7
+    python bench/speculation.py --model MODEL --data gsm8k/test.jsonl --prompts 64 --samples 16 --new-tokens 512
+    python bench/speculation.py --shape tiny --prompts 1000 --per-call 32 --samples 4 --new-tokens 48 \\
+        --device cpu --drafts 3 7
 
 Problems of a file with the key `question`, through the model's chat template, or random prompts of 8 to 40 tokens. Each
 setting samples the same prompts `--repeats` times; the first time steps are captured. `equal` counts the answers whose

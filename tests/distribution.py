@@ -3,9 +3,9 @@
 The tests of a file run in one process and share its fixtures. All files with tests marked `ray` run in the same process
 and share one Ray. (Marks of pytest-xdist 3.8 for groups have no effect under pytest 9.2.)
 
-If a process dies, its test has failed, and the report says by which signal. A process that got SIGKILL was ended from
-outside, by the kernel for want of memory for example: its test runs once more in another process, and the summary says
-so. pytest-xdist itself ends with an error of its own if two processes die while their replacements still collect tests.
+If a process dies, for want of memory for example, its test runs once more in another process, and the summary names the
+test and the signal. If that dies as well, the test has failed. pytest-xdist itself ends with an error of its own if two
+processes die while their replacements still collect tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Distribution:
             code = None
         ending = f"signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else f"exit code {code}"
         report.longrepr = f"{report.longrepr}: {ending}"
-        if code == -signal.SIGKILL and crashitem not in self.repeated:
+        if crashitem not in self.repeated:
             self.repeated[crashitem] = report.longrepr
             report.outcome = "rerun"  # the scheduler gives what this process had not completed to another one
 

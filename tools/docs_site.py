@@ -4,7 +4,8 @@
   build,
 - two long pages are generated here and not committed: all settings, and the families of models that were tried,
 - links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`.
-  Markdown files become pages, other files are copied. A folder has no page: its link becomes plain text.
+  Markdown files become pages, other files are copied. A folder has no page: its link becomes plain text,
+- links in llms.txt, which is copied as it is, lead to the pages of the site.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     parts = FENCED.split(markdown)
     return "".join(
         text if index % 2 else LINK.sub(lambda m: _link(m, path, source), text) for index, text in enumerate(parts)
+    )
+
+
+def on_post_build(config: Any) -> None:
+    copy = Path(config.site_dir) / "llms.txt"
+    copy.write_text(with_pages(copy.read_text("utf-8")), "utf-8")
+
+
+def with_pages(text: str) -> str:
+    """Markdown files in links of a file that is no page are replaced by their pages."""
+    return re.sub(r"\]\(((?:[\w-]+/)*[\w-]+)\.md(#[^)]*)?\)", r"](\1.html\2)", text).replace(
+        "README.html", "index.html"
     )
 
 

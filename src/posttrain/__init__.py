@@ -1,4 +1,4 @@
-"""posttrain tunes language models from preferences and rewards.
+"""posttrain tunes language models from rewards, preferences and agents.
 
     import posttrain
 

@@ -1,5 +1,6 @@
 """A number in the README that praises posttrain names what shows it: a script or command that exists, and a date. So
-does each section of the evidence that has one."""
+does each section of the evidence that has one. On the other pages a section with a measured number names its command or
+date, or leads to the page of measurements."""
 
 import re
 import shlex
@@ -90,6 +91,48 @@ def test_a_figure_of_the_evidence_has_a_command_and_a_date_in_its_section() -> N
         lines = re.split(r"\n(?=\n|\||make |\.venv)", section)
         undated = [line for line in lines if MEASURED.search(line) and not DATE.search(line)]
         assert undated == []
+
+
+# Rates, ratios of speed, seconds of a unit of work, and shares of what was compared.
+RATE = re.compile(
+    r"\d[\d.,]* ?(?:(?:tok|tokens|requests|pairs|rows|samples|GiB)/s|times (?:as fast|as much|faster|slower|the speed))"
+    r"|\d[\d.,]* (?:ms|s) (?:a|per|each) (?:step|token|row|answer|pair)\b"
+    r"|\b(?:took|takes) (?:about )?\d[\d.,]* (?:ms|s|minutes|hours)\b"
+    r"|\b(?:measured|faster|slower)\b[^.|]*\d[\d.,]* ?(?:%|times)"
+    r"|\d[\d.,]* ?% (?:faster|slower|of the (?:memory|time|speed))"
+)
+SHOWN = re.compile(
+    r"(?:bench|tests|tools|examples)/[\w/]+\.(?:py|ipynb)|`(?:make [a-z-]+|posttrain [a-z]+)"
+    r"|\b(?:performance|LOG|evidence)\.md|20\d\d-\d\d-\d\d"
+)
+
+
+def sections_without_a_source(markdown: str) -> list[str]:
+    plain = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    sections = re.split(r"^#+ ", plain, flags=re.MULTILINE)
+    return [section for section in sections if RATE.search(section) and not SHOWN.search(section)]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda page: page.stem)
+def test_a_section_with_a_measured_number_says_where_it_is_from(page: Path) -> None:
+    assert sections_without_a_source(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("It does 12,300 tok/s.", True),
+        ("| packed | 1.4 times as fast |", True),
+        ("A step takes 31.9 ms.", True),
+        ("It is faster by 40 %.", True),
+        ("It does 12,300 tok/s (`bench/decode.py`).", False),
+        ("## A\n\n9 ms a token\n\n## B\n\n[log](LOG.md)", True),
+        ("A tenth of the rows, 10 %, is held out for 5 s at most.", False),
+        ("```\n1.4 times as fast\n```", False),
+    ],
+)
+def test_a_measured_number_without_a_source_is_found(text: str, is_found: bool) -> None:
+    assert bool(sections_without_a_source(text)) == is_found
 
 
 def test_no_page_has_the_markers_of_a_merge() -> None:

@@ -49,6 +49,7 @@ def add_arguments(parser: OverridesParser) -> None:
     parser.option("--base MODEL", "folder or hub name of the model that was trained, if it has moved")
     parser.option("--eval NAME=FOLDER", "evaluation of it, for the model card", action="append", default=[])
     parser.option("--gate FILE", "what `posttrain gate --json FILE` wrote, for the model card", type=Path)
+    parser.option("--license ID", "licence for the model card, such as apache-2.0 (default: the base model's)")
     _add_settings(parser)
     parser.set_defaults(run=run, output_is_result=False)
 
@@ -132,7 +133,7 @@ def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
 def _measured(args: argparse.Namespace, model: str) -> JsonObject:
     """The evaluations and the verdict that the card shows, with a warning for those of other files."""
     evaluations = {name: Path(path) for name, path in pairs("--eval", getattr(args, "eval", [])).items()}
-    found: JsonObject = {}
+    found: JsonObject = {"license": named} if (named := getattr(args, "license", None)) else {}
     if evaluations:
         from posttrain.apps.evaluate.results import read_summary
         from posttrain.apps.ship.registry.lineage import doubtful_evaluations

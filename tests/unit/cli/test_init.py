@@ -38,6 +38,24 @@ def test_a_new_folder_is_made_and_named_in_what_to_type_next(
     assert "examples/" not in reward
 
 
+def test_a_model_that_is_there_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "dpo", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "models fetch smollm2" in out
+    assert " model=models/smollm2-135m-instruct" in out
+    model = tmp_path / "models/smollm2-135m-instruct"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    assert main(["init", "dpo", "b/c"]) == 0
+    out = capsys.readouterr().out
+    assert "models fetch" not in out
+    assert " model=../../models/smollm2-135m-instruct" in out
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.jsonl").write_text("mine")
     assert main(["init", "grpo", str(tmp_path)]) == 64

@@ -189,6 +189,19 @@ def test_existing_model_and_busy_hub_are_left_to_the_client(
     assert why_unavailable(NAME) is None
 
 
+@pytest.mark.parametrize("parent", ["models", "elsewhere"])
+def test_a_model_of_the_catalogue_is_fetched_by_its_name(
+    parent: str, here: Path, start_hub: Callable[..., Hub]
+) -> None:
+    hub = start_hub(200)
+    (here / "models").mkdir()
+    name = f"{parent}/smollm2-135m-instruct"
+    to = "" if parent == "models" else f" --to {name}"
+    with pytest.raises(InputError, match=f"posttrain models fetch smollm2{to}$"):
+        check_model_exists(name)
+    assert not hub.asked
+
+
 def test_path_with_existing_parent_is_not_looked_up_on_the_hub(here: Path, start_hub: Callable[..., Hub]) -> None:
     hub = start_hub(200)
     (here / "results").mkdir()

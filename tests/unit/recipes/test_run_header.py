@@ -56,3 +56,29 @@ def test_epochs_of_a_file_that_steps_replace_are_named(words: list[str], line: s
         unused_epochs=loaded.unused_epochs,
     )
     assert [shown for shown in header if "epochs" in shown] == ([line.format(file=file)] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "num_parameters", "is_long"),
+    [
+        ([], "cpu", 135_000_000, True),
+        ([], "cuda", 135_000_000, False),
+        ([], "cpu", 100_000, False),
+        (["prompts=2", "generations=4", "max_new_tokens=64"], "cpu", 135_000_000, False),
+    ],
+)
+def test_steps_that_are_too_large_for_a_cpu_are_named(
+    words: list[str], device: str, num_parameters: int, is_long: bool
+) -> None:
+    rows: Any = range(40)
+    header = header_lines(
+        load_config("grpo", None, words).config,
+        Prepared(rows, None, rows, rows),
+        ModelFacts(1.0, num_parameters, device, "CPU", num_parameters),
+        unit="prompts",
+        num_devices=1,
+        max_steps=9,
+        planned="",
+        unused_epochs="",
+    )
+    assert any("262,144 tokens" in line for line in header) == is_long

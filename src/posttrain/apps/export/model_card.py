@@ -7,6 +7,7 @@ caller. It holds no dates, so that converting the same checkpoint twice gives th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def lineage(
     verification: Verification | None,
     measured: JsonMapping | None = None,
 ) -> JsonObject:
-    """Where the model comes from, for programs: `conversion.json`. `measured` has `evaluations` by name, `gate`, or
-    both."""
+    """Where the model comes from, for programs: `conversion.json`. `measured` may have `evaluations` by name, `gate`
+    and `license`."""
     kind = next((kind for kind in KINDS if kind in source.run_config), None)
     text = yaml.safe_dump(dict(source.run_config), sort_keys=True).encode() if source.run_config else None
     return {
@@ -60,6 +61,7 @@ def lineage(
         "step": source.step,
         "algorithm": kind,
         "base_model": source.base if source.base != str(source.folder) else None,
+        "license": _license_of(source.base),
         "lora": None if not source.has_adapter else ("merged" if merged else "adapter"),
         "data": training_data(source.run_config),
         "config_sha256": sha256_of(text) if text else None,
@@ -67,6 +69,19 @@ def lineage(
         **(measured or {}),
         "verification": None if verification is None else verification.as_json(),
     }
+
+
+def _license_of(model: str) -> str | None:
+    """What the card of a model on this machine says."""
+    from huggingface_hub import try_to_load_from_cache
+
+    card: object = Path(model) / "README.md"
+    if looks_like_hub_name(model):
+        card = try_to_load_from_cache(model, "README.md")
+    if not isinstance(card, str | Path) or not Path(card).is_file():
+        return None
+    found = re.match(r"---\n(?:.*\n)*?license: *([\w.-]+) *\n", Path(card).read_text("utf-8", errors="replace"))
+    return found[1] if found else None
 
 
 def training_data(run_config: JsonMapping) -> list[JsonObject]:
@@ -122,6 +137,8 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
         "pipeline_tag": "text-classification" if _scores_answers(source.run_config) else "text-generation",
         "tags": ["posttrain", *([kind] if kind else [])],
     }
+    if facts["license"]:
+        front["license"] = facts["license"]
     if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
         front["base_model"] = facts["base_model"]
     parts = [

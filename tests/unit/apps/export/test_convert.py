@@ -406,3 +406,15 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     grown = growth_of_memory(lambda: convert(str(tmp_path / "model"), tmp_path / "second", settings, say=quiet))
     assert grown < 0.25 * size
     assert growth_of_memory(lambda: logits_of(tmp_path / "second")) > 0.75 * size, "a whole model would have been seen"
+
+
+@pytest.mark.parametrize("named", [None, "mit"])
+def test_the_card_has_the_licence_of_the_base_model_or_the_given_one(
+    named: str | None, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "base")
+    (tmp_path / "base/README.md").write_text("---\ntags: [x]\nlicense: apache-2.0\n---\n# base\n")
+    measured = {"license": named} if named else {}
+    convert(str(tmp_path / "base"), tmp_path / "mine", NO_VERIFY, measured=measured, say=quiet)
+    _, front, _ = (tmp_path / "mine/README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["license"] == (named or "apache-2.0")
