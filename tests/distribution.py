@@ -21,6 +21,7 @@ class Scheduling(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
         self._scopes: dict[str, str] = {}
+        self._died_once: set[str] = set()
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -28,6 +29,20 @@ class Scheduling(LoadScopeScheduling):
             has_ray = "mark.ray" in self.config.rootpath.joinpath(file).read_text()
             self._scopes[file] = "ray" if has_ray else file
         return self._scopes[file]
+
+    def remove_node(self, node: Any) -> str | None:
+        """Give what a process had not completed to others. Returns the test that it ran when it died."""
+        units = self.assigned_work.pop(node)
+        pending = [(unit, test) for unit in units.values() for test, is_completed in unit.items() if not is_completed]
+        if not pending:
+            return None
+        unit, died = pending[0]
+        unit[died] = died in self._died_once
+        self._died_once.add(died)
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.nodes:
+            self._reschedule(other)
+        return died
 
     def _reschedule(self, node: Any) -> None:
         if node in self.registered_collections:  # else it will be called when this process has collected its tests
@@ -53,7 +68,7 @@ class Distribution:
         report.longrepr = f"{report.longrepr}: {ending}"
         if crashitem not in self.repeated:
             self.repeated[crashitem] = report.longrepr
-            report.outcome = "rerun"  # the scheduler gives what this process had not completed to another one
+            report.outcome = "rerun"
 
     @pytest.hookimpl
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:

@@ -123,10 +123,8 @@ def _init(args: argparse.Namespace) -> int:
     if is_model_folder(Path(model)):
         model, fetch = os.path.relpath(model, args.folder), ""
     print(
-        f"wrote {', '.join(files)}. What to type next:{here}
-{fetch}{_MAKES_TEACHER if args.kind == 'distill' else ''}"
-        f"  posttrain {args.kind} --config {args.kind}.yaml model={model}{_first_try(args.kind)}
-"
+        f"wrote {', '.join(files)}. What to type next:{here}\n{fetch}{_MAKES_TEACHER if args.kind == 'distill' else ''}"
+        f"  posttrain {args.kind} --config {args.kind}.yaml model={model}{_first_try(args.kind)}\n"
         f"  posttrain config show {args.kind} --config {args.kind}.yaml       # every setting"
     )
     return 0
