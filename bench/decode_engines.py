@@ -37,14 +37,16 @@ class NativeSampling:
         self.engine.release()
 
     def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
-        tasks = [Task(draw, f"bench:{draw}", "", tuple(prompt)) for draw, prompt in enumerate(prompts)]
+        tasks = [
+            Task(draw, f"bench:{draw}", "", tuple(prompt), max_new_tokens=limit)
+            for draw, (prompt, limit) in enumerate(zip(prompts, work.limits, strict=True))
+        ]
         sampling = Sampling(max_new_tokens=work.longest, ignore_eos=True)
         # Calls with the same key would sample the same tokens.
         self.num_calls += 1
         key = NoiseKey(seed=0, step=self.num_calls)
-        limits: dict[str, Any] = {} if work.is_uniform else {"limits": work.limits}
         with whole_parameters(self.engine.model):
-            groups = self.engine.generate(tasks, work.num_samples, sampling, key, **limits)
+            groups = self.engine.generate(tasks, work.num_samples, sampling, key)
         return lambda: _of_completions([completion for group in groups for completion in group])
 
 

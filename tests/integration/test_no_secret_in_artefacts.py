@@ -237,7 +237,7 @@ def test_a_traceback_and_the_log_of_a_library_hold_no_secret(
 
     from posttrain.cli import config_command
 
-    def crash(*arguments: object) -> int:
+    def crash(*arguments: object, **options: object) -> int:
         logging.getLogger("third.party").error("the key is %s", KEY)
         raise RuntimeError(f"http://user:{PASSWORD}@host said {HUB}")
 

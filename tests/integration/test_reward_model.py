@@ -179,7 +179,7 @@ def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
 
 
 def test_wrong_model_error_names_the_field(home: Path, tmp_path: Path) -> None:
-    for name, words in ((str(home / "model"), "no reward model"), (str(tmp_path / "nowhere"), "no folder")):
+    for name, words in ((str(home / "model"), "not a reward model"), (str(tmp_path / "nowhere"), "no folder")):
         with pytest.raises(InputError, match=rf"env\.rm\.model_name.*{words}"):
             build_environments({"rm": {**FLOAT32, "model_name": name}})
     if not torch.cuda.is_available():

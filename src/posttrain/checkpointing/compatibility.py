@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from posttrain.errors import CheckpointError
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonObject
 
-_NAMES = yaml.safe_load(Path(__file__).with_name("compatibility.yaml").read_text("utf-8"))
+
+@cache
+def _names() -> Mapping[str, Any]:
+    import yaml  # `posttrain --help` imports this package
+
+    return yaml.safe_load(Path(__file__).with_name("compatibility.yaml").read_text("utf-8"))
 
 
 def describe_model(
@@ -38,7 +43,7 @@ def describe_model(
     }
     return {
         **{
-            section: {name: _plain(decoder[name]) for name in _NAMES[section] if decoder.get(name) is not None}
+            section: {name: _plain(decoder[name]) for name in _names()[section] if decoder.get(name) is not None}
             for section in ("architecture", "sizes")
         },
         "lora": _describe_lora(lora),
@@ -56,7 +61,7 @@ def check_same_model(saved: Mapping[str, object], current: Mapping[str, object])
     """Raise CheckpointError with every difference if a checkpoint's description is not that of this run's model."""
     for section in ("architecture", "sizes"):
         found = saved.get(section) if isinstance(saved, Mapping) else None
-        if not isinstance(found, Mapping) or not found or not set(found) <= set(_NAMES[section]):
+        if not isinstance(found, Mapping) or not found or not set(found) <= set(_names()[section]):
             raise CheckpointError(
                 f"model.json of the checkpoint does not describe a model: {section} is {_shown(found):.80}. Put the "
                 "file back"
@@ -74,7 +79,7 @@ def _describe_lora(lora: Mapping[str, object] | None) -> dict[str, object] | Non
     if lora is None or lora.get("enabled") is False:
         return None
     described = {}
-    for ours, theirs in _NAMES["lora"].items():
+    for ours, theirs in _names()["lora"].items():
         value = next((lora[name] for name in theirs if lora.get(name) is not None), None)
         # A missing setting means empty or off.
         if value is not None and value is not False and value != [] and value != "":

@@ -105,7 +105,11 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(
-    tree: Tree, overrides: Sequence[str], rename: Callable[[Tree], bool], has_default: Callable[[Path], bool]
+    tree: Tree,
+    overrides: Sequence[str],
+    rename: Callable[[Tree], bool],
+    has_default: Callable[[Path], bool],
+    defaults: Tree | None = None,
 ) -> Tree:
     """`tree` with the overrides applied in order. `rename` rewrites old keys of one; whether it did is returned."""
     result = tree.copy()
@@ -120,7 +124,8 @@ def apply_overrides(
             _assign(result, override.path, override.value, override)
             continue
         if written.get(override.path, result) is result and result.get(override.path, result) is not result:
-            result.put(override.path, None, COMMAND_LINE)  # a value of the file that has no new name
+            # The override has another name, but a value of the file has none.
+            result.put(override.path, (defaults or Tree()).get(override.path), COMMAND_LINE)
         for path, value in leaves(written.values):
             if value != {}:  # the section of a key that was dropped
                 _assign(result, path, value, override)

@@ -155,7 +155,7 @@ def load_config(
         overrides = _with_aligner_names(own, overrides, warnings)
     defaults = overlay(built_in_defaults(known), _chosen_preset(known, own, overrides), keeps_null, over_built_in=True)
     tree = overlay(defaults, own, keeps_null, over_built_in=True)
-    tree = apply_overrides(tree, overrides, rename, has_default=partial(is_field, vocabulary))
+    tree = apply_overrides(tree, overrides, rename, partial(is_field, vocabulary), defaults)
     _refuse_wrong_shape(vocabulary, tree, known)
 
     def is_set(key: str) -> bool:

@@ -106,8 +106,8 @@ def test_weights_in_other_formats_suggest_convert(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("", "is empty"),
-        ("http://localhost:8000/v1", "no model that can be loaded here"),
-        ("registry:mine@production", "no model that can be loaded here"),
+        ("http://localhost:8000/v1", "not a model that can be loaded here"),
+        ("registry:mine@production", "not a model that can be loaded here"),
         ("/no/such/folder", "no folder"),
         ("a/b/c", "no folder"),
         ("no-such-name", "no folder"),

@@ -81,7 +81,7 @@ def test_every_operation_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(operations) > 10
     for operation in operations:
         assert 60 <= deadlines.deadline_s(operation) <= 24 * 3600
-    assert set(deadlines._DEADLINES_S) <= {*operations, "build", "reserve", "score"}
+    assert set(deadlines.OPERATIONS) <= {*operations, "build", "reserve", "score"}
 
 
 def test_a_deadline_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_the_scoring_layer_of_a_reward_model_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_language_model_cannot_be_used_as_a_trained_reward_model(language_model: Path) -> None:
-    with pytest.raises(SettingsError, match=r"no reward model.*posttrain rm"):
+    with pytest.raises(SettingsError, match=r"not a reward model.*posttrain rm"):
         load(language_model, seed=None)
 
 

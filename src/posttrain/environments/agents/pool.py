@@ -34,7 +34,8 @@ class AgentClock:
 
     waited_s: float = 0.0  # in requests that have been answered
     num_waiting: int = 0
-    changed_at: float = 0.0  # when the first request of those that wait came, or the last one was answered
+    # When the first request of those that wait came, or the last one was answered. -inf: it has not begun.
+    changed_at: float = -math.inf
     problem: str = ""  # why the endpoint gives the agent up
 
     def ask(self) -> None:
@@ -52,7 +53,7 @@ class AgentClock:
     @property
     def worked_s(self) -> float:
         """Since it was handed out or answered; 0 while it waits, or has not begun."""
-        is_working = self.num_waiting == 0 and self.changed_at > 0
+        is_working = self.num_waiting == 0 and self.changed_at > -math.inf
         return time.monotonic() - self.changed_at if is_working else 0.0
 
 
