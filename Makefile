@@ -24,7 +24,7 @@ help:
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make lock    write the versions of the packages that are installed (requirements/*.txt)"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
-	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (an hour and a half; docs/reliability.md)"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (two to three hours, an hour and a half with JOBS=3; docs/reliability.md)"
 	@echo "make durations  measure all tests anew; their tier follows from tests/durations.json"
 	@echo "make test-environments  make environments with OpenEnv and verifiers and run the tests that need them"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (6 GB, .vllm-venv) and run the tests that need it"
@@ -175,9 +175,10 @@ test-environments: foreign-envs
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0
 OUT ?= results/faults
-MINUTES ?= 150
+MINUTES ?= 200
+JOBS ?= 1
 faults: setup
-	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
+	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES) --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
