@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -143,13 +144,13 @@ def make_model(
     config = AutoConfig.for_model(shape_of(shape).family, **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    _randomise(model, seed)
+    randomise(model, seed)
     model.config.use_cache = False
     return model.eval()
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     if device.type == "meta":
@@ -168,16 +169,19 @@ def _randomise(model: nn.Module, seed: int) -> None:
         parameter.normal_(0.0, spread, generator=generator)
 
 
-def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A word per token: any sequence of ids can be written as text, and reads back as the same ids."""
+def make_tokenizer(vocab_size: int, special: Mapping[int, str] = MappingProxyType({})) -> PreTrainedTokenizerFast:
+    """A word per token: any sequence of ids can be written as text, and reads back as the same ids. `special` names
+    tokens that a family needs by their ids.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    vocab = {_word(index): index for index in range(vocab_size)}
+    vocab = {special.get(index, _word(index)): index for index in range(vocab_size)}
     backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token=_word(PAD)))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=_word(EOS), pad_token=_word(PAD), unk_token=_word(PAD), padding_side="left"
-    )
+        tokenizer_object=backend, eos_token=_word(EOS), pad_token=_word(PAD), unk_token=_word(PAD), padding_side="left",
+        additional_special_tokens=list(special.values()),
+    )  # fmt: skip
 
 
 def _word(index: int) -> str:

@@ -78,6 +78,10 @@ for part in $PARTS; do case $part in
   vllm-today)
     needs VLLM_PYTHON || continue
     for shape in $TODAY; do run "vllm-$shape" 200 "$VLLM_PYTHON" bench/decode.py --shape "$shape" --workload $SHORT --engines vllm --out "$OUT/vllm-$shape.json"; done ;;
+  images)
+    run images 300 "$PYTHON" bench/images.py --out "$OUT/images.json"
+    needs VLLM_PYTHON && run vllm-images 300 "$VLLM_PYTHON" bench/images.py --engines vllm --out "$OUT/vllm-images.json" ;;
+  turns) run turns 150 "$PYTHON" bench/turns.py --shape llama-1.5b --prompts 2 --turns 30 --out "$OUT/turns.json" ;;
   drafts) needs SFT TEST && run drafts 150 "$PYTHON" bench/speculation.py --model "$SFT" --data "$TEST" --prompts 8 --samples 16 --new-tokens 512 --batch 128 \
       --temperature 0.7 --drafts auto 3 7 --out "$OUT/drafts.json" ;;
   gap) needs SFT && run gap 150 "$PYTHON" bench/sampler_gap.py --model "$SFT" --out "$OUT/gap.json" ;;
