@@ -197,7 +197,7 @@ def test_an_engine_that_hangs_is_named_within_the_deadline(
     def prepare(actor: ActorHandle) -> None:
         """For the next round, which has not begun: earlier ones may take longer."""
         pids.append(pid_of(actor))
-        monkeypatch.setitem(deadlines._DEADLINES_S, "sample_round", 3.0)
+        monkeypatch.setitem(deadlines.OPERATIONS["sample_round"], "deadline_s", 3.0)
 
     pids: list[int] = []
     fault_at("receive_weights", 2, prepare)

@@ -43,7 +43,8 @@ ON_ONE = ["cluster.launcher=ray", "cluster.gpus_per_node=1"]
 ON_TWO = ["cluster.launcher=ray", "cluster.gpus_per_node=2"]
 IN_BACKGROUND = ["checkpointing.async_save=true"]
 # With one validation prompt the second rank has nothing to sample, and must take part all the same.
-GRPO_SETTINGS = ["grpo.max_val_samples=1"]
+# With the usual eps, Adam moves weights whose gradient is nearly 0 by the sign of its rounding error.
+GRPO_SETTINGS = ["grpo.max_val_samples=1", "policy.optimizer.kwargs.eps=1e-4"]
 
 pytestmark = pytest.mark.ray
 
@@ -223,8 +224,11 @@ def test_int8_optimizer_state_is_independent_of_sharding(model: Path, data: Path
 def test_sigterm_saves_a_checkpoint_under_ray(model: Path, data: Path, tmp_path: Path) -> None:
     """With a Ray of its own, as a user's run has. It goes on in one process, on the same curve."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    arguments = dpo(model, data, folder, steps=200)
-    process = start([*arguments, *ON_ONE], log)
+
+    def arguments(run: Path, steps: int) -> list[str]:
+        return [*dpo(model, data, run, steps=steps), "policy.scheduler=null"]  # by default it depends on the steps
+
+    process = start([*arguments(folder, 200), *ON_ONE], log)
     assert wait_until(lambda: count_rows(folder) >= 2, process), log.read_text()
     os.kill(process.pid or 0, signal.SIGTERM)
     process.join()
@@ -234,8 +238,8 @@ def test_sigterm_saves_a_checkpoint_under_ray(model: Path, data: Path, tmp_path:
     assert (folder / f"step_{last}").is_dir()
 
     longer = last + 3
-    assert run([*dpo(model, data, folder, steps=longer), *LOCAL]) == 0
-    assert run([*dpo(model, data, tmp_path / "whole", steps=longer), *LOCAL]) == 0
+    assert run([*arguments(folder, longer), *LOCAL]) == 0
+    assert run([*arguments(tmp_path / "whole", longer), *LOCAL]) == 0
     assert_same_curves(folder, tmp_path / "whole")
 
 
