@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -59,6 +59,28 @@ class AttentionContext(Protocol):
         ...
 
 
+class Latent(NamedTuple):
+    """What a layer of latent attention makes its keys and values of (DeepSeek-V2, arXiv 2405.04434)."""
+
+    vector: Tensor  # [tokens, rank]
+    up: nn.Module  # makes of it the keys without their positions, and the values, of all heads
+
+
+class LatentContext(AttentionContext, Protocol):
+    """A context that gets the latent vectors of some layers."""
+
+    expands: bool  # whether it needs the keys and values of the row's own tokens
+
+    def keeps_latent(self, layer: int) -> bool: ...
+
+    def attend_latent(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        """`attend`. Without `expands` the numbers of `value`, and those of `key` that do not depend on positions, are
+        anything."""
+        ...
+
+
 # A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not
 # inherit one. A process runs one forward or backward pass at a time.
 _active: AttentionContext | None = None
@@ -84,6 +106,38 @@ def is_idle() -> bool:
 def active_context() -> AttentionContext:
     assert _active is not None, "a model with posttrain's attention ran outside attention_context()"
     return _active
+
+
+def route_latent_layers(model: nn.Module) -> None:
+    """Let the active context see what the up-projections of `model` get."""
+    for module in model.modules():
+        up = getattr(module, "kv_b_proj", None)
+        base: Any = getattr(up, "base_layer", up)  # inside of an adapter
+        if hasattr(module, "layer_idx") and isinstance(base, nn.Linear) and base.bias is None:
+            if not isinstance(base.forward, _UpProjection):
+                base.forward = _UpProjection(base, module.layer_idx)
+
+
+class _UpProjection:
+    """The forward of a linear layer. It notes its input if the context wants it, and makes no outputs if not needed."""
+
+    def __init__(self, module: nn.Linear, layer: int) -> None:
+        self.module, self.layer, self.own_forward = module, layer, module.forward
+        self.vector: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if (context := _keeps_latent(self.layer)) is None:
+            return self.own_forward(x)
+        self.vector = x.flatten(0, -2)
+        if context.expands:
+            return self.own_forward(x)
+        weight = self.module.weight
+        return weight.new_zeros(1).expand(*x.shape[:-1], len(weight))  # a view without memory
+
+
+def _keeps_latent(layer: int) -> LatentContext | None:
+    context: Any = _active
+    return context if hasattr(context, "keeps_latent") and context.keeps_latent(layer) else None
 
 
 def named_layer(module: nn.Module) -> str:
@@ -126,7 +180,14 @@ def _attend(
     how: AttendOptions = {"scale": scale, "window": sliding_window or None, "softcap": softcap}
     if s_aux is not None:
         how["sinks"] = s_aux
-    out = context.attend(layer, q, k, v, **how)
+    up = getattr(module, "kv_b_proj", None)
+    noted = getattr(getattr(up, "base_layer", up), "forward", None)
+    if isinstance(noted, _UpProjection) and (keeping := _keeps_latent(layer)) is not None:
+        assert up is not None and noted.vector is not None
+        out = keeping.attend_latent(layer, q, k, v, Latent(noted.vector, up), **how)
+        noted.vector = None  # it may have been called again
+    else:
+        out = context.attend(layer, q, k, v, **how)
     # Contiguous: some families take a view of it.
     return out.reshape(batch, length, heads, out.shape[-1]).contiguous(), None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
+from posttrain.models.attention_interface import route_latent_layers
 from posttrain.models.recurrence_interface import route_recurrent_layers
 from posttrain.models.vision import ImageTokens, RowImages, VisionTower, tower_of
 from posttrain.policy.fused.accumulate import add_product
@@ -110,6 +111,7 @@ class OutputHead(Head):
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
         route_recurrent_layers(base)
+        route_latent_layers(base)
         config: PretrainedConfig = base.config.get_text_config()
         self.decoder, self.embedding = base.get_decoder(), base.get_input_embeddings()
         self.module = base.get_output_embeddings()

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.models.attention_interface import AttendOptions, Place, attention_context, named_layer
+from posttrain.models.attention_interface import AttendOptions, Latent, Place, attention_context, named_layer
 from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
+from posttrain.policy.latent import expanded, is_plain, stored
 from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.policy.recurrence import in_exact_types, recurrence_step
 
@@ -48,6 +49,12 @@ class LayerShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    # Of latent vectors: the heads that are made of one. Its values are the first numbers of its keys.
+    expanded: LayerShape | None = None
+
+    @property
+    def numbers(self) -> int:
+        return self.num_heads * (self.key_dim + (self.value_dim if self.expanded is None else 0))
 
     @property
     def is_fp8(self) -> bool:
@@ -57,7 +64,7 @@ class LayerShape:
     @property
     def bytes_per_token(self) -> int:
         factors = 2 * torch.float32.itemsize if self.is_fp8 else 0
-        return self.num_heads * ((self.key_dim + self.value_dim) * self.dtype.itemsize + factors)
+        return self.numbers * self.dtype.itemsize + self.num_heads * factors
 
 
 @dataclass(frozen=True)
@@ -80,15 +87,16 @@ def observe_layers(base: Any, head: Head) -> SequenceShapes:
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
     one = torch.zeros(1, 1, dtype=torch.long, device=base.get_input_embeddings().weight.device)
+    place = one + 3  # where rotation changes keys
     try:
         with attention_context(observer):
-            logits = base(input_ids=one, position_ids=one, use_cache=False).logits
+            logits = base(input_ids=one, position_ids=place, use_cache=False).logits
     finally:
         hook.remove()
     _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
     with attention_context(observer), torch.no_grad():
-        ours, theirs = head.hidden(one, one).float(), seen[-1][0].float()
+        ours, theirs = head.hidden(one, place).float(), seen[-1][0].float()
     if float((ours - theirs).abs().max()) > 0.1 * float(theirs.abs().max()):
         raise UnsupportedModelError(
             f"{config.model_type}: its hidden states of embeddings are not those of the tokens: it changes embeddings "
@@ -227,6 +235,8 @@ def check_length(config: PretrainedConfig, longest: int) -> None:
 class LayerObserver:
     """Attention of tokens that see themselves alone: the output of each is its value."""
 
+    expands = True
+
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
@@ -250,3 +260,24 @@ class LayerObserver:
         self.windows[layer] = options["window"]
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def keeps_latent(self, layer: int) -> bool:
+        return True
+
+    def attend_latent(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        out = self.attend(layer, query, key, value, **options)
+        heads, rows = self.layers[layer], stored(latent, key, value)
+        made = expanded(latent.up, rows, heads.num_heads, heads.value_dim)
+        # Some families change the keys after the up-projection.
+        if is_plain(latent.up) and (rows.is_meta or all(map(_are_near, made, (key, value)))):
+            self.layers[layer] = LayerShape(1, rows.shape[2], latent.vector.shape[1], key.dtype, heads)
+        return out
+
+
+def _are_near(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    allowed = 4 * torch.finfo(theirs.dtype).eps * theirs.abs().max()
+    return bool((ours - theirs).abs().max() <= allowed)

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engines.native.cuda_graph_cache import Staging
-from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
+from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, pools_of
 from posttrain.engines.native.recurrent_states import DecodeRecurrence, PrefillRecurrence
 from posttrain.engines.native.scheduler import Sample, pages_for
-from posttrain.models.attention_interface import AttendOptions, Place
+from posttrain.models.attention_interface import AttendOptions, Latent, Place
+from posttrain.policy.latent import Absorbed, expanded, stored
 from posttrain.policy.packed import PackedAttention, PackedKeys, Segment, scaled, softmax_with_sinks
 from posttrain.policy.recurrence import RowPiece
 from posttrain.policy.runtime import to_device, triton_kernels
@@ -37,9 +38,11 @@ _SHORT_WINDOW = 256
 _HEADROOM_TOKENS = 64
 
 
-class _WithRecurrence:
-    """The recurrent layers of a context are computed by its `recurrence`."""
+class _OverCache:
+    """The recurrent layers of a context are computed by its `recurrence`, latent attention over its cache."""
 
+    cache: PagedKvCache
+    expands = False
     recurrence: PrefillRecurrence | DecodeRecurrence | None = None
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
@@ -52,6 +55,20 @@ class _WithRecurrence:
     ) -> Tensor:  # fmt: skip
         assert self.recurrence is not None, "the cache has states for recurrent layers"
         return self.recurrence.recur(place, query, key, value, log_decay, beta, unit=unit)
+
+    def keeps_latent(self, layer: int) -> bool:
+        return self.cache.layers[layer].expanded is not None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        raise NotImplementedError
+
+    def attend_latent(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        """`attend` of heads that share one key head, the latent vectors."""
+        absorbed, rows = Absorbed.of(latent.up, key.shape[1], value.shape[2]), stored(latent, key, value)
+        values = rows[..., : self.cache.layers[layer].value_dim]
+        return absorbed.outputs(self.attend(layer, absorbed.queries(query), rows, values, **options))
 
 
 @dataclass(frozen=True)
@@ -70,10 +87,12 @@ class PrefillPiece:
         return self.start + self.length
 
 
-class PrefillAttention(_WithRecurrence):
+class PrefillAttention(_OverCache):
     """New tokens attend to the cached positions of their sequence, then to themselves. Whole prompts do not read the
-    cache.
+    cache. Layers that keep latent vectors expand them.
     """
+
+    expands = True
 
     def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
         self.cache = cache
@@ -106,8 +125,19 @@ class PrefillAttention(_WithRecurrence):
         keys, values = self.cache.read(layer, self.all_slots, key.dtype)
         return self.packed_keys.attend(query, keys, values, **options)
 
+    def attend_latent(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        rows = stored(latent, key, value)
+        self.cache.write(layer, self.slots, rows, rows)
+        if self.packed is not None:
+            return self.packed.attend(layer, query, key, value, **options)
+        rows, _ = self.cache.read(layer, self.all_slots, key.dtype)
+        keys, values = expanded(latent.up, rows, key.shape[1], value.shape[2])
+        return self.packed_keys.attend(query, keys, values, **options)
 
-class DenseDecode(_WithRecurrence):
+
+class DenseDecode(_OverCache):
     """Decoding on a CPU, over a dense copy of the active sequences' pages.
 
     Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after
@@ -149,7 +179,8 @@ class DenseDecode(_WithRecurrence):
         self.cache.write(layer, self.slots, key, value)
         keys, values = self.keys[layer], self.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.places, key)
-        values.flatten(0, 1).index_copy_(0, self.places, value)
+        if not self.keeps_latent(layer):
+            values.flatten(0, 1).index_copy_(0, self.places, value)
         window = options["window"]
         if window not in self.masks:
             self.masks[window] = visible_positions(self.lengths, self.longest, window)
@@ -170,8 +201,7 @@ class DenseDecode(_WithRecurrence):
             size = (self.num_rows, self.row_length, shape.num_heads)
             self.keys.pop(layer, None)
             self.values.pop(layer, None)
-            self.keys[layer] = zeros((*size, shape.key_dim), shape.dtype, self.cache.device)
-            self.values[layer] = zeros((*size, shape.value_dim), shape.dtype, self.cache.device)
+            self.keys[layer], self.values[layer] = pools_of(shape, size, self.cache.device)
 
     def _load(self, rows: Sequence[int], samples: Sequence[Sample]) -> None:
         size = self.cache.page_size
@@ -184,10 +214,11 @@ class DenseDecode(_WithRecurrence):
         at = torch.tensor(rows)
         for dense, paged in ((self.keys, self.cache.keys), (self.values, self.cache.values)):
             for layer, pool in paged.items():
-                dense[layer][at, : most * size] = pool[table].flatten(1, 2)
+                if dense is self.keys or not self.keeps_latent(layer):
+                    dense[layer][at, : most * size] = pool[table].flatten(1, 2)
 
 
-class PagedDecode(_WithRecurrence):
+class PagedDecode(_OverCache):
     """Decoding from the pages in place, on a GPU. No step synchronises with the device."""
 
     def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:

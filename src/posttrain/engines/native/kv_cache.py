@@ -339,6 +339,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
+def pools_of(shape: LayerShape, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For keys and values of a layer: [*size, width]. Of latent vectors the values are a view of the keys."""
+    keys = zeros((*size, shape.key_dim), shape.dtype, device)
+    if shape.expanded is not None:
+        return keys, keys[..., : shape.value_dim]
+    return keys, zeros((*size, shape.value_dim), shape.dtype, device)
+
+
 @dataclass(eq=False)
 class PagedKvCache:
     """The last page is the scratch page for padding: it fills unused entries of page tables."""
@@ -357,8 +365,7 @@ class PagedKvCache:
         device = self.device
         for layer, shape in self.layers.items():
             pages = (self.num_pages, self.page_size, shape.num_heads)
-            self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
-            self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
+            self.keys[layer], self.values[layer] = pools_of(shape, pages, device)
             if shape.is_fp8:
                 self.factors[layer] = zeros(pages, torch.float32, device), zeros(pages, torch.float32, device)
 
@@ -381,11 +388,15 @@ class PagedKvCache:
                 quantise_into(rows, pool, factors, slots)
             return
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+        if self.layers[layer].expanded is None:
+            self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The keys and values at `slots`; [slots, heads, dim]. `dtype` is the result type of an FP8 cache."""
         pools = (self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1))
+        if (shape := self.layers[layer]).expanded is not None:
+            rows = pools[0].index_select(0, slots)
+            return rows, rows[..., : shape.value_dim]
         if layer not in self.factors:
             return pools[0].index_select(0, slots), pools[1].index_select(0, slots)
         key_factors, value_factors = (factors.flatten(0, 1) for factors in self.factors[layer])
@@ -417,7 +428,8 @@ class PagedKvCache:
 
     def _pools(self) -> Iterator[Tensor]:
         """All tensors with a first dimension of pages, in types that torch can index."""
-        for pool in (*self.keys.values(), *self.values.values()):
+        values = [pool for layer, pool in self.values.items() if self.layers[layer].expanded is None]
+        for pool in (*self.keys.values(), *values):
             yield pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         for factors in self.factors.values():
             yield from factors

@@ -51,6 +51,7 @@ def _shape_of(name: str, model: Any) -> ModelShape:
     layers = len(head.layers)
     counted, inner = _count(model, head, observer, layers)
     heads = getattr(text, "num_attention_heads", None) or 1
+    is_latent = any(shape.expanded is not None for shape in observer.layers.values())
     return ModelShape(
         name=name,
         family=str(text.model_type),
@@ -58,7 +59,7 @@ def _shape_of(name: str, model: Any) -> ModelShape:
         inner=inner,
         layers=layers,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=1 if is_latent else getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=head.vocab_size,
         tied=head.module.weight is head.embedding.weight,
@@ -93,7 +94,8 @@ def _count(model: Any, head: OutputHead, observer: _Observer, layers: int) -> tu
             mlp_products += used if id(parameter) not in of_mixers else 0
             expert_weights += parameter.numel() if experts else 0
             num_experts = max(num_experts, experts)
-    cached = sum(shape.num_heads * (shape.key_dim + shape.value_dim) for shape in observer.layers.values())
+    cached = sum(shape.numbers for shape in observer.layers.values())
+    keys_and_values = sum((shape.expanded or shape).numbers for shape in observer.layers.values())
     states = [shape.shape for shape in observer.states.values()]
     counted = Counted(
         tensors=tuple(replace(kind, count=count) for kind, count in tensors.items()),
@@ -103,6 +105,7 @@ def _count(model: Any, head: OutputHead, observer: _Observer, layers: int) -> tu
         num_experts=num_experts,
         experts_per_token=per_token if num_experts else 0,
         cached=cached,
+        kv_width=keys_and_values // (2 * layers),
         query_width=sum(observer.widths.values()) // layers,
         state_numbers=sum(math.prod(shape) for shape in states if len(shape) == 3),
         window_numbers=sum(math.prod(shape) for shape in states if len(shape) != 3),

@@ -51,6 +51,7 @@ class Counted:
     num_experts: int  # of a layer
     experts_per_token: int
     cached: int  # numbers that the KV cache holds of a token
+    kv_width: int  # of keys, and of values, that a layer computes; mean of the layers
     query_width: int  # of queries, or of what is convolved; mean of the layers
     state_numbers: int  # in fp32, of a sequence, whatever its length: matrices of recurrent layers
     window_numbers: int  # of a sequence: the last tokens of convolutions
@@ -90,7 +91,12 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         """Of keys, and of values; the mean of the layers."""
-        return self.kv_heads * self.head_dim if self.counted is None else self.counted.cached // (2 * self.layers)
+        return self.kv_heads * self.head_dim if self.counted is None else self.counted.kv_width
+
+    @property
+    def cached(self) -> int:
+        """Numbers that the KV cache holds of a token."""
+        return 2 * self.layers * self.kv_width if self.counted is None else self.counted.cached
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:

@@ -209,9 +209,9 @@ class RankMemory:
         engine, s = self.settings.engine, self.shape
         assert engine is not None
         quantised = engine.fp8_share(s.layers) if engine.cache_in_fp8 else 0.0
-        plain = 2 * s.kv_width * self.settings.element
-        in_fp8 = 2 * (s.kv_width + FP32 * s.kv_heads)  # and a factor for each head
-        return s.layers * ((1 - quantised) * plain + quantised * in_fp8)
+        plain = s.cached * self.settings.element
+        in_fp8 = s.cached + 2 * s.layers * FP32 * s.kv_heads  # and a factor for each head
+        return (1 - quantised) * plain + quantised * in_fp8
 
     def state_bytes_of(self, num_slots: float) -> float:
         """Recurrent states of sequences and prompts, and a slot for padding (engines/native/recurrent_states.py)."""
