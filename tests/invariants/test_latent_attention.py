@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from tiny_models import VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings, fp8
 from posttrain.engines.native.attention import DenseDecode
 from posttrain.engines.native.fp8 import cache_layers
 from posttrain.engines.native.kv_cache import PagedKvCache
@@ -187,12 +187,27 @@ def test_the_next_call_samples_with_new_weights() -> None:
     native.take_weights(1)
     after = native.generate(make_tasks(), 2, sampling, NoiseKey(1, 1))
     assert sampled_logprobs(after).tolist() != sampled_logprobs(before).tolist()
-    responses = [(answer, task) for task, group in zip(make_tasks(), after, strict=True) for answer in group]
-    assert len(responses) == 8
-    sizes = {len(answer.token_ids) for answer, _ in responses}
-    ours, theirs = sampled_logprobs(after), trainer_logprobs(model, after)
-    assert sizes == {9}
-    assert largest_difference(ours, theirs) <= TOLERANCE
+    assert largest_difference(sampled_logprobs(after), trainer_logprobs(model, after)) <= TOLERANCE
+
+
+def test_products_in_another_order_round_elsewhere_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer rounds keys and values of each head, which decode steps do not make. So it is on a GPU; on a CPU the
+    cache holds heads in 16 bits.
+    """
+    gaps = {}
+    for kept in (False, True):
+        if kept:
+            monkeypatch.setattr(fp8, "attends_to_latents", lambda *_: True)
+        model = tiny_model("deepseek-v3", dtype=torch.bfloat16)
+        native = engine(model)
+        stored = cache_layers(native.forward, native.settings)
+        assert [shape.expanded is not None for shape in stored.values()] == [kept] * 2
+        completions = native.generate(make_tasks(), 3, Sampling(12, temperature=0.8), NoiseKey(0, 0))
+        difference = (sampled_logprobs(completions) - trainer_logprobs(model, completions)).abs()
+        gaps[kept] = float(difference.exp().mean())
+    print(f"mean of exp|difference|: {gaps[False]:.4f} with heads, {gaps[True]:.4f} with latent vectors")
+    assert gaps[False] <= 1.02
+    assert gaps[True] <= 1.1
 
 
 def test_small_adapters_are_not_lost_in_the_weights() -> None:
@@ -207,7 +222,7 @@ def test_small_adapters_are_not_lost_in_the_weights() -> None:
     query = torch.randn(8, 4, 6).bfloat16()
     delta = adapted.lora_B["a"].weight @ adapted.lora_A["a"].weight * adapted.scaling["a"]
     assert delta.abs().max() < 2**-8 / 2, "less than half of a step of bf16 at 1"
-    (down, by_head, scaling), = own.adapters
+    ((down, by_head, scaling),) = own.adapters
     assert not other.adapters
     found = torch.einsum("thn,hnk->thk", query, by_head[:, :6]) @ down * scaling
     expected = torch.einsum("thn,hnr->thr", query, delta.unflatten(0, (4, -1))[:, :6])

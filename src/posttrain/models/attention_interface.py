@@ -69,16 +69,13 @@ class Latent(NamedTuple):
 class LatentContext(AttentionContext, Protocol):
     """A context that gets the latent vectors of some layers."""
 
-    expands: bool  # whether it needs the keys and values of the row's own tokens
+    expands: bool  # else values, and the numbers of keys that do not depend on positions, are not computed
 
     def keeps_latent(self, layer: int) -> bool: ...
 
     def attend_latent(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
-    ) -> Tensor:
-        """`attend`. Without `expands` the numbers of `value`, and those of `key` that do not depend on positions, are
-        anything."""
-        ...
+    ) -> Tensor: ...
 
 
 # A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not
@@ -113,9 +110,9 @@ def route_latent_layers(model: nn.Module) -> None:
     for module in model.modules():
         up = getattr(module, "kv_b_proj", None)
         base: Any = getattr(up, "base_layer", up)  # inside of an adapter
-        if hasattr(module, "layer_idx") and isinstance(base, nn.Linear) and base.bias is None:
-            if not isinstance(base.forward, _UpProjection):
-                base.forward = _UpProjection(base, module.layer_idx)
+        is_matrix = hasattr(module, "layer_idx") and isinstance(base, nn.Linear) and base.bias is None
+        if is_matrix and not isinstance(base.forward, _UpProjection):
+            base.forward = _UpProjection(base, module.layer_idx)
 
 
 class _UpProjection:
@@ -183,7 +180,8 @@ def _attend(
     up = getattr(module, "kv_b_proj", None)
     noted = getattr(getattr(up, "base_layer", up), "forward", None)
     if isinstance(noted, _UpProjection) and (keeping := _keeps_latent(layer)) is not None:
-        assert up is not None and noted.vector is not None
+        assert up is not None
+        assert noted.vector is not None
         out = keeping.attend_latent(layer, q, k, v, Latent(noted.vector, up), **how)
         noted.vector = None  # it may have been called again
     else:

@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from posttrain.errors import InputError
 from posttrain.models.attention_interface import Latent
 from posttrain.policy.fused.adapters import is_adapted
-from posttrain.policy.parallel.fsdp import local_part
+
+
+def plain_width(up: nn.Module, key: Tensor, value: Tensor) -> int:
+    """Numbers of a key that do not depend on positions; keys and values are [tokens, heads, width]."""
+    base: Any = getattr(up, "base_layer", up)
+    return len(base.weight) // key.shape[1] - value.shape[2]
 
 
 def stored(latent: Latent, key: Tensor, value: Tensor) -> Tensor:
-    """What the cache holds of each token, [tokens, 1, rank + rotated]; keys and values are [tokens, heads, width]."""
-    base: Any = getattr(latent.up, "base_layer", latent.up)
-    plain = len(local_part(base.weight)) // key.shape[1] - value.shape[2]
+    """What the cache holds of each token: [tokens, 1, rank + rotated]."""
+    plain = plain_width(latent.up, key, value)
     return torch.cat([latent.vector.to(key.dtype), key[:, 0, plain:]], dim=-1)[:, None]
 
 
@@ -54,25 +58,25 @@ class Absorbed:
     """The up-projection of a layer as it is now, in front of and behind attention over latent vectors."""
 
     weight: Tensor  # [heads, plain + value width, rank]
-    adapters: tuple[tuple[Tensor, Tensor, float], ...]  # A [rank of the adapter, rank], B by heads as the weight, scaling
+    adapters: tuple[tuple[Tensor, Tensor, float], ...]  # A; B by heads, as the weight; scaling
     plain: int  # numbers of a key that do not depend on positions
 
     @classmethod
     def of(cls, up: nn.Module, heads: int, value_dim: int) -> Absorbed:
         module: Any = up
         base: Any = getattr(up, "base_layer", up)
-        weight, active = local_part(base.weight), []
+        weight, active = base.weight, []
         if not is_plain(up):
             raise InputError(
-                "an adapter of kv_b_proj is not plain LoRA (DoRA, for example), and the KV cache holds the latent vectors "
-                "that it is applied to; leave kv_b_proj out of its target_modules"
+                "the KV cache holds latent vectors, and an adapter of kv_b_proj is not plain LoRA (it is DoRA, for "
+                "example): leave kv_b_proj out of its target_modules"
             )
         if base is not up and not module.disable_adapters and not module.merged:
             active = [name for name in module.active_adapters if name in module.lora_A]
         adapters = tuple(
             (
-                local_part(module.lora_A[name].weight),
-                local_part(module.lora_B[name].weight).unflatten(0, (heads, -1)),
+                module.lora_A[name].weight,
+                module.lora_B[name].weight.unflatten(0, (heads, -1)),
                 float(module.scaling[name]),
             )
             for name in active

@@ -27,7 +27,7 @@ from posttrain.models.attention_interface import AttendOptions, Latent, Place, a
 from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
-from posttrain.policy.latent import expanded, is_plain, stored
+from posttrain.policy.latent import expanded, is_plain, plain_width, stored
 from posttrain.policy.parallel.fsdp import is_first_rank
 from posttrain.policy.recurrence import in_exact_types, recurrence_step
 
@@ -87,16 +87,15 @@ def observe_layers(base: Any, head: Head) -> SequenceShapes:
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
     one = torch.zeros(1, 1, dtype=torch.long, device=base.get_input_embeddings().weight.device)
-    place = one + 3  # where rotation changes keys
     try:
         with attention_context(observer):
-            logits = base(input_ids=one, position_ids=place, use_cache=False).logits
+            logits = base(input_ids=one, position_ids=one, use_cache=False).logits
     finally:
         hook.remove()
     _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
     with attention_context(observer), torch.no_grad():
-        ours, theirs = head.hidden(one, place).float(), seen[-1][0].float()
+        ours, theirs = head.hidden(one, one).float(), seen[-1][0].float()
     if float((ours - theirs).abs().max()) > 0.1 * float(theirs.abs().max()):
         raise UnsupportedModelError(
             f"{config.model_type}: its hidden states of embeddings are not those of the tokens: it changes embeddings "
@@ -268,10 +267,12 @@ class LayerObserver:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
     ) -> Tensor:
         out = self.attend(layer, query, key, value, **options)
+        if not (is_plain(latent.up) and 0 < plain_width(latent.up, key, value) < key.shape[2]):
+            return out
         heads, rows = self.layers[layer], stored(latent, key, value)
         made = expanded(latent.up, rows, heads.num_heads, heads.value_dim)
         # Some families change the keys after the up-projection.
-        if is_plain(latent.up) and (rows.is_meta or all(map(_are_near, made, (key, value)))):
+        if rows.is_meta or all(map(_are_near, made, (key, value))):
             self.layers[layer] = LayerShape(1, rows.shape[2], latent.vector.shape[1], key.dtype, heads)
         return out
 

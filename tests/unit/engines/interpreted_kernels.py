@@ -31,7 +31,7 @@ from torch import Tensor
 
 from posttrain.engines.native import kernels
 from posttrain.engines.native import sampler as torch_sampler
-from posttrain.engines.native.kernels import AttentionTile, DecodeShape, PrefixTiles
+from posttrain.engines.native.kernels import AttentionTile, DecodeShape, PrefixTiles, latent
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.types import Sampling
@@ -126,6 +126,48 @@ def test_unsupported_shapes_are_declined() -> None:
     assert not kernels.supports(query.half(), pool, pool)
     assert not kernels.supports(torch.zeros(1, 3, 64), pool, pool)
     assert not kernels.supports(torch.zeros(1, 4, 512), torch.zeros(2, 16, 2, 512), torch.zeros(2, 16, 2, 512))
+
+
+LATENT_CASES = {
+    "few heads, pages of four tokens": {"heads": 5, "rank": 32, "width": 48, "page_size": 4},
+    "more heads than a program has": {"heads": 20, "rank": 48, "width": 64, "page_size": 16},
+}
+
+
+@pytest.mark.parametrize("case", LATENT_CASES.values(), ids=LATENT_CASES)
+def test_latent_vectors_are_keys_and_values(case: dict[str, int]) -> None:
+    """What runs before the kernel is used, with one piece to a sequence and with several."""
+    assert latent.TRIAL.passes(torch.device("cpu"), torch.float16, **case)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_key_that_is_read_at_the_wrong_place_fails_the_trial(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = kernels.latent_attention
+
+    def one_token_less(query: Tensor, keys: Tensor, rank: int, table: Tensor, lengths: Tensor, **how: Any) -> Tensor:
+        return whole(query, keys, rank, table, lengths - int(how["splits"] == splits), **how)
+
+    monkeypatch.setattr(latent, "latent_attention", one_token_less)
+    case = {"heads": 3, "rank": 16, "width": 32, "page_size": 8}
+    with pytest.warns(UserWarning, match="decode steps of latent attention are computed by torch"):
+        assert not latent.TRIAL.passes(torch.device("cpu"), torch.float16, **case)
+
+
+def test_latent_attention_reads_no_place_that_a_row_cannot_see() -> None:
+    case = Case(heads=6, kv_heads=1, dim=48, lengths=(1, 17, 300), page_size=8)
+    cache = random_cache(case, torch.float16, "cpu")
+    meant = replace(cache, values=cache.keys[..., :32])
+    for splits in (1, 2):
+        out = torch.full((3, 6, 32), NAN, dtype=torch.float16)
+        kernels.latent_attention(cache.query, cache.keys, 32, *cache.tensors[3:], scale=0.2, out=out, splits=splits)
+        assert_equal_to_rounding(out, slow_attention(meant, scale=0.2, window=None, softcap=None))
+
+
+def test_latent_vectors_of_other_sizes_are_declined() -> None:
+    cpu = torch.device("cpu")
+    assert not kernels.latent_fits(cpu, torch.float32, 16, 512, 576, 16)
+    assert not kernels.latent_fits(cpu, torch.float16, 16, 1024, 1088, 16)
+    assert not kernels.latent_fits(cpu, torch.float16, 4, 12, 16, 16)
 
 
 FP8_CASES = {

@@ -82,6 +82,18 @@ def test_fp8_is_brought_to_the_matrix_units_in_pairs(compiled: Compiled) -> None
     assert "ld.shared.b8" not in kernel.asm["ptx"]
 
 
+def test_latent_attention_fits_a_program(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    query, pool = torch.zeros(16, 128, 576, dtype=BF16), torch.zeros(4, 16, 1, 576, dtype=BF16)
+    table, lengths = torch.zeros(16, 64, dtype=torch.int32), torch.ones(16, dtype=torch.int32)
+    kernels.latent_attention(query, pool, 512, table, lengths, scale=0.1, splits=32)
+    assert set(compiled) == {"latent_attention_kernel", "combine_pieces_kernel"}
+    kernel = compiled["latent_attention_kernel"]
+    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
+    assert "tt.dot" in kernel.asm["ttgir"]
+
+
 def test_stepping_kernels_compile(compiled: Compiled) -> None:
     from posttrain.engines.native import kernels
 

@@ -263,7 +263,7 @@ class TimeModel:
         shape, settings = self.memory.shape, self.memory.settings
         element = settings.element
         reads = prompt_reads(group_size, max(1, shape.heads // shape.kv_heads), element) / group_size
-        context = own_tokens + prompt * reads
+        context = own_tokens + prompt * (1.0 if shape.keeps_latents else reads)
         if shape.window is not None:
             context = min(context, shape.window)
         cached = rows * context * self.memory.cache_bytes_per_token()

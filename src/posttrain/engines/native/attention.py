@@ -320,6 +320,12 @@ class PagedDecode(_OverCache):
     def _attend(self, layer: int, query: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         keys, values, factors = self.cache.keys[layer], self.cache.values[layer], self.cache.factors.get(layer)
         paged = (keys, values, self.table, self.lengths)
+        is_plain = options["window"] is options["softcap"] is None and "sinks" not in options
+        if self.kernel is not None and self.keeps_latent(layer) and is_plain:
+            latent: Tensor = self.kernel.latent_attention(
+                query.contiguous(), keys, values.shape[-1], *paged[2:], scale=options["scale"]
+            )
+            return latent
         if self.kernel is None or not self.kernel.supports(query, keys, values):
             return gathered_attention(query, *paged, factors=factors, **options)
         query = query.contiguous()

@@ -16,6 +16,7 @@ from posttrain.engines.native.forward import ForwardPass
 from posttrain.errors import InputError
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle
 from posttrain.policy.model_support import LayerShape
+from posttrain.policy.runtime import triton_kernels
 
 
 def check_fp8(forward: ForwardPass, settings: NativeConfig, *, num_fused: int, is_sharded: bool) -> None:
@@ -52,8 +53,13 @@ def fp8_weights(forward: ForwardPass, settings: NativeConfig) -> Fp8Weights | No
 
 
 def cache_layers(forward: ForwardPass, settings: NativeConfig) -> dict[int, LayerShape]:
-    """The KV cache format of each layer: FP8 if its matrix products are in FP8 and no other format is configured."""
-    layers = forward.shapes().layers
+    """The KV cache format of each layer: FP8 if its matrix products are in FP8 and no other format is configured,
+    latent vectors where decode steps attend to them.
+    """
+    layers = dict(forward.shapes().layers)
+    for layer, shape in layers.items():
+        if shape.expanded is not None and not attends_to_latents(forward.device, shape, settings):
+            layers[layer] = shape.expanded
     if settings.precision != "fp8" or settings.kv_cache_dtype == "bfloat16":
         return layers
     begin, end = _range(settings, len(layers))
@@ -61,6 +67,19 @@ def cache_layers(forward: ForwardPass, settings: NativeConfig) -> dict[int, Laye
         layer: replace(shape, dtype=torch.float8_e4m3fn) if begin <= layer < end else shape
         for layer, shape in layers.items()
     }
+
+
+def attends_to_latents(device: torch.device, shape: LayerShape, settings: NativeConfig) -> bool:
+    """On a GPU where their kernel does. On a CPU not in 16 bits, where the trainer rounds keys and values that decode
+    steps do not make.
+    """
+    if device.type != "cuda":
+        return shape.dtype.itemsize > 2
+    kernels, heads = triton_kernels("engines.native.kernels"), shape.expanded
+    assert heads is not None
+    return kernels is not None and kernels.latent_fits(
+        device, shape.dtype, heads.num_heads, shape.value_dim, shape.key_dim, settings.page_size
+    )
 
 
 def _range(settings: NativeConfig, num_layers: int) -> tuple[int, int]:

@@ -96,6 +96,8 @@ class SharedPrefixes:
         if kernel is None or not cache.layers or num_samples < 2:
             return
         layer, heads = next(iter(cache.layers.values())), self.decode.num_heads
+        if layer.expanded is not None:  # all heads of a row read its latent vectors once already
+            return
         max_rows = len(self.decode.host_table)
         most = batch_sizes(max_rows)[-1]  # rows of a graph, padding included
         together = groups[: max(1, max_rows // num_samples)]

@@ -51,7 +51,6 @@ def _shape_of(name: str, model: Any) -> ModelShape:
     layers = len(head.layers)
     counted, inner = _count(model, head, observer, layers)
     heads = getattr(text, "num_attention_heads", None) or 1
-    is_latent = any(shape.expanded is not None for shape in observer.layers.values())
     return ModelShape(
         name=name,
         family=str(text.model_type),
@@ -59,7 +58,7 @@ def _shape_of(name: str, model: Any) -> ModelShape:
         inner=inner,
         layers=layers,
         heads=heads,
-        kv_heads=1 if is_latent else getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=head.vocab_size,
         tied=head.module.weight is head.embedding.weight,

@@ -99,6 +99,11 @@ class ModelShape:
         return 2 * self.layers * self.kv_width if self.counted is None else self.counted.cached
 
     @property
+    def keeps_latents(self) -> bool:
+        """Whether the cache holds what keys and values are made of."""
+        return self.cached < 2 * self.layers * self.kv_width
+
+    @property
     def linears(self) -> tuple[tuple[int, int], ...]:
         """(inputs, outputs) of the products of one layer: q, k, v, o, gate, up, down."""
         h, i, q, kv = self.hidden, self.inner, self.query_width, self.kv_width

@@ -209,8 +209,10 @@ class RankMemory:
         engine, s = self.settings.engine, self.shape
         assert engine is not None
         quantised = engine.fp8_share(s.layers) if engine.cache_in_fp8 else 0.0
-        plain = s.cached * self.settings.element
-        in_fp8 = s.cached + 2 * s.layers * FP32 * s.kv_heads  # and a factor for each head
+        # Of latent vectors 16 bits only: engines/native/fp8.py.
+        cached = 2 * s.layers * s.kv_width if s.keeps_latents and self.settings.element > 2 else s.cached
+        plain = cached * self.settings.element
+        in_fp8 = cached + 2 * s.layers * FP32 * s.kv_heads  # and a factor for each head
         return (1 - quantised) * plain + quantised * in_fp8
 
     def state_bytes_of(self, num_slots: float) -> float:

@@ -72,6 +72,16 @@ def test_models_of_today_have_their_sizes(
     assert 2 * shape.counted.cached / 2**10 == cached_kib
 
 
+def test_latent_vectors_are_counted_in_the_cache_and_heads_in_training(tmp_path: Path) -> None:
+    shape = shape_of("deepseek-v3", tmp_path)
+    assert shape.counted is not None
+    assert shape.counted.cached == 2 * (12 + 4)
+    assert shape.kv_width == 4 * (12 + 6) // 2
+    assert shape.keeps_latents
+    assert not find_shape("qwen-hybrid-4b").keeps_latents
+    assert not find_shape("llama-8b").keeps_latents
+
+
 def test_few_rows_read_few_experts() -> None:
     shape = find_shape("qwen-30b-a3b")
     assert shape.counted is not None

@@ -18,6 +18,7 @@ groups may change between replays, shapes may not.
 """
 
 from posttrain.engines.native.kernels.drafting import accept, plan_rows
+from posttrain.engines.native.kernels.latent import latent_attention, latent_fits
 from posttrain.engines.native.kernels.paged import paged_attention, runs_here, supports
 from posttrain.engines.native.kernels.recurrent import (
     convolution_fits,
@@ -46,6 +47,8 @@ __all__ = [
     "attention_tile",
     "convolution_fits",
     "convolution_step",
+    "latent_attention",
+    "latent_fits",
     "move_on",
     "num_splits",
     "paged_attention",
