@@ -109,10 +109,11 @@ def route_latent_layers(model: nn.Module) -> None:
     """Let the active context see what the up-projections of `model` get."""
     for module in model.modules():
         up = getattr(module, "kv_b_proj", None)
+        layer: Any = getattr(module, "layer_idx", None)
         base: Any = getattr(up, "base_layer", up)  # inside of an adapter
-        is_matrix = hasattr(module, "layer_idx") and isinstance(base, nn.Linear) and base.bias is None
+        is_matrix = isinstance(layer, int) and isinstance(base, nn.Linear) and base.bias is None
         if is_matrix and not isinstance(base.forward, _UpProjection):
-            base.forward = _UpProjection(base, module.layer_idx)
+            base.forward = _UpProjection(base, layer)
 
 
 class _UpProjection:
