@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2, queries whole": ("deepseek_v2", _NO_RANK),
     "GLM-4.7-Flash": ("glm4_moe_lite", {"q_lora_rank": 16}),
 }
+EVERY_KIND = [pytest.param(kind, marks=pytest.mark.full if at else (), id=kind) for at, kind in enumerate(KINDS)]
 
 
 def model_of(kind: str, attention: str = ATTENTION, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -64,7 +65,7 @@ def engine(model: nn.Module, **settings: Any) -> NativeEngine:
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_sampled_logprobs_equal_the_trainers(kind: str) -> None:
     model = model_of(kind)
     completions = sample(model)  # shared prompts, copied pages, samples that leave and join
@@ -82,7 +83,7 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_token_takes_the_bytes_of_its_latent_vectors(kind: str) -> None:
     native = engine(model_of(kind, dtype=torch.float32))
     layers = cache_layers(native.forward, native.settings)
