@@ -138,7 +138,7 @@ class TrainingRun:
         if max_steps < 1:
             left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
-                f"data.train has {len(train)} usable {recipe.unit}, fewer than the {per_step} of one step{left_out}; "
+                f"data.train has {len(train)} usable {prepared.unit}, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
         self._settle_schedule(max_steps)
@@ -150,7 +150,6 @@ class TrainingRun:
             config,
             prepared,
             facts,
-            unit=recipe.unit,
             num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",

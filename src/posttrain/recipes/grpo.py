@@ -67,10 +67,6 @@ class GrpoRecipe(Recipe):
     config: GrpoRunConfig
     presentation: ClassVar[Presentation] = presentation_of("grpo")
 
-    @property
-    def unit(self) -> str:
-        return "prompts"
-
     def shown(self) -> Presentation:
         if self.config.trains_on_rewards:
             return self.presentation
@@ -139,7 +135,7 @@ class GrpoRecipe(Recipe):
                 parts.announce,
             )
 
-        return Prepared(train, validation, position, algorithm)
+        return Prepared(train, validation, position, algorithm, "prompts")
 
     def load_tasks(self, entries: Entries, chat: ChatFormat) -> TaskDataset:
         config, length = self.config, self.config.policy.max_total_sequence_length
