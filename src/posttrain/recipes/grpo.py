@@ -53,9 +53,8 @@ from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import Environment, RolloutSource, RoundEngine, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, TaughtRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, RecordedRollouts, TaughtRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
-from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.types import Completion, OpenGroup, Sampling, Task
 
