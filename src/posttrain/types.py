@@ -177,7 +177,6 @@ class OpenAnswer(Protocol):
     @property
     def num_sampled(self) -> int:
         """Tokens that the model wrote."""
-        ...
 
     @property
     def is_finished(self) -> bool: ...

@@ -26,7 +26,6 @@ class Reference(Protocol):
 
     def logprobs(self, batch: TokenBatch, step: int, *, keep: bool = True) -> tuple[Tensor, float]:
         """One value per response token, and the fraction of tokens served from the cache."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -358,11 +358,9 @@ class Exporter(Protocol):
 
     def __call__(self, checkpoint: Path) -> None:
         """In this process."""
-        ...
 
     def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
         """In another process, which shares no random state, locks or GPU with training."""
-        ...
 
 
 @dataclass

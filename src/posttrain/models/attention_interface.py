@@ -41,12 +41,10 @@ class AttendOptions(TypedDict):
 class AttentionContext(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         """Queries and the result are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]."""
-        ...
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         """Causal convolution of each channel over its sequence, then perhaps the SiLU; `x` and the result are
         [tokens, channels], `weight` is [channels, width]."""
-        ...
 
     def recur(
         self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
@@ -56,7 +54,6 @@ class AttentionContext(Protocol):
         the result [tokens, heads, value width], `log_decay` and `beta` [tokens, heads]; without `beta` the value is
         added as it is. With `unit` queries and keys are first divided by their norms, and queries by the root of their
         width. Computed in fp32 or wider; the result has the type of the values or that one."""
-        ...
 
 
 # A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not

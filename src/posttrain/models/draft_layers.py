@@ -58,8 +58,7 @@ def keep_drafts(model: Any, name: str) -> None:
 
 
 def drafts_of(model: nn.Module) -> Mapping[str, StoredPart]:
-    found: Mapping[str, StoredPart] = getattr(model, _ATTRIBUTE, {})
-    return found
+    return getattr(model, _ATTRIBUTE, {})
 
 
 def add_drafts(folder: Path, drafts: Mapping[str, StoredPart]) -> None:

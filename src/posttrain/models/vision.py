@@ -466,5 +466,4 @@ def add_tower(model: Any, tokens: ImageTokens, like: VisionTower | None = None) 
 
 def tower_of(model: nn.Module) -> VisionTower | None:
     """Of a `transformers` model, without the wrapper of adapters; None if it sees no images."""
-    found: VisionTower | None = getattr(model, _ATTRIBUTE, None)
-    return found
+    return getattr(model, _ATTRIBUTE, None)

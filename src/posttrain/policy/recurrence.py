@@ -55,8 +55,7 @@ class PackedRecurrence:
             kernels = triton_kernels("policy.fused.convolution")
             if kernels.fits(x, weight, bias, windows, silu=silu):
                 users, taps = self.users_of(weight.shape[1]), self.taps_of(weight.shape[1])
-                out: Tensor = kernels.convolve(users, taps, x, weight, bias, windows, silu=silu)
-                return out
+                return kernels.convolve(users, taps, x, weight, bias, windows, silu=silu)
         return self.convolve_in_torch(x, weight, bias, windows, silu=silu)
 
     def convolve_in_torch(
@@ -138,10 +137,7 @@ class PackedRecurrence:
         if _has_kernels(value) and all(x.shape[-1] in KERNEL_WIDTHS for x in (key, value)):
             kernels = triton_kernels("policy.fused.recurrence")
             if kernels.fits(query, key, value, log_decay, beta, states, unit=unit):
-                result: tuple[Tensor, Tensor] = kernels.recur(
-                    self.chunks, query, key, value, log_decay, beta, states, unit=unit
-                )
-                return result
+                return kernels.recur(self.chunks, query, key, value, log_decay, beta, states, unit=unit)
         return self.recur_in_torch(query, key, value, log_decay, beta, states, unit=unit)
 
     def recur_in_torch(

@@ -45,7 +45,6 @@ TaskStream = RowStream[Task]
 class DrawnTasks(RowStream[Task], Protocol):
     def item(self, position: int) -> Task:
         """The task with this `draw`, for groups of a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True)

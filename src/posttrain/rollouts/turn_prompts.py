@@ -122,8 +122,7 @@ class NextTurn:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """As the engine decodes completions."""
-        text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _with_turns(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> list[Message]:
         messages = list(prompt)

@@ -64,8 +64,7 @@ class ForwardPass:
 
     @property
     def _embedding(self) -> Tensor:
-        weight: Tensor = self.base.get_input_embeddings().weight
-        return weight
+        return self.base.get_input_embeddings().weight
 
     def hidden(
         self, context: AttentionContext, token_ids: Tensor, positions: Tensor, images: RowImages | None = None

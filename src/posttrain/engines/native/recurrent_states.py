@@ -93,8 +93,7 @@ class DecodeRecurrence:
         pool = self.states.pools[place]
         kernels = None if pool.dtype == torch.float64 else self.kernels
         if kernels is not None and kernels.convolution_fits(pool, x, weight, bias, silu=silu):
-            stepped: Tensor = kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
-            return stepped
+            return kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
         out, after = convolution_step(pool.index_select(0, self.slots), x, weight, bias)
         pool.index_copy_(0, self.slots, after)
         return F.silu(out) if silu else out
@@ -107,8 +106,7 @@ class DecodeRecurrence:
         given = (query, key, value, log_decay, beta)
         kernels = self.kernels if pool.dtype == torch.float32 else None
         if kernels is not None and kernels.recurrence_fits(pool, *given, unit=unit):
-            stepped: Tensor = kernels.recurrence_step(pool, self.slots, *given, unit=unit)
-            return stepped
+            return kernels.recurrence_step(pool, self.slots, *given, unit=unit)
         query, key, value, log_decay, beta = in_exact_types(*given, unit=unit)
         out, after = recurrence_step(pool.index_select(0, self.slots), query, key, value, log_decay, beta)
         pool.index_copy_(0, self.slots, after)

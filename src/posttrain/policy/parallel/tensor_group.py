@@ -130,8 +130,7 @@ def mark(module: nn.Module, group: TensorGroup) -> None:
 
 def group_of(module: nn.Module) -> TensorGroup | None:
     """The group that computes this output head or decoder layer; None: each rank has it whole."""
-    found: TensorGroup | None = getattr(module, _MARK, None)
-    return found
+    return getattr(module, _MARK, None)
 
 
 def local_parameter(module: nn.Module, summed_over: TensorGroup | None = None) -> Tensor:
