@@ -90,7 +90,7 @@ def test_keys_that_repeat() -> None:
     given = [x.cuda() for x in (query, key, value, torch.full((128, 4), -1e-4), torch.full((128, 4), 0.99))]
     packed = PackedRecurrence([RowPiece(0, 128)], torch.device("cuda"))
     out, _ = recurrence.recur(packed.chunks, *given, None, unit=True)
-    expected, _ = packed.recur(*(x.double() for x in given), unit=True)
+    expected, _ = packed.recur(*(x.double() for x in given), None, unit=True)
     assert (out - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

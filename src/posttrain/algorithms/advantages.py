@@ -138,7 +138,7 @@ class AdvantagesPerReward:
     """Weighted sum of per-component advantages, with components in alphabetical order."""
 
     each: GroupAdvantages
-    weights: Sequence[float] | None = None  # None: weight 1 for every component
+    weights: tuple[float, ...] | None = None  # None: weight 1 for every component
 
     def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
         total = [[0.0] * len(scores) for scores in batch]
@@ -237,7 +237,9 @@ ESTIMATORS: Mapping[str, EstimatorForm] = {
         kl_charged_to="token",
     ),
     "gdpo": EstimatorForm(
-        lambda options, spread: AdvantagesPerReward(_grpo(options, spread), options.reward_weights),
+        lambda options, spread: AdvantagesPerReward(
+            _grpo(options, spread), None if options.reward_weights is None else tuple(options.reward_weights)
+        ),
         whiten_over="rollouts",
         whiten_by=Spread(1, 0.0, "std_plus"),
         kl_charged_to="token",

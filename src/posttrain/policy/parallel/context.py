@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
+from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place, RecurrenceInputs
 from posttrain.policy.packed import PackedRow, RowShare
 from posttrain.policy.parallel.tensor_group import exchange
 
@@ -78,8 +78,5 @@ class SharedAttention:
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         raise InputError(f"{FIELD} = {self.size}: layer {place[0]} is recurrent, and its sequences cannot be split")
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
         raise AssertionError("a convolution comes before")
