@@ -167,12 +167,12 @@ def _fill(function: str, parser: OverridesParser) -> None:
 
 
 def add_training(parser: OverridesParser) -> None:
-    from posttrain.config.command_line import ALIASES_OF_KIND, short_names
+    from posttrain.config.command_line import ALIASES, short_names
     from posttrain.config.runs import kind_named
 
     name = parser.prog.split()[-1]
     kind = kind_named(name)
-    further = [short for short in short_names(kind) if short in ("reward", "cliprange", *ALIASES_OF_KIND.get(kind, ()))]
+    further = [short for short in short_names(kind) if short in ("reward", "cliprange", *ALIASES.get(kind, ()))]
     of_kind = f"\n  for {name} also {', '.join(further)}" if further else ""
     parser.epilog = TRAINING_EPILOG.format(kind=name, of_kind=of_kind, needs=NEEDS.get(name, ""))
     parser.short_names = short_names(kind)
