@@ -97,7 +97,8 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         "at": "2026-03-01T10:00:00+02:00",
         "gold": "a",
     }
-    columns = TraceColumns("question", "text", reward="score", group_id="grp", model="who", time="at", reference="gold")
+    named = {"input": "question", "output": "text", "reward": "score", "group_id": "grp", "model": "who", "time": "at"}
+    columns = TraceColumns(**named, reference="gold")
     [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", [row]), columns)
     [found] = group.traces
     assert (found.group_id, found.model, found.reward, found.reference) == ("7", "m", 1.0, "a")
