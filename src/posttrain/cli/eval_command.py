@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import EvalRunConfig, LoadedConfig, load_config
@@ -12,6 +13,9 @@ from posttrain.errors import InputError
 from posttrain.files import durable
 from posttrain.reporting.console import Console
 from posttrain.run import quieten_libraries, refuse_missing_model
+
+if TYPE_CHECKING:
+    from posttrain.apps.evaluate.harness import HarnessRun
 
 EPILOG = """\
 examples:
@@ -97,34 +101,27 @@ def run(args: argparse.Namespace) -> int:
 
     # Results go to standard output, everything else beside it: `--json` can be piped.
     console = Console(sys.stderr, quiet=args.quiet)
-    if args.harness is not None:
-        return _run_harness(args, loaded, console)
-    evaluation = EvaluationBuild(loaded, say=console.note)
-    summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
-    if args.json:
-        print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
+    if args.harness is None:
+        evaluation = EvaluationBuild(loaded, say=console.note)
+        done = [(loaded.config, *evaluation.execute(console.progress, retry_unscored=args.retry_unscored))]
     else:
-        print("\n".join(block(loaded.config, summary, problems)))
-        print(f"  saved      {folder}")
-    return EXIT_NOTHING_SCORED if summary.score is None else 0
+        done = _harness(args, loaded, console).execute()
+    for config, summary, problems, folder in done:
+        lines = [*block(config, summary, problems), f"  saved      {folder}"]
+        if args.harness is not None:  # sampling is the task's own, but for what the user has set
+            lines = [line for line in lines if not line.startswith("max_new_tokens=")]
+        print((folder / SUMMARY_FILE).read_text("utf-8").rstrip() if args.json else "\n".join(lines))
+    return EXIT_NOTHING_SCORED if all(summary.score is None for _, summary, _, _ in done) else 0
 
 
-def _run_harness(args: argparse.Namespace, loaded: LoadedConfig[EvalRunConfig], console: Console) -> int:
+def _harness(args: argparse.Namespace, loaded: LoadedConfig[EvalRunConfig], console: Console) -> HarnessRun:
     from posttrain.apps.evaluate.harness import HarnessRun, split_words
-    from posttrain.apps.evaluate.results import SUMMARY_FILE
-    from posttrain.apps.evaluate.summary import block
 
     if args.retry_unscored:
         raise InputError("--retry-unscored does not go together with --harness, which samples a task as a whole")
     tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
     words = split_words(args.harness_args)
-    run = HarnessRun(loaded, args.harness, tasks, console.note, args.harness_python, args.harness_metric, words)
-    done = run.execute()
-    for config, summary, problems, folder in done:
-        shown = [line for line in block(config, summary, problems) if not line.startswith("max_new_tokens=")]
-        lines = [*shown, f"  saved      {folder}"]  # sampling is the task's own, but for what the user has set
-        print((folder / SUMMARY_FILE).read_text(encoding="utf-8") if args.json else "\n".join(lines))
-    return EXIT_NOTHING_SCORED if all(summary.score is None for _, summary, _, _ in done) else 0
+    return HarnessRun(loaded, args.harness, tasks, console.note, args.harness_python, args.harness_metric, words)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

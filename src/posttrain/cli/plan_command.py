@@ -95,18 +95,19 @@ def run(args: argparse.Namespace) -> int:
         answer_tokens=args.answer_tokens,
     )
     proposal = propose(found)
-    rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
+    rewards_s, step_s, save_s = (
+        None if measured is None else measured.get(f"timing/train/{stage}")
+        for stage in ("reward_calculation", "total_step_time", "checkpointing")
+    )
     splits = splits_of(found, config, rewards_s or 0.0)
     groups = planned_groups(found, config)
     planned_s = planned_step_s(found, config, rewards_s or 0.0)
     cost = cost_of(config, planned_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     on_cluster = None
     if profile is not None:
-        step_s = measured.get("timing/train/total_step_time") if measured is not None else None
-        source = "measured" if step_s else "planned"
-        save_s = measured.get("timing/train/checkpointing") if measured is not None else None
+        step = (step_s, "measured") if step_s else (planned_s, "planned")
         save = (save_s, "measured") if save_s else (planned_save_s(found), "planned")
-        on_cluster = cost_on_cluster(profile, config, step_s or planned_s, source, *save)
+        on_cluster = cost_on_cluster(profile, config, *step, *save)
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
         if groups:
@@ -314,10 +315,8 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
     if not proposal.settings:
         return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
     best = proposal.found
-    faster = found.time.total_s / best.time.total_s - 1
-    change = f"{faster:+.0%} speed"
-    if found.too_large:
-        change = "the present settings do not fit"
+    faster = f"{found.time.total_s / best.time.total_s - 1:+.0%} speed"
+    change = "the present settings do not fit" if found.too_large else faster
     settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
     return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {best.most_gib:.1f} GiB at most"]
 

@@ -207,8 +207,10 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
     entries = registry.history(args.name)
     if args.json:
         print(json.dumps([history_row(entry) for entry in entries], indent=2))
+    elif entries:
+        console(soft_wrap=False).print(_history_table(entries))
     else:
-        show_history(args.name, entries)
+        print(f"{args.name}: nothing has been promoted yet")
     return 0
 
 
@@ -334,13 +336,6 @@ def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage:
             out.print(f"damaged: {line}", style="red")
         if not damage:
             out.print(f"{len(version.files)} files are what was registered", style="green")
-
-
-def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
-    if not entries:
-        print(f"{name}: nothing has been promoted yet")
-        return
-    console(soft_wrap=False).print(_history_table(entries))
 
 
 def _history_table(entries: Sequence[HistoryEntry]) -> Table:

@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,9 +172,7 @@ class Report:
 
 def examined(folder: Path) -> Report:
     from posttrain.apps.watch.foreign import EXPECTED, open_foreign_run
-    from posttrain.reporting.doctor import Doctor
-    from posttrain.reporting.doctor.findings import answers_that_show
-    from posttrain.reporting.examination import examine_folder
+    from posttrain.reporting.examination import examine, examine_folder
 
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder{near_path(folder)}")
@@ -184,23 +182,14 @@ def examined(folder: Path) -> Report:
     foreign = open_foreign_run(folder)
     if foreign is None or not foreign.rows:
         raise InputError(f"{folder} holds no run: expected {EXPECTED}")
-    doctor = Doctor(foreign.kind, foreign.settings, foreign.names)
-    doctor.replay(foreign.rows)
-    doctor.finish()
-    found = [
-        replace(finding, answers=answers_that_show(foreign.groups(finding.step), doctor.shown[finding.rule]))
-        for finding in doctor.findings
-    ]
+    found = examine(foreign.rows, foreign.kind, foreign.settings, foreign.groups, foreign.names)
     return Report(folder, foreign.system, foreign.kind, foreign.rows[-1]["step"], found)
 
 
 def _finding_lines(finding: Finding) -> list[str]:
-    until = (
-        f"s {finding.step} to {finding.last_step}"
-        if finding.last_step not in (None, finding.step)
-        else f" {finding.step}"
-    )
-    lines = [f"{finding.severity:<9}{finding.rule}, step{until}"]
+    lasts = finding.last_step not in (None, finding.step)
+    steps = f"steps {finding.step} to {finding.last_step}" if lasts else f"step {finding.step}"
+    lines = [f"{finding.severity:<9}{finding.rule}, {steps}"]
     lines += _wrapped("", finding.text[0].upper() + finding.text[1:] + ".")
     for index, fix in enumerate(finding.fixes):
         lines += _wrapped("fix" if index == 0 else "or", fix)
