@@ -17,34 +17,10 @@ from posttrain.run import quieten_libraries, refuse_missing_model
 if TYPE_CHECKING:
     from posttrain.apps.evaluate.harness import HarnessRun
 
-EPILOG = """\
-examples:
-  posttrain eval generation.model_name=results/grpo/step_60 data.dataset_name=math500
-  posttrain eval results/grpo data.dataset_name=gsm8k data.data_path=gsm8k/test.jsonl eval.max_problems=200
-  posttrain eval --config examples/configs/evals/math_eval.yaml generation.temperature=0.6 eval.num_tests_per_prompt=16
-  posttrain eval http://localhost:8000/v1 data.dataset_name=gsm8k
-  posttrain eval results/grpo --harness lm-eval --tasks gsm8k,ifeval
-  posttrain eval compare results/eval/A results/eval/B
-
-The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
-OpenAI-compatible server; an argument without `=` is the model. Settings have the names that NeMo RL uses; `posttrain
-config show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command
-resumes. An answer may have generation.max_new_tokens tokens, by default as many as generation.vllm_cfg.max_model_len
-allows: set fewer for a first try on a CPU.
-exit codes: 0 done · 1 done, and no answer could be scored · 64 bad input · 75 another process is evaluating into
-the folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first
-batch
-"""
 EXIT_NOTHING_SCORED = 1
-COMPARE_EPILOG = """\
-A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where
-every problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the
-difference is a paired bootstrap over the problems.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         "posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n       posttrain eval compare A B [options]"
     )
@@ -68,7 +44,6 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def _add_compare(parser: OverridesParser) -> None:
-    parser.epilog = COMPARE_EPILOG
     parser.words("A B", "two folders that `posttrain eval` has written")
     parser.option("--metric", "pass@k, cons@k or avg@k; the main metric of A if left out")
     parser.option("--confidence", "of the interval, as a share", default=0.95)

@@ -46,23 +46,9 @@ if TYPE_CHECKING:
 
 PRICE = number(float, Option(more_than=0))
 GOAL = 0.15  # an error of the prediction that is still called good
-EPILOG = """\
-examples:
-  posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
-  posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
-  posttrain plan distill model=llama-8b lora=16 teacher=llama-70b gpus=4    with the teacher; ppo: with the critic
-  posttrain plan --run results/grpo                              predicted beside measured
-  posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
-  posttrain plan --on eks.yaml --config configs/grpo.yaml        on machines of a cluster profile: hours, dollars, Spot
-
-Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one
-of the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not
-fit, and says which setting would help.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         f"posttrain plan [{'|'.join(TRAINING_NAMES)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] "
         "[options] [key=value …]"

@@ -41,23 +41,8 @@ WHICH_RESOLVED = (
 )
 ROLLBACK_TO = "go back to this one, which was in production before (default: the last that was)"
 
-EPILOG = """\
-examples:
-  posttrain registry add maths models/mine --config results/grpo/config.yaml --eval main=results/eval --gate gate.json
-  posttrain registry promote maths 1 --why "gate passed"            candidate -> canary
-  posttrain registry promote maths 1 --to production --why "canary quiet for a day"
-  posttrain registry rollback maths --why "complaints since Tuesday"
-  posttrain serve registry:maths@production
-
-stages: candidate -> canary -> production -> archived. There is one canary and one production version at most; what was
-there before is archived. The registry is a folder (./registry; --registry or POSTTRAIN_REGISTRY names another) with an
-SQLite file of MLflow and the files of the versions, or the address of an MLflow tracking server.
-exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict, or a registry that stayed busy
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     commands = parser.commands()
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
