@@ -24,7 +24,7 @@ from posttrain.errors import InputError
 from posttrain.files.digests import sha256_of_file
 from posttrain.files.json_files import JsonMapping
 from posttrain.processes import ending_of
-from posttrain.reporting.charts import Frame, path_of, picture, value_range
+from posttrain.reporting.charts import Frame, picture, value_range
 from posttrain.reporting.rows import read_rollouts
 
 SFT_STEPS = 200
@@ -180,10 +180,8 @@ def _drawn(sides: Sequence[TrainerRuns]) -> str:
     for number, side in enumerate(sides):
         values = [*side.whole.values(), *side.killed.values()]
         frame = Frame.around(list(side.whole), *value_range(values), size=(width, 260))
-        curves = []
-        for style, rewards in (("a", side.whole), ("b", side.killed)):
-            points = frame.pixels(list(rewards), list(rewards.values()))
-            curves.append(f'<path class="line {style}" d="{path_of(points)}"/>')
+        both = (("a", side.whole), ("b", side.killed))
+        curves = [frame.curve(style, list(rewards), list(rewards.values())) for style, rewards in both]
         label = f"{side.name}: left alone, and killed {side.num_kills} times; mean reward by step"
         body.append(
             f'<g transform="translate(0 {50 + 260 * number})">{frame.grid()}{"".join(curves)}'
