@@ -132,7 +132,7 @@ class PipelineConfig(Section):
     train: TrainSection = setting(..., "How the model is trained.")
     convert: ConvertSection = setting(ConvertSection, "Checkpoint to Hugging Face folder.")
     evaluate: dict[str, EvaluationSection] = setting(
-        ..., "Evaluations by name; the first one's score is the KPI, and the gate's checks name them."
+        ..., "Evaluations by name; the first one's score is the KPI, and the gate's checks name them.", min_length=1
     )
     gate: GateSection = setting(..., "Who decides.")
     registry: RegistrySection = setting(RegistrySection, "Where versions are kept.")
@@ -141,8 +141,6 @@ class PipelineConfig(Section):
     @field_validator("evaluate")
     @classmethod
     def _measures_something(cls, evaluations: dict[str, EvaluationSection]) -> dict[str, EvaluationSection]:
-        if not evaluations:
-            raise ValueError("is empty: without an evaluation nothing can be decided")
         for name in evaluations:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} cannot name a folder; letters, digits, '.', '_' and '-' are accepted")

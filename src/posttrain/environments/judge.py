@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.rewards import PLACEHOLDER, JudgeRewardConfig, check_placeholders, check_shows_answer
+from posttrain.config.rewards import PLACEHOLDER, JudgeRewardConfig, judge_template
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable, text_of
 from posttrain.environments.judge_endpoint import EndpointError, JudgeEndpoint
 from posttrain.files import durable
@@ -72,12 +72,9 @@ def _template(setup: JsonMapping, base_folder: Path) -> str:
         return _DEFAULT_PROMPT.read_text("utf-8") if setup["prompt"] is None else str(setup["prompt"])
     path = base_folder / Path(setup["prompt_file"]).expanduser()
     try:
-        text = path.read_text()
-        check_placeholders(text)
-        check_shows_answer(text)
+        return judge_template(path.read_text())
     except (OSError, ValueError) as error:
         raise BadSetup(f"prompt_file is {path}: {error}") from None
-    return text
 
 
 @dataclass(frozen=True)
