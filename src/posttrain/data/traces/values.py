@@ -7,7 +7,7 @@ here reads a file, and nothing here needs torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -86,13 +86,12 @@ class TraceColumns(_Settings, TraceColumnsConfig):
 
 
 class TraceFilters(_Settings, TraceFiltersConfig):
-    """Which traces are used. What is left out is counted, by reason."""
-
-    since: str | date | None = None  # a day means its beginning; UTC unless it has a zone
-    until: str | date | None = None  # "2026-03-01" leaves that day out
+    """Which traces are used. What is left out is counted, by reason. A day means its beginning; UTC unless it has a
+    zone: `until` 2026-03-01 leaves that day out."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
+        plain = {name: one.isoformat() if isinstance(one, date) else one for name, one in values.items()}
+        super().__init__(**plain)
         if self.since_moment and self.until_moment and self.since_moment >= self.until_moment:
             raise DataError(f"since {self.since} is not before until {self.until}: no trace could pass")
 
@@ -134,20 +133,14 @@ class PairRules(_Settings, PairRulesConfig):
             )
 
 
-def as_moment(value: str | date, name: str) -> datetime:
+def as_moment(value: str, name: str) -> datetime:
     """A date or a time in ISO form as a moment; UTC unless it names another zone."""
-    moment: date
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError as error:
-            raise DataError(
-                f"{name}: {value!r} is not a date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
-            ) from error
-    else:
-        moment = value
-    if not isinstance(moment, datetime):
-        moment = datetime.combine(moment, time())
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise DataError(
+            f"{name}: {value!r} is not a date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
+        ) from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
