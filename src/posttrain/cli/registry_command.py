@@ -205,6 +205,8 @@ def _diff(registry: Registry, args: argparse.Namespace) -> int:
     found = differences(left, right)
     if args.json:
         print(json.dumps([vars(difference) for difference in found], indent=2))
+    elif not found:
+        print(f"versions {left.version} and {right.version} of {left.name} do not differ")
     else:
         show_differences(left, right, found)
     return 0
@@ -351,9 +353,6 @@ def history_row(entry: HistoryEntry) -> JsonObject:
 
 
 def show_differences(left: ModelVersion, right: ModelVersion, found: Sequence[Difference]) -> None:
-    if not found:
-        print(f"versions {left.version} and {right.version} of {left.name} do not differ")
-        return
     rows = table("", "key", f"version {left.version}", f"version {right.version}", "change", right=())
     section = ""
     for difference in found:

@@ -36,10 +36,6 @@ EXACT_DUPLICATE = "exact duplicate"
 NEAR_DUPLICATE = "near duplicate"
 
 
-def other_value(column: str) -> str:
-    return f"{column} has another value"
-
-
 @dataclass
 class Tally:
     """How often something was seen, and where first."""
