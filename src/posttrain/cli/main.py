@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from posttrain import __version__
 from posttrain.checkpointing import CHECKPOINT_THREAD, StopAtOnce
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
-from posttrain.cli.overrides_parser import OverridesParser, add_command
+from posttrain.cli.overrides_parser import HELP, OverridesParser, add_command
 from posttrain.errors import (
     STOPPED_UNSAVED,
     ExitCode,
@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from posttrain.models.accepted_names import RegisteredVersion
 
 SUMMARY = "Tune language models from rewards, preferences and agents."
-SHORT_HELP = f"""\
-{SUMMARY}
-
-  posttrain demo              watch a small model learn, in a few minutes, on a CPU
-  posttrain init grpo         a config, data and a reward to start from, and what to type next
-  posttrain watch             the runs in the browser
-  posttrain --help            all commands; posttrain COMMAND --help: one of them
-
-posttrain: error: no command given"""
 # `node` is started by the manifests of `posttrain launch`.
 GROUPS = {
     "train": ("demo", "init", "models", *KINDS, "data", "rewards", "agents", "config", "plan", "launch"),
@@ -225,7 +216,7 @@ def _main(given: list[str]) -> int:
     parser = build_parser()
     with surviving_console() as (out, _):
         if not given:
-            print(SHORT_HELP, file=sys.stderr)
+            print((HELP / "no-command.txt").read_text("utf-8"), end="", file=sys.stderr)
             return ExitCode.BAD_INPUT
         if given[0] == "help":
             given = [*given[1:], "--help"]

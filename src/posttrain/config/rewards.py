@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from types import NoneType
-from typing import Annotated, ClassVar, Literal, LiteralString
+from typing import Annotated, ClassVar, Literal, LiteralString, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
@@ -430,22 +430,13 @@ class AgentConfig(RewardConfig):
 
 
 REWARD_TYPES: dict[str, type[RewardConfig]] = {
-    "math": MathRewardConfig,
-    "math_cosine": CosineMathRewardConfig,
-    "multiple_choice": MultipleChoiceRewardConfig,
-    "exact": ExactRewardConfig,
-    "box": BoxRewardConfig,
-    "regex": RegexRewardConfig,
-    "json_schema": JsonSchemaRewardConfig,
-    "length": LengthRewardConfig,
-    "repetition": RepetitionRewardConfig,
-    NO_REWARD: NoRewardConfig,
-    "python": PythonRewardConfig,
-    "reward_model": RewardModelRewardConfig,
-    "code": CodeRewardConfig,
-    "judge": JudgeRewardConfig,
+    get_args(section.model_fields["type"].annotation)[0]: section
+    for section in (
+        *(MathRewardConfig, CosineMathRewardConfig, MultipleChoiceRewardConfig, ExactRewardConfig, BoxRewardConfig),
+        *(RegexRewardConfig, JsonSchemaRewardConfig, LengthRewardConfig, RepetitionRewardConfig, NoRewardConfig),
+        *(PythonRewardConfig, RewardModelRewardConfig, CodeRewardConfig, JudgeRewardConfig),
+    )
 }
-
 
 # Rewards of datasets with images, in NeMo RL's names: an environment with the name of one needs no further keys.
 NAMED_REWARDS: dict[str, list[FreeMap]] = {

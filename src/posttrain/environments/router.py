@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool, scored_by_name
-from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
+from posttrain.environments.reward_types import IN_PROCESS
 from posttrain.environments.settings import EnvironmentSettings, RewardSettings, read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
@@ -114,7 +115,10 @@ def build_environment(settings: EnvironmentSettings, placed: Placed = lambda pat
     def built_one(reward: RewardSettings) -> Environment:
         if (elsewhere := placed(reward.path)) is not None:
             return elsewhere
-        return in_process_environment(reward) if reward.config.type in IN_PROCESS else PooledReward(ScoringPool(reward))
+        if reward.config.type not in IN_PROCESS:
+            return PooledReward(ScoringPool(reward))
+        environment: Environment = resolve_name(IN_PROCESS[reward.config.type])(reward)
+        return environment
 
     built = {name: built_one(reward) for name, reward in settings.rewards.items()}
     if settings.is_single:

@@ -6,7 +6,6 @@ from their newest checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -26,6 +25,7 @@ from posttrain.files.json_files import JsonMapping
 from posttrain.processes import ending_of
 from posttrain.reporting.charts import Frame, picture, value_range
 from posttrain.reporting.rows import read_rollouts
+from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
 SFT_STEPS = 200
 SAVE_PERIOD = 5
@@ -156,8 +156,7 @@ def _finish(command: list[str], log: Path) -> None:
 def _rows(run: Path) -> list[JsonMapping]:
     """The rows of a run without what a clock measured."""
     clocks = ("timing/", "performance/", "memory/", "cluster/")
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(run / METRICS_FILE)
     return [{k: v for k, v in row.items() if not k.startswith(clocks) and k != "time"} for row in rows]
 
 
