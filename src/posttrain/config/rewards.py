@@ -84,10 +84,11 @@ def with_known_placeholders(template: str) -> str:
     return template
 
 
-def judge_template(text: str) -> str:
-    if "{response}" not in text and "{conversation}" not in text:
+def judge_template(template: str) -> str:
+    with_known_placeholders(template)
+    if "{response}" not in template and "{conversation}" not in template:
         raise ValueError("it shows the judge no answer: {response} is missing")
-    return with_known_placeholders(text)
+    return template
 
 
 def _two_ends(ends: list[float]) -> list[float]:
