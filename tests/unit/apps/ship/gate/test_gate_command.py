@@ -129,7 +129,10 @@ def test_bad_input_exits_with_64_and_names_the_problem(
         ("checks: {a: {metric: pass@1}}", "sets no bound: set at_least"),
         ("checks: {a: {metric: pass@1, at_least: 2, at_most: 1}}", "at_least 2 is above at_most 1"),
         ("checks: {a: {metric: pass@1, at_least: 0.1, relative: true}}", "relative is for better_by"),
-        ("checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}", "`checks.a.patterns.0` = '(': not a regular expression"),
+        (
+            "checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}",
+            "`checks.a.patterns.0` = '(': not a regular expression",
+        ),
         ("checks: {a: {metric: pass@1, atleast: 0.1}}", "did you mean `checks.a.at_least`"),
         (
             "checks: {a: {metric: cost_per_answer, worse_by_at_most: 0.1, relative: true}}",
