@@ -43,7 +43,6 @@ WORKER_SCORERS: dict[str, str] = {
 
 IN_PROCESS = {"reward_model": "posttrain.environments.reward_model:reward_model_environment"}
 
-
 # Of a worker process, where an answer such as 9^9^9^9, whose digits would exhaust the machine, is computed.
 MEMORY_LIMIT_BYTES: dict[str, int] = {"math": 4 << 30, "math_cosine": 4 << 30}
 
