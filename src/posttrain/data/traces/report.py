@@ -72,14 +72,6 @@ class ReadReport:
     def filter(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.filtered.setdefault(reason, Tally()).add(count, places)
 
-    @property
-    def dropped(self) -> int:
-        return sum(tally.count for group in (self.problems, self.filtered) for tally in group.values())
-
-    @property
-    def complete(self) -> bool:
-        return self.rows == self.kept + self.dropped
-
     def as_dict(self) -> JsonObject:
         def plain(tallies: dict[str, Tally]) -> JsonObject:
             return {reason: {"rows": tally.count, "first": tally.examples} for reason, tally in tallies.items()}

@@ -50,10 +50,6 @@ class TraceGroup:
     traces: list[Trace]
     group_id: str | None = None
 
-    @property
-    def rewards(self) -> list[float]:
-        return [trace.reward for trace in self.traces]
-
 
 class _Settings(Section):
     """A section of the config as Python code makes it, too: what does not fit is a DataError."""
