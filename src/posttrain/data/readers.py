@@ -194,12 +194,15 @@ def together(rows: Sequence[Row], render: Callable[[list[Given]], list[Made]], g
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
-_PREFERENCE_KEYS = ("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward", "completion", "label")
+_PREFERENCE_KEYS = (
+    *("prompt_key", "chosen_key", "rejected_key", "chosen_reward_key", "rejected_reward_key"),
+    *("completion_key", "label_key"),
+)
 
 
 def preference_keys(entry: Entry, spec: PreferenceSpec) -> PreferenceSpec:
     """The dataset with the columns that the entry names."""
-    named = {name: column for name in _PREFERENCE_KEYS if (column := getattr(entry, f"{name}_key"))}
+    named = {key.removesuffix("_key"): column for key in _PREFERENCE_KEYS if (column := getattr(entry, key))}
     return replace(spec, **named, templated=entry.prompt_is_templated)
 
 
