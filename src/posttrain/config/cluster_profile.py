@@ -26,7 +26,11 @@ from posttrain.config.base import (
 )
 from posttrain.files.redaction import is_secret_key, redact
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+Variable = Annotated[
+    str,
+    matching(r"[A-Za-z_][A-Za-z0-9_]*", "cannot name an environment variable"),
+    matching(r"(?!POSTTRAIN_).*", "is set by the launcher itself"),
+]
 
 Label = Annotated[
     str, matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and '-' are accepted, at most 63")
@@ -313,8 +317,10 @@ class ClusterProfile(Section):
     storage: StorageSection = setting(..., "The shared file system.")
     pods: PodsSection = setting(PodsSection, "What the pods have beside that.")
     slurm: SlurmSection = setting(SlurmSection, "What a job of Slurm is submitted with.")
-    secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
-    env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
+    secrets: dict[Variable, SecretReference] = setting(
+        dict, "Environment variables with values of Secrets in the cluster."
+    )
+    env: dict[Variable, str] = setting(dict, "Other environment variables; no secrets.")
     log_image: ImageName | None = setting(
         None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none."
     )
@@ -348,26 +354,12 @@ class ClusterProfile(Section):
             del usual["nodes"]  # rejected with a separate message
         return {**values, **{name: {**usual[name], **own} for name in usual if isinstance(own := given[name], dict)}}
 
-    @field_validator("secrets", mode="before")
-    @classmethod
-    def _name_variables(cls, secrets: object) -> object:
-        for name in secrets if isinstance(secrets, dict) else ():
-            if not _VARIABLE.fullmatch(str(name)):
-                raise ValueError(f"{name!r} cannot name an environment variable")
-            if str(name).startswith("POSTTRAIN_"):
-                raise ValueError(f"{name} is set by the launcher itself")
-        return secrets
-
     @field_validator("env")
     @classmethod
     def _has_no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
-            if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} cannot name an environment variable")
             if is_secret_key(name) or redact(value) != value:
                 raise ValueError(f"{name} looks like a secret; put it into a Secret and name that under secrets")
-            if name.startswith("POSTTRAIN_"):
-                raise ValueError(f"{name} is set by the launcher itself")
         return env
 
     @model_validator(mode="after")

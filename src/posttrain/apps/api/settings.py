@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 ENVIRONMENT = "reward"  # the key under `env` of what is given as reward=
 
 
-def override(key: str, value: object) -> str:
-    return f"{key}={_text(value, key)}"
-
-
 def overrides_of(settings: Mapping[str, object]) -> list[str]:
-    return [override(key, value) for key, value in settings.items()]
+    return [f"{key}={_text(value, key)}" for key, value in settings.items()]
 
 
 def loaded_config(
