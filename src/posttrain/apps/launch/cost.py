@@ -9,8 +9,7 @@ and R the seconds from an interruption to the next step, the share of time that 
 
 q = 0 is the formula of Young (1974). M is never assumed silently: it is given, or a range is shown.
 
-Prices are USD an hour of a machine, each with its day, source and region; a profile's own price replaces them. Spot
-prices move hourly and by zone: a row has the lowest and the highest of its region's zones on that day.
+Prices are those of `machines.yaml`, which a profile's own replace. Spot prices move hourly and by zone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
-from posttrain.apps.launch.instances import find_instance
+from posttrain.apps.launch.instances import INSTANCES, MACHINES, find_instance
 from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile, PriceSection
 from posttrain.errors import InputError
@@ -34,8 +33,6 @@ OLD_AFTER_DAYS = 90
 # Measured with a checkpoint of 30.2 GiB (8B, bf16 weights, 8-bit moments) on one H200, bench/LOG.md 2026-11-15.
 BACKGROUND_SAVE_S = 0.32  # that training stands still while the copy is queued
 WAITING_SAVE_BYTES_PER_S = 30.2 * 2**30 / 46.0  # where training waits for the files
-_AWS = ("us-east-2", "2026-08-22", "skypilot-catalog v7")
-_GCP = ("us-central1", "2026-08-21", "skypilot-catalog v8, GPU row and host row")
 
 
 @dataclass(frozen=True)
@@ -52,19 +49,12 @@ class Price:
         return None if self.on_demand is None else (self.on_demand, self.on_demand)
 
 
-PRICES = {
-    "p4d.24xlarge": Price(21.96, (9.86, 19.87), *_AWS),
-    "p5.48xlarge": Price(55.04, (19.97, 20.39), *_AWS),
-    "p5e.48xlarge": Price(None, (23.99, 25.19), *_AWS),
-    "p5en.48xlarge": Price(63.30, (26.28, 26.92), *_AWS),
-    "p6-b200.48xlarge": Price(113.93, (41.6, 42.2), *_AWS),
-    "a3-highgpu-8g": Price(87.83, (52.70, 52.70), *_GCP),
-    "a3-megagpu-8g": Price(92.21, (55.32, 55.32), *_GCP),
-    "a3-ultragpu-8g": Price(86.76, (50.38, 50.38), *_GCP),
-    "a4-highgpu-8g": Price(
-        90.22, (39.63, 39.63), _GCP[0], _GCP[1], "skypilot-catalog v8; its host row is 0: least certain"
-    ),
-}
+def _price(name: str) -> Price:
+    row = {"on_demand": None, **MACHINES["prices"][INSTANCES[name].provider], **MACHINES["prices"][name]}
+    return Price(**{**row, "spot": (row["spot"][0], row["spot"][1])})
+
+
+PRICES = {name: _price(name) for name in INSTANCES}
 
 
 def price_of(instance_type: str, own: PriceSection | None) -> Price:
