@@ -151,10 +151,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
         auto_class=auto_class_of(source.shape.config).__name__,
         validated=_validated(source, facts),
         errors=[error.line for error in errors_of_model(str(source.checkpoint))] if source.checkpoint else [],
-        evaluated=_evaluated(facts),
-        gate=facts.get("gate"),
         training={key: metrics[key] for key in TRAINING if key in metrics},
-        lineage=_lineage_rows(facts),
     )
     text = re.sub(r"\n{3,}", "\n\n", text)  # between parts of which some are missing
     if not source.run_config:
@@ -217,37 +214,3 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     middle = (share + weight / 2) / (1 + weight)
     half = math.sqrt(share * (1 - share) * weight + weight**2 / 4) / (1 + weight)
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _evaluated(facts: JsonMapping) -> list[list[str]]:
-    """Evaluations of the trained model."""
-    rows = []
-    for name, one in (facts.get("evaluations") or {}).items():
-        score, bounds = one["metrics"].get(one["metric"]), one["intervals"].get(one["metric"])
-        shown = "nothing was scored" if score is None else f"{score:.4g}"
-        interval = f"{bounds['low']:.4g} to {bounds['high']:.4g}" if bounds else ""
-        model = f"`{one['model']}`" + (f", {one['doubt'].partition(', ')[2]}" if one.get("doubt") else "")
-        rows.append([name, f"`{one['dataset']}`", one["metric"], shown, interval, f"{one['problems']:,}", model])
-    return rows
-
-
-def _lineage_rows(facts: JsonMapping) -> JsonObject:
-    return {
-        "source": f"`{facts['source']}`",
-        "step": facts["step"],
-        "base model": f"`{facts['base_model']}`" if facts["base_model"] else None,
-        "LoRA": facts["lora"],
-        "SHA-256 of the run's config": f"`{facts['config_sha256']}`" if facts["config_sha256"] else None,
-        "posttrain": facts["posttrain_version"],
-        "verified": _verified(facts["verification"]),
-    }
-
-
-def _verified(check: JsonMapping | None) -> str:
-    if check is None:
-        return "no"
-    return (
-        f"the most likely token is that of the source at {check['num_same_top']} of {check['num_tokens']} positions; "
-        f"logits differ by at most {check['max_logit_difference']:.3g} (their standard deviation is "
-        f"{check['logit_standard_deviation']:.3g}), model {check['how']}"
-    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.apps.launch.instances import INSTANCES, MACHINES, find_instance
@@ -24,6 +25,7 @@ from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile, PriceSection
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
+from posttrain.files.text_templates import render_text
 
 if TYPE_CHECKING:
     from posttrain.apps.plan.plan import RunEstimate
@@ -178,29 +180,7 @@ class CostReport:
         return self.num_steps * self.step_s / 3600
 
     def lines(self) -> list[str]:
-        where = f" in {self.price.region}" if self.price.region else ""
-        lines = [
-            f"  {self.num_steps:,} steps of {self.step_s:.1f} s ({self.step_source}): {self.hours:,.1f} hours on "
-            f"{self.num_nodes} machine{'s' if self.num_nodes > 1 else ''}",
-            f"  price{where} of {self.price.as_of}, {self.price.source}",
-            f"  {'':<34}{'wasted':>8}{'a run':>20}{self.runs_per_year:>8} runs",
-        ]
-        for row in self.rows:
-            name = row.capacity.replace("_", "-")
-            if row.node_mtbf_hours is not None:
-                name += f", a machine lost every {row.node_mtbf_hours:g} h"
-            yearly = _span(row.low.in_all * self.runs_per_year, row.high.in_all * self.runs_per_year)
-            lines.append(f"  {name:<34}{row.overhead:>8.1%}{_span(row.low.in_all, row.high.in_all):>20}{yearly:>24}")
-        first = self.rows[0].low
-        lines.append(
-            f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}"
-        )
-        lines += [f"  {line}" for line in self.assumed]
-        if self.best_save_period is not None:
-            lines.append(
-                f"  best checkpointing.save_period on Spot: {self.best_save_period} (this config: {self.save_period})"
-            )
-        return [*lines, *(f"  warning: {warning}" for warning in self.warnings)]
+        return render_text(Path(__file__).with_name("cost.txt"), report=self, usd=_usd, span=_span).splitlines()
 
     def as_json(self) -> JsonObject:
         return {
