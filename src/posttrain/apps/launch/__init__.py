@@ -8,7 +8,7 @@
 | `pod_template.py`, `workloads.py` | the pod; the workload of each scheduler around it; values of Helm |
 | `admin_objects.py` | what an administrator creates once |
 | `manifest_files.py` | objects from templates; YAML of objects, written to and read from files |
-| `quantities.py`, `storage_sizes.py` | amounts as Kubernetes writes them; sizes of shared file systems |
+| `quantities.py` | amounts as Kubernetes writes them; sizes of shared file systems |
 | `lint/` | checks of manifests, from here or elsewhere, in layers |
 | `cost.py` | hours, dollars, interruptions |
 | `node/` | `posttrain node`, the first process of every pod |

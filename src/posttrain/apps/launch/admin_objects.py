@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE, RDMA_NETWORKS, find_instance
 from posttrain.apps.launch.manifest_files import TEMPLATES, render_objects
-from posttrain.apps.launch.storage_sizes import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
+from posttrain.apps.launch.quantities import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject

@@ -50,41 +50,19 @@ def job_files(request: LaunchRequest) -> dict[str, bytes]:
 
 
 def job_script(request: LaunchRequest) -> str:
-    folder, slurm, nodes = job_folder(request), request.profile.slurm, request.num_nodes
-    cores = max(1, int(request.instance.cpu))
-    options = {
-        "job-name": request.name,
-        "nodes": nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": cores,
-        "gpus-per-node": request.gpus_per_node or None,
-        "time": slurm.time,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "signal": f"TERM@{request.grace_s + _AFTER_SAVE_S}",
-        "requeue": True,
-        "open-mode": "append",
-        "output": folder / "output-%j.txt",
-        "chdir": folder,
-    }
-    given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
-    first, count = _PORTS
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cores}"]
-    step += ["--kill-on-bad-exit=0", *slurm.srun_options, *NODE_COMMAND]
     return render_text(
         TEMPLATES / "job.sh",
         request=request,
-        options=[*given, *slurm.sbatch_options],
+        slurm=request.profile.slurm,
+        cores=max(1, int(request.instance.cpu)),
+        warning_s=request.grace_s + _AFTER_SAVE_S,
         variables=_variables(request),
-        quote=shlex.quote,
-        first_port=first,
-        num_ports=count,
-        step=shlex.join(step),
-        ended=f"{ExitCode.DONE}|{ExitCode.BAD_INPUT}|{ExitCode.NO_PROGRESS}",
-        saved=int(ExitCode.SAVED),
-        folder=str(folder),
+        words=shlex.join,
+        ports=_PORTS,
+        code=ExitCode,
+        folder=str(job_folder(request)),
         max_restarts=MAX_RESTARTS,
+        command=NODE_COMMAND,
     )
 
 

@@ -271,18 +271,7 @@ class RunCost:
         return None if self.num_steps is None else self.per_step * self.num_steps
 
     def lines(self) -> list[str]:
-        gpus = f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''} at {self.gpu_hour_price:g} an hour each"
-        lines = [f"  {_amount(self.per_step)} for a step of {self.step_s:.1f} s on {gpus}"]
-        if self.num_steps is None or self.in_all is None:
-            lines.append(
-                f"  {_amount(1000 * self.per_step)} for 1,000 steps; how many a run has depends on the data, or "
-                "on max_num_steps"
-            )
-        else:
-            hours = self.num_steps * self.step_s / 3600
-            steps = f"{self.num_steps:,} steps, {hours:,.1f} hours"
-            lines.append(f"  {_amount(self.in_all)} for {steps}; less if the epochs end before")
-        return lines
+        return render_text(Path(__file__).with_name("gpu_cost.txt"), cost=self, amount=_amount).splitlines()
 
 
 def cost_of(config: RunConfig, step_s: float, gpu_hour_price: float) -> RunCost:

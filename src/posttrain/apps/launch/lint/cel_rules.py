@@ -53,8 +53,7 @@ from posttrain.apps.launch.lint.reading import (
     read,
 )
 from posttrain.apps.launch.manifest_files import Manifest
-from posttrain.apps.launch.quantities import quantity
-from posttrain.apps.launch.storage_sizes import is_fsx_size, is_lustre_size, lustre_step_gib
+from posttrain.apps.launch.quantities import is_fsx_size, is_lustre_size, lustre_step_gib, quantity
 from posttrain.files.json_files import JsonObject
 from posttrain.files.redaction import is_secret_key, redact
 
@@ -105,7 +104,7 @@ def _text_of(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _found(value: object, pattern: str) -> str:
+def found(value: object, pattern: str) -> str:
     """What matches first in a text; empty if nothing does."""
     match = re.search(pattern, _text_of(value))
     return match[0] if match else ""
@@ -141,7 +140,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "find": lambda items, key, value: next((item for item in list_of(items) if get(item, key) == value), None),
     "each": lambda value, path: [item.value for item in every(Item(_NOWHERE, value), path)],
     "first": lambda items, value: items.index(value) if value in items else len(items),
-    "found": _found,
+    "found": found,
     "has_secret": lambda value: (text := str(value).replace("://anonymous@", "://")) != redact(text),
     "is_fsx_size": is_fsx_size,
     "is_lustre_size": lambda gib, tier: is_lustre_size(gib, int(tier)),
