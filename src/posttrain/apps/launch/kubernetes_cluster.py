@@ -24,7 +24,6 @@ from posttrain.apps.launch.pod_template import (
     RUN_LABEL,
     Object,
     control_name,
-    object_of,
     with_new_value,
 )
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
@@ -270,7 +269,8 @@ class KubernetesCluster:
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         grace_s = int(min(notice_s, pod["spec"].get("terminationGracePeriodSeconds", 30)))
         options = {} if evict else {"gracePeriodSeconds": grace_s}
-        eviction = object_of("policy/v1", "Eviction", name, namespace, deleteOptions=options)
+        metadata = {"name": name, "namespace": namespace}
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         try:
             self._found("POST", f"{self._in_namespace(pod, 'pods')}/{name}/eviction", eviction)
         except _NotFound:

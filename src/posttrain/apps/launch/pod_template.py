@@ -37,11 +37,6 @@ _CONSTANTS = {
 }
 
 
-def object_of(version: str, kind: str, name: str, namespace: str, **parts: object) -> Object:
-    """An object with its parts, such as `spec`."""
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": namespace}, **parts}
-
-
 def labels_of(request: LaunchRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "posttrain", "app.kubernetes.io/managed-by": "posttrain", RUN_LABEL: request.name}
 
