@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import posttrain
 from posttrain.config import load_config
-from posttrain.environments.python_function import named_arguments
+from posttrain.environments.python_function import named_arguments, why_absent
 from posttrain.errors import InputError
 from posttrain.reporting import machines
 from posttrain.run import fitted
@@ -70,6 +71,55 @@ def test_columns_of_a_file_are_guessed_and_said(tmp_path: Path, gpus: list[objec
     usual = loaded(f"data={file}")
     assert usual.config.data.train.input_key is None
     assert not any("taken as" in line for line in usual.warnings)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "words", "expected"),
+    [
+        ([{"role": "user", "content": "1+1?"}], "completions, answer, **kwargs", [], True),
+        ("1+1?", "completions, answer, **kwargs", [], None),
+        ([{"role": "user", "content": "1+1?"}], "response", [], None),
+        ([{"role": "user", "content": "1+1?"}], "completions", ["env.reward.as_messages=false"], False),
+    ],
+)
+def test_a_reward_for_trl_gets_messages_where_prompts_are_messages(
+    prompt: object,
+    parameters: str,
+    words: list[str],
+    expected: bool | None,
+    tmp_path: Path,
+    gpus: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    Path("r.py").write_text(f"def r({parameters}): ...\n")
+    found = loaded("data=rows.jsonl", "reward=r.py:r", *words)
+    assert (found.config.env["reward"].model_extra or {}).get("as_messages") is expected
+    assert any("gets messages" in line for line in found.warnings) == (expected is True)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "reason"),
+    [
+        (
+            "def right(response): ...\ndef _no(): ...\n",
+            "r.py:wrong",
+            "r.py has no 'wrong'; the functions it has: right",
+        ),
+        ("from others import *\n", "r.py:wrong", None),  # it may come from there
+        ("right = wrong = len\n", "r.py:wrong", None),
+        ("", "s.py:right", "there is no file .*s.py .did you mean '.*rr.py'"),
+        ("", "package.module:right", None),
+    ],
+)
+def test_a_function_that_is_not_there_is_found_without_import(
+    text: str, spec: str, reason: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "rr.py").write_text(text)
+    (tmp_path / "r.py").write_text(text)
+    found = why_absent(spec.replace("s.py", "rrr.py"), tmp_path)
+    assert found is None if reason is None else found is not None and re.match(reason.replace("s.py", "rrr.py"), found)
 
 
 def test_arguments_of_a_reward_by_position_are_named(tmp_path: Path) -> None:
