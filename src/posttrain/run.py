@@ -95,7 +95,7 @@ def fitted(load: Load) -> Load:
             if columns := guessed_columns(found.kind, entry.filled_from(config.data.default)):
                 notes.append(named_columns(f"data.{name}", columns))
                 words += [f"data.{name}.{key}={json.dumps(column)}" for key, column in columns.items()]
-        for name, environment in getattr(config, "env", {}).items():
+        for name, environment in getattr(config, "environments", {}).items():
             function, extras = environment.function, environment.model_extra or {}
             if function is None or "as_messages" in extras or not is_written_for_batches(function, Path.cwd()):
                 continue
@@ -187,7 +187,7 @@ def _refuse_missing(config: RunConfig) -> None:
         if path and not is_pattern and not Path(path).expanduser().exists():
             raise DataError(not_found(path))
         check_first_row(config.kind, entry)
-    for name, environment in getattr(config, "env", {}).items():
+    for name, environment in getattr(config, "environments", {}).items():
         for key in ("function", "agent"):
             given = getattr(environment, key)
             if isinstance(given, str) and (reason := why_absent(given, Path.cwd())) is not None:

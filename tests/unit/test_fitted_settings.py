@@ -13,7 +13,7 @@ from posttrain.config import load_config
 from posttrain.environments.python_function import named_arguments, why_absent
 from posttrain.errors import InputError
 from posttrain.reporting import machines
-from posttrain.run import fitted
+from posttrain.run import _refuse_missing, fitted
 
 
 def loaded(*words: str, kind: str = "grpo"):  # type: ignore[no-untyped-def]
@@ -134,3 +134,15 @@ def test_a_call_that_is_refused_leaves_no_folder_behind(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match="none"):
         posttrain.grpo(tmp_path / "none", [{"input": "1", "output": "2"}], reward=lambda response: 1.0, steps=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_functions_that_the_run_uses_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"input": "1+1?", "output": "2"}) + "\n")
+    Path("model").mkdir()
+    words = ["model=model", "data=rows.jsonl", "env.mine.function=absent.py:f"]
+    _refuse_missing(loaded(*words, "data.train.env_name=math").config)
+    with pytest.raises(InputError, match=r"env\.mine\.function is 'absent\.py:f': there is no file"):
+        _refuse_missing(loaded(*words, "data.train.env_name=mine").config)

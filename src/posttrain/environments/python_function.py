@@ -235,7 +235,7 @@ def why_absent(spec: str, base_folder: Path) -> str | None:
     if not path.is_file():
         return f"there is no file {path}{near_path(path)}"
     text = path.read_text("utf-8", "replace")
-    if re.search(rf"\b{re.escape(name.split('.')[0])}\b|import \*|globals|vars\(|exec\(|setattr|__dict__", text):
+    if re.search(rf"\b{re.escape(name.split('.')[0])}\b|import \*|globals|vars\(|exec\(|[gs]etattr|__dict__", text):
         return None
     names = re.findall(r"^(?:async )?def ([^\W_]\w*)", text, re.MULTILINE)
     return f"{file} has no {name!r}; {_listed(names)}"
