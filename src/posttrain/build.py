@@ -44,6 +44,7 @@ from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
+from posttrain.reporting.wording import short_model_name
 from posttrain.roles import RoundEngine, WeightSync
 
 # Short description of a run's memory and time, given device name and number of steps; empty if unknown.
@@ -317,7 +318,7 @@ class TrainingRun:
                 quiet=self.quiet,
                 verbose=self.verbose,
                 header=header,
-                title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
+                title=self.title or f"{self.config.kind.upper()} of {short_model_name(config.policy.model_name)}",
                 num_val_samples_to_print=config.logger.num_val_samples_to_print,
                 device_word="GPU" if on_gpu else "device",
                 refit_remark=refit,

@@ -171,6 +171,9 @@ def _render(args: argparse.Namespace) -> int:
         return 0
     texts = {"control-secret.txt": control_secret_command(request)}
     _write(args, render_run(request), f"run {request.name}", texts)
+    if args.to is not None:
+        secret = f"sh {args.to / 'control-secret.txt'} && " if texts["control-secret.txt"] is not None else ""
+        print(f"next: {secret}kubectl apply --filename {args.to}", file=sys.stderr)
     return 0
 
 

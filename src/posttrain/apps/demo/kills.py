@@ -138,8 +138,9 @@ def _both(name: str, whole: list[str], killed: list[str], folder: Path, num_kill
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        if child.returncode >= 0:
-            break
+        if child.returncode >= 0:  # it reached its end first
+            _check(child.returncode, killed, folder / f"{name}-killed.log")
+            return done
         done += 1
         print(f"  kill -9 after {wait_s:.1f} s", flush=True)
     _finish(killed, folder / f"{name}-killed.log")
@@ -148,9 +149,12 @@ def _both(name: str, whole: list[str], killed: list[str], folder: Path, num_kill
 
 def _finish(command: list[str], log: Path) -> None:
     with log.open("ab") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+        _check(subprocess.run(command, stdout=output, stderr=output, check=False).returncode, command, log)
+
+
+def _check(code: int, command: list[str], log: Path) -> None:
     if code:
-        raise RuntimeError(f"`{' '.join(command[:4])} …` ended with {ending_of(code)}; see {log}")
+        sys.exit(f"posttrain: error: `{' '.join(command[:4])} …` ended with {ending_of(code)}; see {log}")
 
 
 def _rows(run: Path) -> list[JsonMapping]:
