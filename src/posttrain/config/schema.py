@@ -146,8 +146,8 @@ def schema_defaults(model: type[Section]) -> Values:
 
 
 def hint_for(root: Node, path: Path, read: Node | None = None) -> str:
-    """To put behind `unknown key`; `path` is the topmost one that is not known, so that what it lies in is. `read`: what
-    of `root` is read, if not all of it; a key of another section is proposed only from there.
+    """To put behind `unknown key`; `path` is the topmost one that is not known, so that what it lies in is. A key of
+    another section is proposed only from `read`: what of `root` is read, if not all of it.
     """
     place = find(root, path[:-1])
     assert place is not None, "the topmost unknown key lies in a known section"
