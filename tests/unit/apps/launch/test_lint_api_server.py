@@ -235,7 +235,6 @@ MUTANTS: list[tuple[str, str, Any, str, str]] = [
     ("Job", f"{POD}.users", "both", "shares no hostNetwork", f"{POD}.hostUsers"),
     ("Service", "spec.ports", [{"port": 1, "name": "a"}, {"port": 1, "name": "b"}], "stands twice",
      "spec.ports[1].port"),
-    ("Service", "spec.ports", [{"port": 1, "nodePort": 80}], "between 30000 and", "spec.ports[0].nodePort"),
     ("Service", "spec.clusterIP", "none", "None or an IP address", ""),
     ("Service", "spec.externalTrafficPolicy", "Local", "NodePort or LoadBalancer", ""),
     ("PersistentVolume", "spec.hostPath", {"path": "/a"}, "one volume type", "spec"),
