@@ -56,8 +56,7 @@ LabelValue = Annotated[
 ]
 Word = Annotated[str, matching(r"[!-~]+", "one word is expected, without spaces and line breaks")]
 SlurmTime = Annotated[
-    str,
-    matching(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", 'minutes or a time such as "24:00:00" are expected'),
+    str, matching(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", 'minutes or a time such as "24:00:00" are expected')
 ]
 SbatchOption = Annotated[
     str,

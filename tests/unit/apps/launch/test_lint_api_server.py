@@ -248,6 +248,8 @@ MUTANTS: list[tuple[str, str, Any, str, str]] = [
      "spec.ingress[0].from[0].ipBlock"),
     ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0/40"}}], "no network like",
      "spec.ingress[0].from[0].ipBlock.cidr"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0"}}], "no network like",
+     "spec.ingress[0].from[0].ipBlock.cidr"),
     ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0/16", "except": ["10.1.0.0/24"]}}],
      "smaller part", "spec.ingress[0].from[0].ipBlock.except[0]"),
     ("Deployment", "spec.strategy", {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}, "with type Recreate",
