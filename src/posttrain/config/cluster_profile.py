@@ -59,6 +59,16 @@ LabelValue = Annotated[
     ),
 ]
 Word = Annotated[str, matching(r"[!-~]+", "one word is expected, without spaces and line breaks")]
+SlurmTime = Annotated[
+    str, matching(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", 'minutes or a time such as "24:00:00" are expected')
+]
+SbatchOption = Annotated[
+    str,
+    matching(
+        r"-(?!-(nodes|ntasks|signal|no-requeue|chdir|array)\b)[!-~]+",
+        "an option such as --mem=0 is expected; machines, tasks, signal, requeue and folder are set by the launcher",
+    ),
+]
 Line = Annotated[
     str, matching(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]+", "one line is expected, without control characters")
 ]
@@ -261,11 +271,11 @@ class SlurmSection(Section):
     partition: Word | None = setting(None, "Partition; null is the cluster's default.")
     account: Word | None = setting(None, "Account that the job is charged to; null is yours.")
     qos: Word | None = setting(None, "Quality of service; null is the default.")
-    time: Word | None = setting(None, "Time limit of one attempt, such as 24:00:00; null is the partition's.")
+    time: SlurmTime | None = setting(None, "Time limit of one attempt, such as 24:00:00; null is the partition's.")
     setup: list[Line] = setting(
         list, "Shell lines before the run, such as `source /shared/venv/bin/activate`: posttrain must be on the PATH."
     )
-    sbatch_options: list[Word] = setting(list, "More options of the job, such as --mem=0 or --constraint=h200.")
+    sbatch_options: list[SbatchOption] = setting(list, "More options of the job, such as --mem=0 or --constraint=h200.")
     srun_options: list[Word] = setting(list, "More options of the step, such as --container-image=….")
 
 

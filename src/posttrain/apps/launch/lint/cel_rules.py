@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def _is_pattern(value: object) -> bool:
     return True
 
 
+def _is_inside(value: object, network: object) -> bool:
+    """Whether one network is a part of another, or is it."""
+    try:
+        part, whole = (ip_network(str(one), strict=False) for one in (value, network))
+        return part.version == whole.version and part.subnet_of(whole)  # type: ignore[arg-type]
+    except ValueError:
+        return False
+
+
 def _json(value: object) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else None
@@ -142,8 +152,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "first": lambda items, value: items.index(value) if value in items else len(items),
     "found": found,
     "has_secret": lambda value: (text := str(value).replace("://anonymous@", "://")) != redact(text),
+    "is_address": lambda value: "/" not in str(value) and _is_inside(value, value),
     "is_fsx_size": is_fsx_size,
     "is_lustre_size": lambda gib, tier: is_lustre_size(gib, int(tier)),
+    "is_inside": _is_inside,
     "is_pattern": _is_pattern,
     "is_secret_key": lambda value: is_secret_key(str(value)),
     "is_text": lambda value: isinstance(value, str),
