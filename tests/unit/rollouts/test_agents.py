@@ -857,6 +857,8 @@ def refused(**body: Any) -> str | None:
         ({**USER, "cache": True}, "cache"),
         ({**USER, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "content.0"),
         ({**USER, "content": [{"type": "text", "text": "a", "bold": True}]}, "content.0.bold"),
+        ({**USER, "content": 5}, "content"),
+        ({**USER, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool_calls"),
     ],
 )
 def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, field: str) -> None:
@@ -865,8 +867,9 @@ def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, fiel
 
 def test_fields_that_do_not_fit_others_are_refused() -> None:
     assert str(refused(tools=[{"type": "custom", "function": {"name": "add"}}])).startswith("tools")
-    assert str(refused(stop=["x"] * 17)).startswith("stop")
-    assert str(refused(stop="x" * 1001)).startswith("stop")
+    assert refused(stop=["x"] * 17) == "stop"
+    assert refused(tool_choice="any") == "tool_choice"
+    assert refused(stop="x" * 1001) == refused(stop=5) == "stop"
     read_request(json.dumps({"messages": [USER], "stop": ["x"] * 16}).encode())
     other = {"type": "function", "function": {"name": "other"}}
     assert refused(tool_choice=other, tools=[TOOL]) == refused(tool_choice="required") == "tool_choice"
