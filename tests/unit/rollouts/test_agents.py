@@ -360,6 +360,24 @@ def test_an_agent_that_works_too_long_between_requests_is_ended(
     assert len(group.rollouts[0].completion.token_ids) > 0
 
 
+def test_time_for_the_model_and_for_tools_is_told_apart(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        time.sleep(0.3)
+        return 1.0
+    """
+    agents = source(tmp_path, script, cleanup)
+    generate = agents.engine.generate
+    monkeypatch.setattr(agents.engine, "generate", lambda *given: time.sleep(0.2) or generate(*given))
+    times = agents.take(1, step=1).timings_s
+    assert times["generation/agents_working"] >= 0.3
+    assert times["generation/waiting_for_model"] >= 0.2
+    assert times["generation"] >= 0.5
+
+
 def test_time_in_which_the_endpoint_works_is_not_the_agents(
     tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
