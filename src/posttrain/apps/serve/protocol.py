@@ -177,6 +177,7 @@ class ChatMessage(_Strict):
     tool_calls: list[CallInMessage] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     refusal: None = None  # clients send answers of the API back unchanged
     annotations: list[object] | None = None
     audio: None = None
@@ -204,7 +205,7 @@ class ChatMessage(_Strict):
         message: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content or self.reasoning}
         if self.role == "tool":
             more["name"] = self.name
         return message | {field: value for field, value in more.items() if value}
