@@ -147,11 +147,9 @@ class GrpoRecipe(Recipe):
             max_total_tokens=length,
             needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
         )
-        if (task := tasks.first_with_images(self._talking)) is not None:
-            raise DataError(
-                f"{task.id}: has images, and env.{task.environment} takes turns with the model; conversations of "
-                "several turns with images are not supported"
-            )
+        agents = {name for name, block in self.environments().items() if block.agent is not None}
+        if (task := tasks.first_with_images(agents)) is not None:
+            raise DataError(f"{task.id}: has images, which are not given to agents (env.{task.environment}.agent)")
         return tasks
 
     def scoring(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from posttrain.data.chat import ChatFormat, Ids
+from posttrain.data.chat import ChatFormat, Ids, attached
 from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import Answer, AnyCall, ToolCall, Tools, call_id
 from posttrain.data.tool_prompts import ToolChat, answer_text, describe, with_description, writes_tools
@@ -218,7 +218,7 @@ class ToolPrompts:
         if writer is None:
             return task
         messages = writer.messages(task.messages)
-        text, ids = writer.chat.prompt(messages)
+        text, ids = writer.chat.prompt(attached(messages, task.images))
         return replace(task, prompt=text, prompt_ids=tuple(ids), messages=tuple(messages))
 
 
