@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from every_family import WITH_IMAGES, recorded
+from seed_features import manifest_errors
 from seed_features import page as seeds_checked
 
 from posttrain.data.named_datasets import (
@@ -251,6 +252,7 @@ PAGES = {
     "datasets.md": datasets_table,
     "doctor.md": rules_sections,
     "seeds/checked.md": seeds_checked,
+    "seeds/manifests.md": manifest_errors,
 }
 
 
