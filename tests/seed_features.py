@@ -97,13 +97,15 @@ def page() -> str:
         )
         parts.append("have the same words (`device` for `gpu`) with other numbers. The others:\n\n")
         parts.append(_table(("the guide", "posttrain, step 2 of 2", ""), other))
-    ours = our_cluster()
+    ours, absent = our_cluster(), dict[str, list[str]]()
     for title, kind, guide, own in (
         ("Job of guide 001", "scheduler.kind: job`, p4d.24xlarge", guide_job(), our_job()),
         ("worker group of guide 004", _RAY, guide_group(), ours["workerGroupSpecs"][0]),
         ("head and the service of guide 004", _RAY, guide_head(), ours),
     ):
-        parts.append(f"\n## The {title}\n\nposttrain: `{kind}. " + _fields(guide, own))
+        parts.append(f"\n## The {title}\n\nposttrain: `{kind}. " + _fields(guide, own, absent))
+    reasons = [(", ".join(dict.fromkeys(names)), why) for why, names in absent.items()]
+    parts.append("\n## Fields that are not rendered\n\n" + _table(("field", "why"), reasons))
     return "".join(parts)
 
 
@@ -219,29 +221,26 @@ def _name(item: Any, index: int, path: str) -> object:
     return item.get("mountPath") or item.get("name") or item.get("key") or index
 
 
-def _fields(guide: Any, ours: Any) -> str:
-    """How many fields of the guide are the same, those that differ, and those that are not rendered by their reason."""
-    found, same, rows, absent = flat(ours), 0, [], dict[str, list[str]]()
+def _fields(guide: Any, ours: Any, absent: dict[str, list[str]]) -> str:
+    """How many fields of the guide are the same, and those that differ. Adds those not rendered by reason."""
+    found, same, num_absent, rows = flat(ours), 0, 0, dict[tuple[str, str], list[str]]()
     for path, printed in flat(guide).items():
         if re.search(r"\[\S+\]\.(name|mountPath|key)$", path):
             continue  # in the path itself
         mine = found.get(path)
-        short = _code(
-            re.sub(r"^(?:headGroupSpec\.)?(?:spec\.)?(?:template\.)?(?:spec\.)?(?:containers\[0\]\.)?", "", path)
-        )
+        short = _code(re.sub(r"^(headGroupSpec\.)?(spec\.)?(template\.)?(spec\.)?(containers\[0\]\.)?", "", path))
         if mine is None:
             absent.setdefault(why_absent(path), []).append(short)
+            num_absent += 1
         elif mine == printed:
             same += 1
         else:
-            rows.append((short, _code(_shown(_short(printed))), _code(_shown(_short(mine)))))
-    of = same + len(rows) + sum(map(len, absent.values()))
-    reasons = [(", ".join(dict.fromkeys(names)), why) for why, names in absent.items()]
+            rows.setdefault((_shown(_short(printed)), _shown(_short(mine))), []).append(short)
+    differ = sum(map(len, rows.values()))
+    lines = [(", ".join(names), _code(printed), _code(mine)) for (printed, mine), names in rows.items()]
     return (
-        f"Of {of} fields {same} are the same, {len(rows)} have another value:\n\n"
-        + _table(("field", "the guide", "posttrain"), rows)
-        + "\nNot rendered:\n\n"
-        + _table(("field", "why"), reasons)
+        f"Of {same + differ + num_absent} fields {same} are the same, {num_absent} are not rendered ([below]"
+        "(#fields-that-are-not-rendered)), the others:\n\n" + _table(("field", "the guide", "posttrain"), lines)
     )
 
 
